@@ -1,0 +1,257 @@
+"""Everything that can be run on this project.
+
+`./dev NAME` runs one session; `./dev tests` runs those that a change must pass. A session installs what it
+needs in an environment of its own, pinned by constraints.txt. Those that promise GPUs (`gpu`, `bench`)
+install nothing: they run in the interpreter that the variable PYTHON names.
+"""
+
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import nox
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = ["layout", "buffers", "precision", "engine", "checkpoint", "mamba", "qwen", "megatron", "lamella"]
+FOLDERS = {
+    **{package: ROOT / "packages" / package for package in PACKAGES},
+    "testing": ROOT / "testing",
+    "integration": ROOT / "integration",
+}
+SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
+CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not slow"
+MEGATRON_CORE = "megatron-core==0.19.2"
+TRITON = "triton>=3.7"  # Its pin is the affair of torch's CUDA build; see `pins`.
+PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
+OLDEST_PYTHON = "3.11"  # Its first patch release: Debian's python3 is no newer than 3.11.2.
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv"
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that a change must pass and that needs no GPU."""
+    units = [f"unit({package})" for package in [*PACKAGES, "testing"]]
+    for name in ["lint", "types", "contracts", *units, "integration(cpu)", "docs"]:
+        session.notify(name, [])
+
+
+@nox.session(default=False, reuse_venv=True)
+def train(session: nox.Session) -> None:
+    """Train a small language model on real text, on two CPU ranks or every GPU; run again, it resumes.
+
+    Arguments go to `lamella train`: ./dev train --steps 50 --data book.txt
+    """
+    _install(session, *_editable("lamella", "qwen"))
+    session.chdir(session.invoked_from)
+    session.run("lamella", "train", *session.posargs)
+
+
+@nox.session(default=False)
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff; `./dev lint --fix` repairs what it can."""
+    _install(session, "--group", "lint")
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []))
+    session.run("ruff", "format", *([] if fix else ["--check", "--diff"]))
+
+
+@nox.session(default=False)
+def types(session: nox.Session) -> None:
+    """Check every package's annotations with mypy --strict; name paths to check fewer."""
+    _install(session, *_editable(*FOLDERS), "--group", "types")
+    session.run("mypy", *(session.posargs or [*SOURCES, "tools", "noxfile.py"]))
+
+
+@nox.session(default=False)
+def contracts(session: nox.Session) -> None:
+    """Hold imports against the layers and the declared dependencies, and the workspace against its rules."""
+    _install(session, "--group", "contracts")
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+    for folder in FOLDERS.values():
+        session.chdir(folder)
+        session.run("deptry", "src")
+    session.chdir(ROOT)
+    session.run("python", "-m", "pytest", "tests/workspace", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [*PACKAGES, "testing"], ids=[*PACKAGES, "testing"])
+def unit(session: nox.Session, package: str) -> None:
+    """Test one package as it ships: from its wheel, with what it declares and nothing else."""
+    _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
+    _pytest_installed(session, FOLDERS[package] / "tests", "--ignore-glob", "*/tests/mcore")
+
+
+@nox.session(default=False)
+@nox.parametrize("device", ["cpu"], ids=["cpu"])
+def integration(session: nox.Session, device: str) -> None:
+    """Test the packages together, from their wheels: parity, the command line, the documentation's code."""
+    _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
+    _pytest_installed(session, FOLDERS["integration"] / "tests", ROOT / "tests" / "documentation")
+
+
+@nox.session(default=False)
+def megatron(session: nox.Session) -> None:
+    """Test the Megatron adapter against a real megatron-core, on CPU."""
+    _install_shipped(session, "megatron", _wheels(session, _siblings("megatron", tested=True)))
+    _install(session, "--group", "megatron", TRITON)
+    # Its metadata asks for Python 3.12, more than its code does, and for packages that exist for CUDA only.
+    pip = ["pip", "--python", str(Path(session.virtualenv.location) / "bin" / "python"), "install", "--quiet"]
+    session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
+    _pytest_installed(session, FOLDERS["megatron"] / "tests")
+
+
+@nox.session(default=False, venv_backend="none")
+@nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
+def gpu(session: nox.Session, num_gpus: int) -> None:
+    """Run the tests that need this many GPUs, in the interpreter PYTHON names, or fail."""
+    _here(session, "gpu", str(num_gpus))
+
+
+@nox.session(default=False, venv_backend="none")
+@nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
+def bench(session: nox.Session, num_gpus: int) -> None:
+    """Measure lamella beside its peers on this many GPUs, in the interpreter PYTHON names."""
+    _here(session, "bench", str(num_gpus))
+
+
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Run what only time shows (creeping memory, runs killed again and again), for minutes."""
+    _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
+    _pytest_installed(session, ROOT / "tests" / "soak", "-m", "slow")
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, refusing warnings; `./dev docs serve` shows it as you write."""
+    _install(session, "--group", "docs")
+    advertising_off = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]), env=advertising_off)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def build(session: nox.Session, package: str) -> None:
+    """Build one package for release into dist/ and test the wheel outside the workspace.
+
+    Sibling packages are built from this tree; `--published` takes them from the index, as users will.
+    """
+    _uv(session, "build", "--no-sources", "--out-dir", ROOT / "dist", FOLDERS[package])
+    [wheel] = (ROOT / "dist").glob(f"{_distribution(package).replace('-', '_')}-{_version(package)}-*.whl")
+    siblings = ["testing"] if "--published" in session.posargs else _siblings(package, tested=True)[:-1]
+    _install_shipped(session, package, [wheel, *_wheels(session, siblings)])
+    outside = Path(session.create_tmp()).resolve() / package
+    shutil.rmtree(outside, ignore_errors=True)
+    shutil.copytree(FOLDERS[package], outside, ignore=shutil.ignore_patterns("src", "mcore"))
+    _pytest_installed(session, outside / "tests")
+
+
+@nox.session(default=False, venv_backend="none")
+def release(session: nox.Session) -> None:
+    """Build what a tag names, if the package is at that version: ./dev release layout-v0.1.0."""
+    package, _, version = "".join(session.posargs).partition("-v")
+    if package not in PACKAGES or version != _version(package):
+        versions = ", ".join(f"{name}-v{_version(name)}" for name in PACKAGES)
+        session.error(f"Expected the tag of a package at its present version ({versions}), got {session.posargs}")
+    session.notify(f"build({package})", ["--published"])
+
+
+@nox.session(default=False, venv_backend="none")
+def pins(session: nox.Session) -> None:
+    """Rewrite constraints.txt with the newest versions that fit; `--upgrade-package NAME` moves only one."""
+    projects = [folder / "pyproject.toml" for folder in FOLDERS.values()]
+    groups = [part for name in FOLDERS for part in _group(name, "test")]
+    groups += [part for name in _toml(ROOT)["dependency-groups"] for part in ("--group", f"pyproject.toml:{name}")]
+    ours = [part for name in FOLDERS for part in ("--no-emit-package", _distribution(name))]
+    target = ROOT / "constraints.txt"
+    upgrade = session.posargs or ["--upgrade"]
+    options = [*PLAIN_PINS, "--python-version", OLDEST_PYTHON, *ours, *groups, *upgrade]
+    _uv(session, "pip", "compile", *options, *projects, "--output-file", target)
+    # A local build's suffix names one machine, and torch's CUDA build pins its libraries by itself.
+    target.write_text(re.sub(r"\+\w+$|^(nvidia|cuda|triton)\b.*\n", "", target.read_text(), flags=re.MULTILINE))
+
+
+def _install(session: nox.Session, *args: str | Path) -> None:
+    """Install in the session's environment, and let nothing else be importable there."""
+    session.env["PYTHONPATH"] = ""
+    session.install("--constraint", str(ROOT / "constraints.txt"), *map(str, args))
+
+
+def _editable(*names: str) -> list[str]:
+    """Options that install members and what they declare straight from the sources."""
+    members = dict.fromkeys(sibling for name in names for sibling in _siblings(name))
+    return [part for member in members for part in ("--editable", str(FOLDERS[member]))]
+
+
+def _install_shipped(session: nox.Session, name: str, wheels: list[Path]) -> None:
+    """Install a member's wheel, what it declares and what its tests need; siblings only if among the wheels."""
+    _install(session, *wheels, "--no-sources", *_group(name, "test"))
+
+
+def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
+    """Run tests in a folder, and in a mode (`-I`), where no source tree can be imported by accident."""
+    session.chdir(session.create_tmp())
+    config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    options = [option for option in session.posargs if option != "--published"]
+    # Ranks share the cores, and a sum must not depend on how many there are.
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *map(str, args), *options)
+
+
+def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
+    """Build the named members' wheels and give their paths.
+
+    By path: uv knows a cached wheel by name and version only, and would install the old 0.1.0 for a rebuilt one.
+    """
+    folder = Path(session.create_tmp()).resolve() / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in names:
+        _uv(session, "build", "--quiet", "--wheel", "--no-sources", "--out-dir", folder, FOLDERS[name])
+    return sorted(folder.glob("*.whl"))
+
+
+def _siblings(name: str, *, tested: bool = False) -> list[str]:
+    """A member and the members it declares, directly or not: the lowest first, itself last.
+
+    Args:
+        tested: Include what the member's own tests declare.
+    """
+    project = _toml(FOLDERS[name])
+    declared = [*project["project"]["dependencies"], *(project["dependency-groups"]["test"] if tested else [])]
+    members = {_distribution(member): member for member in FOLDERS}
+    required = [Requirement(text).name for text in declared]
+    below = [sibling for item in required if item in members for sibling in _siblings(members[item])]
+    return list(dict.fromkeys([*below, name]))
+
+
+def _group(name: str, group: str) -> list[str]:
+    return ["--group", f"{FOLDERS[name] / 'pyproject.toml'}:{group}"]
+
+
+def _distribution(name: str) -> str:
+    return str(_toml(FOLDERS[name])["project"]["name"])
+
+
+def _version(name: str) -> str:
+    return str(_toml(FOLDERS[name])["project"]["version"])
+
+
+def _toml(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())
+
+
+def _here(session: nox.Session, *args: str) -> None:
+    python = os.environ.get("PYTHON", "python3")
+    session.run(python, str(ROOT / "tools" / "here.py"), *args, *session.posargs, external=True)
+
+
+def _uv(session: nox.Session, *args: str | Path) -> None:
+    session.run("uv", *map(str, args), external=True, log="--quiet" not in args)

@@ -1,0 +1,41 @@
+"""The code in the documentation runs, and its assertions hold."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch._dynamo  # noqa: F401  Every optimizer imports it.
+import torch.distributed as dist
+
+import lamella_checkpoint  # noqa: F401  Here and in the next lines: once in the parent, not in every forked rank.
+import lamella_engine  # noqa: F401
+from lamella_testing import run_ranks
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {"packages/megatron/README.md"}  # needs megatron-core, and a model of the reader's
+PAGES = sorted(
+    page
+    for pattern in ("README.md", "docs/**/*.md", "packages/*/README.md")
+    for page in ROOT.glob(pattern)
+    if "```python\n" in page.read_text() and str(page.relative_to(ROOT)) not in ELSEWHERE
+)
+# Pages whose text speaks of two ranks. The others say nothing that a single one does not show.
+ON_TWO_RANKS = {"README.md", "docs/tutorial.md", "docs/how-to/resume-elsewhere.md"}
+
+
+def _run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ranks here are in a group before the page asks for one.
+    monkeypatch.setattr(dist, "init_process_group", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    exec(compile("\n".join(blocks), page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_on_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_ranks(lambda: _run_page(page, monkeypatch), 2 if str(page.relative_to(ROOT)) in ON_TWO_RANKS else 1)
+
+
+def test_the_pages_that_speak_of_two_ranks_are_there() -> None:
+    assert {str(page.relative_to(ROOT)) for page in PAGES} >= ON_TWO_RANKS

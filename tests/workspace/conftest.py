@@ -1,0 +1,37 @@
+"""The workspace as its own tests see it: where it is, its packages, and copies of it that may be broken."""
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def packages() -> dict[Path, dict[str, Any]]:
+    """Each published package's folder, and its pyproject.toml."""
+    files = sorted(ROOT.glob("packages/*/pyproject.toml"))
+    return {file.parent: tomllib.loads(file.read_text()) for file in files}
+
+
+@pytest.fixture
+def copy_of_the_workspace(tmp_path: Path) -> Path:
+    """What git would commit, in a folder of its own."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        source, target = ROOT / name, tmp_path / name
+        if os.path.lexists(source):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    return tmp_path

@@ -1,0 +1,153 @@
+"""What runs by itself (workflows, pins, the bootstrap) names things that exist, and fails when it should."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def sessions() -> set[str]:
+    command = ["nox", "-f", str(ROOT / "noxfile.py"), "--list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"^[*-] (\S+)", listing, flags=re.MULTILINE))
+
+
+def _jobs(workflow: Path) -> Iterator[dict[str, Any]]:
+    yield from yaml.safe_load(workflow.read_text())["jobs"].values()
+
+
+def _commands(job: dict[str, Any]) -> Iterator[str]:
+    """The job's shell commands, one for each entry of its matrix."""
+    matrix = dict(job.get("strategy", {}).get("matrix", {}))
+    included = matrix.pop("include", [])
+    rows = [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())] if matrix else []
+    for row in [*rows, *included] or [{}]:
+        for step in job["steps"]:
+            if "run" in step:
+                yield re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda name, row=row: str(row[name[1]]), step["run"])
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_sessions_that_exist_and_nothing_else(workflow: Path, sessions: set[str]) -> None:
+    commands = [command for job in _jobs(workflow) for command in _commands(job)]
+    named = [re.fullmatch(r'\./dev "?([\w()]+)"?( ".*")?', command) for command in commands]
+    assert None not in named, commands
+    assert {match[1] for match in named if match} <= sessions
+
+
+def test_continuous_integration_covers_every_package_and_session(sessions: set[str]) -> None:
+    run = {command for job in _jobs(ROOT / ".github/workflows/ci.yml") for command in _commands(job)}
+    expected = {name for name in sessions if name.startswith("unit(")}
+    expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron"}
+    assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
+
+
+def test_only_the_job_that_publishes_may_publish() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})] == ["publish"]
+    assert not list(_commands(jobs["publish"]))
+
+
+def test_the_constraints_are_bare_pins() -> None:
+    """No address, no option, no local build's suffix: the file means the same on every machine."""
+    assert [line for line in CONSTRAINTS if not re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.]+( ; .*)?", line)] == []
+
+
+def test_uv_and_the_constraints_pin_the_same_torch() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    [pin] = settings["constraint-dependencies"]
+    assert pin in CONSTRAINTS
+
+
+def test_what_torch_brings_for_cuda_is_left_to_torch() -> None:
+    assert [line for line in CONSTRAINTS if re.match(r"(nvidia|cuda|triton)\b", line)] == []
+
+
+def test_nothing_that_poisons_a_machine_without_gpus_is_pinned() -> None:
+    """Model libraries take the presence of these for the presence of a GPU, and fail."""
+    poison = {"transformer-engine", "mamba-ssm", "causal-conv1d", "flash-linear-attention", "fla-core"}
+    assert poison.isdisjoint(line.partition("==")[0] for line in CONSTRAINTS)
+
+
+def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
+    (folder / "torch.py").write_text(f"class cuda:\n    device_count = staticmethod(lambda: {num_gpus})\n")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("command", ["gpu", "bench"])
+def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command: str) -> None:
+    here = [sys.executable, str(ROOT / "tools" / "here.py"), command, "2"]
+    run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.strip() == "Expected at least 2 visible GPUs, got 1."
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
+    here = [sys.executable, str(ROOT / "tools" / "here.py"), "gpus"]
+    run = subprocess.run(here, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "gpu 2 [PYTEST ARGS]" in run.stderr
+
+
+def test_the_bootstrap_refuses_an_old_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 || exit 1\n')
+    old.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(old)}
+    run = subprocess.run([ROOT / "dev"], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "Expected PYTHON to be 3.11 or newer" in run.stderr
+    assert "Python 3.9.2" in run.stderr
+
+
+def _pages() -> Iterator[Path]:
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md"):
+        yield from ROOT.glob(pattern)
+
+
+def test_the_commands_that_pages_name_exist(sessions: set[str]) -> None:
+    named = {
+        (str(page.relative_to(ROOT)), match[1] or match[2])
+        for page in _pages()
+        for match in re.finditer(r'\./dev (?:"([^"]+)"|(\w+))', page.read_text())
+    }
+    assert {(page, session) for page, session in named if session not in sessions} == set()
+    assert {"train", "tests"} <= {session for page, session in named if page == "README.md"}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in _pages()
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], 0), (["-k", "nothing_of_this_name"], 5)])
+def test_marked_tests_run_by_package_and_finding_none_fails(tmp_path: Path, options: list[str], expected: int) -> None:
+    for source in ("tools/here.py", "pyproject.toml"):
+        (tmp_path / source).parent.mkdir(exist_ok=True)
+        (tmp_path / source).write_text((ROOT / source).read_text())
+    for package in ("engine", "layout"):
+        tests = tmp_path / "packages" / package / "tests"
+        tests.mkdir(parents=True)
+        (tests / "test_same_name.py").write_text("import pytest\n@pytest.mark.slow\ndef test_one(): pass\n")
+    here = [sys.executable, str(tmp_path / "tools" / "here.py"), "soak", *options]
+    run = subprocess.run(here, capture_output=True, text=True, check=False)
+    assert run.returncode == expected, run.stdout + run.stderr
+    assert run.stdout.count("1 passed") == (2 if expected == 0 else 0)

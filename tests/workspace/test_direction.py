@@ -1,0 +1,71 @@
+"""Direction is enforced twice. An arrow broken on purpose is caught by the contracts and by the isolated wheels."""
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+PLANTED = [
+    ("lamella_layout", "lamella_buffers", "Every arrow points down"),
+    ("lamella_precision", "lamella_buffers", "Every arrow points down"),
+    ("lamella_qwen", "lamella_mamba", "Every arrow points down"),
+    ("lamella_engine", "lamella_checkpoint", "The engine is unaware of checkpoints"),
+    ("lamella_checkpoint", "lamella_buffers", "Checkpoints know layouts, and neither the engine nor what it stands on"),
+    ("lamella_buffers", "lamella_testing", "What ships is unaware of tests and benchmarks"),
+    ("lamella_testing", "lamella_layout", "The forked ranks that tests share know none of the packages they test"),
+    ("lamella_engine", "transformer_engine", "Only precision opens the door to Transformer Engine"),
+    ("lamella_qwen", "causal_conv1d", "Only the Mamba adapter imports state-space kernels"),
+    ("lamella_engine", "megatron", "Only the Megatron adapter imports megatron-core"),
+    ("lamella_checkpoint", "transformers", "The layers know no model library"),
+]
+
+
+def _plant(workspace: Path, importer: str, imported: str) -> None:
+    [init] = workspace.glob(f"**/src/{importer}/__init__.py")
+    init.write_text(init.read_text() + f"\nimport {imported} as planted  # noqa\n")
+
+
+def _broken_contracts(workspace: Path) -> set[str]:
+    sources = os.pathsep.join(str(path) for path in workspace.glob("**/src"))
+    command = ["lint-imports", "--no-cache", "--no-logo"]
+    environment = {**os.environ, "PYTHONPATH": sources}
+    run = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, check=False)
+    broken = {line.removesuffix(" BROKEN") for line in run.stdout.splitlines() if line.endswith(" BROKEN")}
+    assert (run.returncode != 0) == bool(broken), run.stdout + run.stderr
+    return broken
+
+
+def _unit_session(workspace: Path, package: str) -> subprocess.CompletedProcess[str]:
+    command = ["nox", "-f", str(workspace / "noxfile.py"), "-s", f"unit({package})", "--", "--collect-only", "-q"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_workspace_itself_keeps_every_contract(copy_of_the_workspace: Path) -> None:
+    assert _broken_contracts(copy_of_the_workspace) == set()
+
+
+@pytest.mark.parametrize(("importer", "imported", "sentence"), PLANTED)
+def test_a_planted_arrow_breaks_the_contract_that_forbids_it(
+    copy_of_the_workspace: Path, importer: str, imported: str, sentence: str
+) -> None:
+    _plant(copy_of_the_workspace, importer, imported)
+    assert sentence in _broken_contracts(copy_of_the_workspace)
+
+
+def test_every_contract_has_an_arrow_planted_against_it() -> None:
+    assert {contract["name"] for contract in CONTRACTS} == {sentence for _, _, sentence in PLANTED}
+
+
+def test_a_planted_arrow_fails_in_the_environment_of_the_isolated_wheel(copy_of_the_workspace: Path) -> None:
+    intact = _unit_session(copy_of_the_workspace, "layout")
+    assert intact.returncode == 0, intact.stdout + intact.stderr
+
+    _plant(copy_of_the_workspace, "lamella_layout", "lamella_buffers")
+    broken = _unit_session(copy_of_the_workspace, "layout")
+    assert broken.returncode != 0
+    assert "No module named 'lamella_buffers'" in broken.stdout + broken.stderr

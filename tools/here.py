@@ -1,0 +1,78 @@
+"""Run tests, benchmarks or anything else in this very interpreter, straight from the sources.
+
+For machines with GPUs, where torch is already there and packages cannot be fetched. Needs what the tests
+import (torch, pytest, ...) and nothing more: no environment is made, nothing is installed.
+
+    python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs
+    python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun
+    python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
+    python tools/here.py python -m lamella train    any Python command with the sources on its path
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
+NO_TESTS_RAN = 5  # pytest's exit code
+
+
+def main(args: list[str]) -> int:
+    match args:
+        case ["gpu", num_gpus, *rest] if num_gpus.isdecimal():
+            return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest)
+        case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
+            return _require_gpus(int(num_gpus)) or _bench(num_gpus, rest)
+        case ["soak", *rest]:
+            return _pytest("slow", rest)
+        case ["python", *rest]:
+            return _python(*rest)
+    print(f"Expected one of the commands below, got {' '.join(args)!r}.\n\n{__doc__}", file=sys.stderr)
+    return 2
+
+
+def _pytest(marker: str, args: list[str]) -> int:
+    """Run the marked tests, one folder at a time: two packages' test files may have the same name."""
+    marked = [folder for folder in TESTS if any(f"mark.{marker}" in text for text in _sources(folder))]
+    results = [_pytest_in(folder, marker, args) for folder in marked]
+    return max((result for result in results if result != NO_TESTS_RAN), default=NO_TESTS_RAN)
+
+
+def _sources(folder: Path) -> Iterator[str]:
+    return (file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py"))
+
+
+def _pytest_in(folder: Path, marker: str, args: list[str]) -> int:
+    config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # What else the machine has installed is no part of the tests.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums do not depend on how many there are.
+    return _python("-m", "pytest", *config, "-m", marker, str(folder), *args)
+
+
+def _bench(num_gpus: str, args: list[str]) -> int:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_gpus]
+    return _python(*torchrun, "-m", "lamella_integration.bench", *args)
+
+
+def _require_gpus(num_gpus: int) -> int:
+    """Refuse early: what promises GPUs must not pass by skipping. A child asks, so that no context stays."""
+    count = f"import sys, torch; n = torch.cuda.device_count(); print(n); sys.exit(n < {num_gpus})"
+    found = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=False)
+    if found.returncode:
+        problem = found.stdout.strip() or found.stderr.strip()
+        print(f"Expected at least {num_gpus} visible GPUs, got {problem}.", file=sys.stderr)
+    return found.returncode
+
+
+def _python(*args: str) -> int:
+    members = [*ROOT.glob("packages/*/src"), ROOT / "testing" / "src", ROOT / "integration" / "src"]
+    path = [*map(str, members), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return subprocess.run([sys.executable, *args], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
