@@ -1,0 +1,233 @@
+"""Regions and chunk tables against torch's own arithmetic, which needs no process group for it either."""
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from lamella_layout import (
+    Chunk,
+    EvenLayout,
+    FlatLayout,
+    Partial,
+    Range,
+    Region,
+    Replicate,
+    Rows,
+    Shard,
+    mesh_chunks,
+    mesh_region,
+    strided_placements,
+)
+
+SHAPES = st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple)
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def placed(draw: st.DrawFn, *, strided: bool) -> tuple[tuple[int, ...], tuple[int, ...], list[Placement]]:
+    shape, mesh_shape = draw(SHAPES), draw(MESHES)
+    dims = st.integers(0, len(shape) - 1)
+    kinds = [dims.map(Shard), st.just(Replicate()), st.just(Partial())]
+    if strided:
+        kinds.append(st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), dims, st.integers(1, 4)))
+    return shape, mesh_shape, [draw(st.one_of(kinds)) for _ in mesh_shape]
+
+
+def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(product(*map(range, mesh_shape)))
+
+
+def pick(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """Index a tensor by a region, by brute force."""
+    for dim, runs in enumerate(region.runs):
+        whole = whole.index_select(dim, torch.tensor([index for run in runs for index in range(*run)], dtype=torch.int))
+    return whole
+
+
+def cut_as_torch_does(whole: torch.Tensor, placement: Placement, num_ranks: int, rank: int) -> torch.Tensor:
+    """What DTensor itself calls to cut a tensor along one axis."""
+    if isinstance(placement, Shard | _StridedShard):
+        return placement._split_tensor(whole, num_ranks, with_padding=False)[0][rank]
+    return whole
+
+
+@given(placed(strided=True))
+def test_every_rank_holds_the_elements_that_dtensor_gives_it_in_the_same_order(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]],
+) -> None:
+    shape, mesh_shape, placements = case
+    for coordinate in coordinates(mesh_shape):
+        whole = torch.arange(prod(shape)).view(shape)
+        expected = whole
+        for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate, strict=True):
+            expected = cut_as_torch_does(expected, placement, num_ranks, rank)
+        region = mesh_region(shape, mesh_shape, placements, coordinate)
+        assert region.shape == expected.shape
+        assert torch.equal(pick(whole, region), expected)
+
+
+@given(placed(strided=True))
+def test_local_shapes_and_offsets_are_those_torch_computes_for_checkpoints(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]],
+) -> None:
+    shape, mesh_shape, placements = case
+    table = mesh_chunks(shape, mesh_shape, placements)
+    for coordinate, chunks in zip(coordinates(mesh_shape), table, strict=True):
+        local_shape, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+        assert mesh_region(shape, mesh_shape, placements, coordinate).shape == local_shape
+        assert sum(chunk.numel for chunk in chunks) == prod(local_shape)
+        if chunks:
+            assert chunks[0].offsets == offsets
+
+
+@given(placed(strided=True), st.randoms(use_true_random=False))
+def test_shards_own_every_element_once_for_any_placements_and_order(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], random: object
+) -> None:
+    shape, mesh_shape, placements = case
+    plain = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements]
+    order = sorted(range(len(mesh_shape)), key=lambda _: random.random())  # type: ignore[attr-defined]
+    copies = prod(n for n, p in zip(mesh_shape, placements, strict=True) if isinstance(p, Replicate | Partial))
+    for table in (mesh_chunks(shape, mesh_shape, placements), mesh_chunks(shape, mesh_shape, plain, order=order)):
+        owners = torch.zeros(shape, dtype=torch.int)
+        for chunk in (chunk for chunks in table for chunk in chunks):
+            assert chunk.numel > 0
+            owners[tuple(slice(*indices) for indices in chunk.ranges)] += 1
+        assert bool((owners == copies).all())
+
+
+@given(placed(strided=False), st.data())
+def test_strided_placements_keep_any_order_when_dims_divide(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], data: st.DataObject
+) -> None:
+    shape, mesh_shape, placements = case
+    shape = tuple(size * prod(mesh_shape) for size in shape)
+    order = data.draw(st.permutations(range(len(mesh_shape))))
+    strided = strided_placements(mesh_shape, placements, order=order)
+    assert mesh_chunks(shape, mesh_shape, strided) == mesh_chunks(shape, mesh_shape, placements, order=order)
+
+
+def test_strided_placements_of_an_uneven_dim_can_differ_from_the_order_as_documented() -> None:
+    placements = [Shard(0), Shard(0)]
+    ordered = mesh_chunks((9,), (4, 2), placements, order=(1, 0))
+    strided = mesh_chunks((9,), (4, 2), strided_placements((4, 2), placements, order=(1, 0)))
+    assert ordered[6:] == ((), (Chunk((8,), (1,)),))  # ranks (3, 0) and (3, 1)
+    assert strided[6:] == ((Chunk((8,), (1,)),), ())
+    assert ordered[:6] == strided[:6]
+
+
+def test_the_fsdp_and_tp_order_of_torch_s_own_documentation_is_reproduced() -> None:
+    strided = strided_placements((2, 2), [Shard(0), Shard(0)], order=(1, 0))
+    assert strided == (_StridedShard(0, split_factor=2), Shard(0))
+    offsets = [chunks[0].offsets[0] for chunks in mesh_chunks((8, 8), (2, 2), strided)]
+    assert offsets == [0, 4, 2, 6]
+
+
+def test_hfsdp_cuts_the_inner_axis_first_and_the_outer_one_within_the_inner_shard() -> None:
+    # Mesh (outer 2, inner 3) over 10 rows: inner shards are 0-3, 4-7 and 8-9, each halved by the outer axis.
+    table = mesh_chunks((10, 4), (2, 3), [Shard(0), Shard(0)], order=(1, 0))
+    rows = [chunk.ranges[0] for chunks in table for chunk in chunks]
+    assert rows == [(0, 2), (4, 6), (8, 9), (2, 4), (6, 8), (9, 10)]
+
+    even = EvenLayout.build([(10, 4)], 3)
+    regions = [even.region(0, inner).shard(0, 2, outer) for outer in range(2) for inner in range(3)]
+    assert tuple(region.chunks for region in regions) == table
+
+
+def test_a_flat_shard_strided_over_an_outer_axis_falls_apart_into_its_boxes() -> None:
+    # TP cuts columns after an interleaving of two blocks: the local (4, 2) tensor is columns 0 and 2 of (4, 4).
+    outer = Region.whole((4, 4)).strided_shard(1, 2, 0, split_factor=2)
+    layout = FlatLayout.build([outer.shape], 2, alignment=2)
+    assert layout.chunks(0, 1, inside=outer) == (Chunk((2, 0), (2, 1)), Chunk((2, 2), (2, 1)))
+
+
+def fused_table(tp_rows: int, columns: int, dp_cut: int, component: Range) -> list[tuple[Chunk, ...]]:
+    """Boxes of one component of a fused weight, by rank of a (dp 2, tp 2) mesh: TP outermost, DP cut where it is told.
+
+    Every TP rank holds rows `component` of its own fused rows; on disk, the component is joined over the TP ranks.
+    """
+    shard_rows = max(dp_cut, tp_rows - dp_cut)
+    layout = FlatLayout(
+        shapes=((tp_rows, columns),),
+        keep=(Rows(1),),
+        num_shards=2,
+        alignment=1,
+        shard_numel=shard_rows * columns,
+        starts=((shard_rows - dp_cut) * columns,),
+    )
+    box = Chunk((component.start, 0), (component.numel, columns))
+    table = []
+    for dp, tp in coordinates((2, 2)):
+        outer = Region.whole((2 * component.numel, columns)).shard(0, 2, tp)
+        (owned,) = layout.chunks(0, dp)
+        table.append(outer.take(box.intersection(owned).relative_to(box)).chunks)
+    return table
+
+
+def test_an_uneven_cut_inside_tp_blocks_splits_a_fused_gate_and_up_weight() -> None:
+    # [8, 2] over TP 2 and DP 2: TP-local [4, 2], of which DP rank 0 owns 3 rows.
+    gate, up = (fused_table(4, 2, 3, rows) for rows in (Range(0, 2), Range(2, 4)))
+    assert gate == [(((0, 0), (2, 2)),), (((2, 0), (2, 2)),), (), ()]
+    assert up == [(((0, 0), (1, 2)),), (((2, 0), (1, 2)),), (((1, 0), (1, 2)),), (((3, 0), (1, 2)),)]
+
+
+def test_an_empty_piece_of_a_component_lies_at_the_component_s_end() -> None:
+    component, owned = Chunk((0, 0), (2, 2)), Chunk((3, 0), (1, 2))
+    assert component.intersection(owned) == Chunk((2, 0), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("component", "chunks"),
+    [
+        (Range(0, 2), {(0, 2), (2, 2)}),  # query
+        (Range(2, 4), {(0, 2), (2, 2)}),  # key
+        (Range(4, 8), {(0, 2), (4, 2), (2, 2), (6, 2)}),  # value
+        (Range(8, 12), {(0, 4), (4, 4)}),  # z
+        (Range(12, 14), {(0, 2), (2, 2)}),  # beta
+        (Range(14, 16), {(0, 2), (2, 2)}),  # alpha
+    ],
+)
+def test_an_uneven_cut_inside_tp_blocks_splits_a_fused_input_projection(
+    component: Range, chunks: set[tuple[int, int]]
+) -> None:
+    # [32, 1] over TP 2 and DP 2: TP-local 16 rows of six components, of which DP rank 0 owns 6 rows.
+    table = fused_table(16, 1, 6, component)
+    assert {(chunk.offsets[0], chunk.sizes[0]) for held in table for chunk in held} == chunks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placements": [Shard(0)]}, r"Expected one placement an axis \(2 axes\), got 1"),
+        ({"placements": [Shard(0), Shard(2)]}, r"Expected a dim of a tensor of shape \(4, 6\), got 2"),
+        ({"mesh_shape": (2, 0)}, "Expected ranks along every axis of at least 1, got 0"),
+        ({"order": (0, 0)}, r"Expected an order of the axes 0..1, each once, got \(0, 0\)"),
+        ({"placements": [_StridedShard(0, split_factor=2), Shard(0)], "order": (1, 0)}, "says the order itself"),
+    ],
+)
+def test_bad_meshes_are_refused_by_name_and_value(arguments: dict[str, object], message: str) -> None:
+    good = {"shape": (4, 6), "mesh_shape": (2, 2), "placements": [Shard(0), Shard(0)]}
+    with pytest.raises(ValueError, match=message):
+        mesh_chunks(**(good | arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_coordinate_outside_the_mesh_is_refused(placement: Placement) -> None:
+    with pytest.raises(ValueError, match=r"Expected a rank in 0..1 \(num_shards=2\), got 2"):
+        mesh_region((4,), (2,), [placement], (2,))
+
+
+def test_a_box_outside_the_local_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"inside the local tensor of shape \(4, 2\)"):
+        Region.whole((4, 2)).take(Chunk((3, 0), (2, 2)))
+
+
+def test_a_layout_inside_a_region_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Expected a region of shape \(4, 2\), .* got one of \(8, 2\)"):
+        EvenLayout.build([(4, 2)], 2).chunks(0, 0, inside=Region.whole((8, 2)))
