@@ -1,0 +1,159 @@
+"""A group of tensors in one flat allocation: a rank's shards, or the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lamella_buffers._allocator import Allocator
+from lamella_layout import EvenLayout
+
+
+class ShardedBuffer:
+    """One rank's shards of a group of tensors, each in its own padded slot of one flat tensor.
+
+    A slot ends in padding where torch's chunks run short; it travels with the slot and nobody reads it.
+
+    Args:
+        layout: Where each shard lies.
+        rank: Whose shards.
+        flat: (layout.shard_numel,), whose contents become the shards.
+
+    Attributes:
+        flat: (layout.shard_numel,), all of them.
+        slots: For each tensor its padded slot, flat, (layout.slot_numel(i),): what travels.
+        shards: For each tensor a view of its slot of shape layout.shard_shape(i, rank): what a DTensor holds.
+
+    Effects: none; the buffer is a view of `flat`.
+    """
+
+    def __init__(self, layout: EvenLayout, rank: int, flat: torch.Tensor) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.flat = flat
+        self.slots = tuple(self.flat[slice(*layout.shard_slot(i))] for i in range(layout.num_tensors))
+        self.shards = tuple(_leading(slot, layout.shard_shape(i, rank)) for i, slot in enumerate(self.slots))
+
+    @classmethod
+    def empty(cls, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
+        """A buffer whose contents are undefined.
+
+        Effects: allocates shard_numel * itemsize bytes on the current stream.
+        """
+        return cls(layout, rank, torch.empty(layout.shard_numel, dtype=dtype, device=device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of every shard."""
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards lie."""
+        return self.flat.device
+
+    def copy_from(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep this rank's chunk of each whole tensor.
+
+        Args:
+            tensors: One whole tensor a slot, of the layout's shapes; read only, cast to the buffer's dtype.
+
+        Effects: zeroes the buffer, then one copy a tensor, on the current stream; not a collective.
+        """
+        self.flat.zero_()
+        for i, (shard, tensor) in enumerate(zip(self.shards, tensors, strict=True)):
+            chunk = self.layout.chunk(i, self.rank)
+            index = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            shard.copy_(tensor.detach()[index])
+
+
+class UnshardedBuffer:
+    """A group of whole tensors in one flat allocation whose bytes come and go; the views of it stay.
+
+        flat   | slot 0: rank 0's piece, rank 1's piece, ... , slack | slot 1: ...
+        views  | tensor 0                                |           | tensor 1
+
+    Args:
+        layout: Where each tensor lies. Every tensor's chunks must be contiguous in it.
+        rank: This rank, whose pieces are `own`.
+        dtype: Dtype of all tensors.
+        device: Where they lie.
+        allocator: Gives the bytes and takes them back.
+
+    Attributes:
+        flat: (layout.full_numel,).
+        slots: For each tensor its slot, flat, (num_shards * slot_numel,): where a gather lands.
+        own: For each tensor this rank's piece of its slot: where an in-place gather starts from.
+        tensors: For each tensor a view of its slot in the tensor's own shape.
+
+    Raises:
+        NotImplementedError: A tensor's chunks are not contiguous (a dim other than the first).
+
+    Effects: born without bytes, but for a moment during construction.
+    """
+
+    def __init__(
+        self, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device, allocator: Allocator
+    ) -> None:
+        for i in range(layout.num_tensors):
+            if not layout.is_contiguous(i):
+                raise NotImplementedError(
+                    f"Expected tensors sharded along dim 0, got dim {layout.dims[i]} of shape {layout.shapes[i]}. "
+                    "A gather along another dim needs a staging copy, which is not supported yet."
+                )
+        self.layout = layout
+        self._allocator = allocator
+        self.flat = allocator.create(layout.full_numel, dtype, device)
+        self.slots = tuple(self.flat[slice(*layout.full_slot(i))] for i in range(layout.num_tensors))
+        self.own = tuple(self.flat[slice(*layout.full_shard(i, rank))] for i in range(layout.num_tensors))
+        self.tensors = tuple(_leading(slot, layout.shapes[i]) for i, slot in enumerate(self.slots))
+        allocator.free(self.flat)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of every tensor."""
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.flat.device
+
+    def allocate(self) -> None:
+        """Take the bytes; their contents are undefined until a gather fills them.
+
+        Raises:
+            RuntimeError: The buffer has its bytes already.
+
+        Effects: full_numel * itemsize bytes from the allocator, on the current stream.
+        """
+        self._allocator.allocate(self.flat)
+
+    def free(self) -> None:
+        """Give the bytes back. The current stream must have waited for the last reader.
+
+        Raises:
+            RuntimeError: The buffer has no bytes.
+        """
+        self._allocator.free(self.flat)
+
+
+def standalone(view: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same bytes as a contiguous view, whose storage holds nothing else.
+
+    What pickles or deep-copies a tensor takes its whole storage; of a shard in a flat buffer that is every shard. A
+    `DTensor` made over a view also takes over the view's offset, and torch then takes it for a tensor with data.
+
+    Effects: none. The new storage keeps the old one alive; neither can be resized while both are.
+    """
+    if view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+def _leading(slot: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first elements of a flat slot, in a shape."""
+    return slot[: torch.Size(shape).numel()].view(shape)

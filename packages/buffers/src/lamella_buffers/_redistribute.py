@@ -1,0 +1,110 @@
+"""Moves between the ways a buffer can lie along an axis: one function a collective.
+
+    from        to          function
+    ----------  ----------  --------------
+    Shard       Replicate   all_gather
+    Partial     Shard       reduce_scatter
+    Partial     Replicate   all_reduce
+    Replicate   Shard       ShardedBuffer.copy_from   (a local slice, no collective)
+
+Each takes a list, and puts all of it into one call: the groups of a unit travel together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer
+from lamella_buffers._transport import Done, Payload, Pending, ReduceOp, Transport
+
+
+def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], transport: Transport) -> Pending:
+    """Fill unsharded buffers from every rank's slots.
+
+    Args:
+        moves: For each buffer the slots to send, one a tensor, (slot_numel,), of the buffer's dtype: those of a
+            `ShardedBuffer`, or the buffer's own pieces (`UnshardedBuffer.own`) written beforehand, which makes the
+            gather in place. The buffers must have their bytes.
+        transport: The axis.
+
+    Effects: one collective on the axis for all moves, on the current stream. No copy on either side.
+    """
+    payloads = [
+        Payload(shard, full)
+        for slots, into in moves
+        for shard, full in zip(slots, into.slots, strict=True)
+        if shard.numel() > 0
+    ]
+    return transport.all_gather(payloads) if payloads else Done()
+
+
+def reduce_scatter(
+    moves: Sequence[tuple[Sequence[torch.Tensor | None], ShardedBuffer]], transport: Transport, op: ReduceOp
+) -> Pending:
+    """Reduce whole gradients into shards.
+
+    A gradient is read where it lies if it is contiguous, has the buffer's dtype, and its dim 0 divides over the ranks.
+    Others, and missing ones (None: zeros), are staged in one temporary buffer.
+
+    Args:
+        moves: For each buffer one gradient a tensor, in the tensor's shape. They must stay alive until the current
+            stream has passed this call.
+        transport: The axis.
+        op: How to reduce.
+
+    Effects: one collective on the axis for all moves, on the current stream; staging allocates the slots of what it
+        stages and costs one copy of it.
+    """
+    payloads = []
+    for gradients, into in moves:
+        wholes = _wire(gradients, into)
+        payloads += [Payload(s, w) for s, w in zip(into.slots, wholes, strict=True) if s.numel() > 0]
+    return transport.reduce_scatter(payloads, op) if payloads else Done()
+
+
+def all_reduce(tensors: Sequence[torch.Tensor], transport: Transport, op: ReduceOp) -> Pending:
+    """Reduce whole tensors in place.
+
+    Args:
+        tensors: Flat or shaped, contiguous; the same on every rank but for their values.
+        transport: The axis.
+        op: How to reduce.
+
+    Effects: one collective on the axis, on the current stream. No copy.
+    """
+    return transport.all_reduce(tensors, op)
+
+
+def _wire(gradients: Sequence[torch.Tensor | None], into: ShardedBuffer) -> list[torch.Tensor]:
+    """For each tensor a flat (num_shards * slot_numel,) tensor in the buffer's dtype: itself, or staged."""
+    layout = into.layout
+    wholes: dict[int, torch.Tensor] = {}
+    for i, gradient in enumerate(gradients):
+        if gradient is not None and gradient.dtype == into.dtype and gradient.is_contiguous() and layout.divides(i):
+            wholes[i] = gradient.view(-1)
+    staged = [i for i in range(layout.num_tensors) if i not in wholes]
+    if staged:
+        wholes.update(zip(staged, _stage([gradients[i] for i in staged], staged, into), strict=True))
+    return [wholes[i] for i in range(layout.num_tensors)]
+
+
+def _stage(gradients: list[torch.Tensor | None], indices: list[int], into: ShardedBuffer) -> list[torch.Tensor]:
+    """Cast and pad gradients in one allocation and one multi-tensor copy."""
+    layout = into.layout
+    numels = [layout.full_slot(i).numel for i in indices]
+    slots = torch.split(torch.empty(sum(numels), dtype=into.dtype, device=into.device), numels)
+    copies, sources, zeros = [], [], []
+    for slot, gradient in zip(slots, gradients, strict=True):
+        filled = 0 if gradient is None else gradient.numel()
+        if gradient is not None and filled:
+            copies.append(slot[:filled].view(gradient.shape))
+            sources.append(gradient)
+        if filled < slot.numel():
+            zeros.append(slot[filled:])
+    if copies:
+        torch._foreach_copy_(copies, sources)
+    if zeros:
+        torch._foreach_zero_(zeros)
+    return list(slots)

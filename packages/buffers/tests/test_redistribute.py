@@ -1,0 +1,173 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from lamella_buffers import (
+    CachingAllocator,
+    ShardedBuffer,
+    Transport,
+    UnshardedBuffer,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    standalone,
+    transport_for,
+)
+from lamella_layout import EvenLayout
+from lamella_testing import run_ranks
+
+CPU = torch.device("cpu")
+# Divides over 1, 2 and 4 ranks; does not; fewer rows than ranks; empty.
+SHAPES = [(8, 6), (7, 3), (3,), (0, 4), (1, 2, 2)]
+
+
+def _tensors(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-8, 8, shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def _axis() -> tuple[EvenLayout, Transport]:
+    group = dist.group.WORLD
+    assert group is not None
+    transport = transport_for(group)
+    return EvenLayout.build(SHAPES, transport.num_ranks), transport
+
+
+def _sharded(layout: EvenLayout, rank: int, dtype: torch.dtype = torch.float32) -> ShardedBuffer:
+    buffer = ShardedBuffer.empty(layout, rank, dtype, CPU)
+    buffer.copy_from(_tensors())
+    return buffer
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_shards_are_what_torch_chunk_gives(num_ranks: int) -> None:
+    layout = EvenLayout.build(SHAPES, num_ranks)
+    for rank in range(num_ranks):
+        for shard, tensor in zip(_sharded(layout, rank).shards, _tensors(), strict=True):
+            chunks = tensor.chunk(num_ranks)
+            expected = chunks[rank] if rank < len(chunks) else tensor[:0]
+            assert torch.equal(shard, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gather_gives_back_the_whole_tensors(num_ranks: int, dtype: torch.dtype) -> None:
+    def check() -> None:
+        layout, transport = _axis()
+        sharded = _sharded(layout, transport.rank)
+        into = UnshardedBuffer(layout, transport.rank, dtype, CPU, CachingAllocator())
+        into.allocate()
+        into.flat.fill_(77)
+        if dtype == torch.float32:
+            sent = sharded.slots
+        else:  # a cast lands in this rank's slice: the gather is in place
+            torch._foreach_copy_(list(into.own), list(sharded.slots))
+            sent = into.own
+        all_gather([(sent, into)], transport).wait()
+        for tensor, expected in zip(into.tensors, _tensors(dtype), strict=True):
+            assert torch.equal(tensor, expected)
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reduced_gradients_are_the_shards_of_the_mean(num_ranks: int, dtype: torch.dtype) -> None:
+    def check() -> None:
+        layout, transport = _axis()
+        mine: list[torch.Tensor | None] = [*_tensors(seed=transport.rank)]
+        mine[2] = None  # no gradient here: zeros travel
+        reduced = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
+        reduce_scatter([(mine, reduced)], transport, dist.ReduceOp.SUM).wait()
+        expected = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
+        sums = [sum(parts) for parts in zip(*(_tensors(seed=r) for r in range(num_ranks)), strict=True)]
+        sums[2] = torch.zeros(SHAPES[2])
+        expected.copy_from(sums)
+        for shard, wanted in zip(reduced.shards, expected.shards, strict=True):
+            assert torch.equal(shard, wanted)
+        assert not any(bool(slot.isnan().any()) for slot in reduced.slots)  # padding is reduced too
+
+    run_ranks(check, num_ranks)
+
+
+def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
+    def check() -> None:
+        layout, transport = _axis()
+        gradients = _tensors(seed=transport.rank)
+        sent: list[int] = []
+
+        class Watching:
+            rank, num_ranks = transport.rank, transport.num_ranks
+
+            def reduce_scatter(self, payloads, op):  # type: ignore[no-untyped-def]
+                sent.extend(full.data_ptr() for _, full in payloads)
+                return transport.reduce_scatter(payloads, op)
+
+        into = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
+        reduce_scatter([(gradients, into)], Watching(), dist.ReduceOp.AVG).wait()  # type: ignore[arg-type]
+        for i, gradient in enumerate(gradients):
+            if gradient.numel():
+                assert (gradient.data_ptr() in sent) == layout.divides(i)
+
+    run_ranks(check, 2)
+
+
+def test_several_buffers_travel_in_one_collective() -> None:
+    def check() -> dict[str, int]:
+        layout, transport = _axis()
+        buffers = [
+            UnshardedBuffer(layout, transport.rank, dtype, CPU, CachingAllocator())
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        moves = []
+        for buffer in buffers:
+            buffer.allocate()
+            moves.append((ShardedBuffer.empty(layout, transport.rank, buffer.dtype, CPU).slots, buffer))
+        with CommDebugMode() as comm:  # type: ignore[no-untyped-call]
+            all_gather(moves, transport).wait()
+        return {str(op): count for op, count in comm.get_comm_counts().items()}
+
+    for counts in run_ranks(check, 2):
+        assert sum(counts.values()) == 1, counts
+
+
+def test_all_reduce_leaves_the_mean_on_every_rank() -> None:
+    def check() -> list[float]:
+        _, transport = _axis()
+        tensor = torch.full((3,), float(transport.rank))
+        all_reduce([tensor], transport, dist.ReduceOp.AVG).wait()
+        return tensor.tolist()
+
+    assert run_ranks(check, 4) == [[1.5] * 3] * 4
+
+
+def test_an_unsharded_buffer_is_born_without_bytes_and_its_views_survive() -> None:
+    layout = EvenLayout.build(SHAPES, 2)
+    buffer = UnshardedBuffer(layout, 0, torch.float32, CPU, CachingAllocator())
+    assert buffer.flat.untyped_storage().nbytes() == 0
+    for value in (1.0, 2.0):
+        buffer.allocate()
+        buffer.flat.fill_(value)
+        assert all(bool((tensor == value).all()) for tensor in buffer.tensors)
+        buffer.free()
+
+
+def test_another_dim_is_refused_when_the_buffer_is_made() -> None:
+    layout = EvenLayout.build([(4, 6)], 2, dims=[1])
+    with pytest.raises(NotImplementedError, match="along dim 0, got dim 1"):
+        UnshardedBuffer(layout, 0, torch.float32, CPU, CachingAllocator())
+
+
+def test_a_standalone_shard_shares_bytes_with_its_buffer_and_no_storage() -> None:
+    layout = EvenLayout.build(SHAPES, 2)
+    buffer = _sharded(layout, 0)
+    for shard in buffer.shards:
+        alone = standalone(shard)
+        assert alone.untyped_storage().nbytes() == shard.numel() * 4
+        assert torch.equal(alone, shard)
+        alone.fill_(5)
+        assert bool((shard == 5).all())
+    flat = buffer.flat
+    del buffer, shard
+    assert bool((flat[: alone.numel()] == 5).all())
