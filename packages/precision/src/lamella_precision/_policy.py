@@ -1,0 +1,67 @@
+"""The number formats of a unit, decided once and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes in which a unit stores, computes, reduces and returns.
+
+    The first four fields are FSDP2's, in FSDP2's order and meaning.
+
+    Args:
+        param_dtype: Dtype of the unsharded parameters: what is gathered and what computes.
+            None keeps each parameter's own dtype.
+        reduce_dtype: Dtype of the gradients while they are reduced. None reduces them in the dtype in
+            which backward made them (`param_dtype`, if given). NCCL and gloo need equal input and output types, so
+            a wider dtype here also widens the wire.
+        output_dtype: Floating-point outputs of the unit's forward are cast to it. None leaves them.
+        cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
+        main_dtype: Dtype of the sharded parameters that the optimizer updates. None keeps each
+            parameter's own; torch.float32 gives a model built in bf16 the main weights it should train with.
+
+    Raises:
+        TypeError: A field is not a `torch.dtype`.
+        ValueError: A dtype cannot hold a gradient (integers, complex, 1-byte floats).
+
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy for the first four fields.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    _: KW_ONLY
+    main_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype"):
+            _check_dtype(name, getattr(self, name))
+
+    def main_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter built in `dtype` is stored sharded."""
+        return self.main_dtype or dtype
+
+    def compute_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter built in `dtype` is gathered and used."""
+        return self.param_dtype or self.main_dtype_of(dtype)
+
+    def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter built in `dtype` is reduced."""
+        return self.reduce_dtype or self.compute_dtype_of(dtype)
+
+
+def _check_dtype(name: str, dtype: object) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"Expected `{name}` to be a torch.dtype or None, got {dtype!r}.")
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"Expected `{name}` to be a floating-point dtype of at least 16 bits, got {dtype}. "
+            "Narrower formats carry scales and are a recipe, not a dtype."
+        )
