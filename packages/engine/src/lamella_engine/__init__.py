@@ -1,0 +1,7 @@
+"""Fully sharded training: FSDP2's `fully_shard`, with nothing copied on the way."""
+
+from lamella_engine._fully_shard import OffloadPolicy as OffloadPolicy
+from lamella_engine._fully_shard import fully_shard as fully_shard
+from lamella_engine._module import FSDPModule as FSDPModule
+from lamella_engine._module import UnshardHandle as UnshardHandle
+from lamella_precision import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -1,0 +1,226 @@
+"""What the units of one module tree share: streams, the order they run in, and reductions in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch.autograd import Variable
+
+from lamella_engine._order import LearnedOrders, ReplayedOrder
+
+
+class Phase(Enum):
+    """What the tree is doing. Between passes only shards hold memory, but for units that were asked to stay."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Member(Protocol):
+    """What a context asks of a unit."""
+
+    context: Context
+    index: int
+
+    @property
+    def is_unsharding(self) -> bool:
+        """Whether a gather was started and not waited for."""
+        ...
+
+    def unshard(self) -> None:
+        """Start gathering."""
+        ...
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        ...
+
+    def adopt_replaced_shards(self) -> None:
+        """Take back what somebody replaced."""
+        ...
+
+    def finish_backward(self) -> None:
+        """End what autograd did not reach."""
+        ...
+
+    def abandon(self) -> None:
+        """Drop this pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduce-scatter that was put on its stream.
+
+    The gradients it reads were allocated on the compute stream. They are held here, and dropped only after that
+    stream was made to wait for `event`: freed earlier, their memory would be written while it is still read.
+    """
+
+    event: torch.Event
+    gradients: list[torch.Tensor]
+
+
+class Context:
+    """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
+
+    Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
+    the other. Three waits make this right:
+    1. The gather stream waits for the compute stream when a pass begins: the optimizer, a load or the user wrote the
+       shards there.
+    2. The gather stream waits for the compute stream before an unsharded buffer is freed: the buffer was allocated on
+       the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
+       memory: a gather cannot run ahead of the compute that frees its place.
+    3. The reduce stream waits for the compute stream before it reads gradients (and before it adds to earlier ones).
+    On CPU torch's own null streams stand in, and the same code runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._accelerator = torch.get_device_module(device)  # torch.cuda, or torch.cpu with streams that do nothing
+        self.is_last_backward = True
+        self._phase = Phase.RESTING
+        # Weak: modules own their states. A strong reference back would keep a deleted model's memory until the cyclic
+        # collector runs.
+        self._states: list[weakref.ref[Member]] = []
+        self._reductions: deque[Reduction] = deque()
+        self._learned = LearnedOrders()
+        self._order = ReplayedOrder()
+        self._forward_root: int | None = None
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether no pass is under way."""
+        return self._phase is Phase.RESTING
+
+    # -- units ------------------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> Iterator[Member]:
+        """The units that are still alive, in the order of their `fully_shard` calls: equal on every rank."""
+        return (state for ref in self._states if (state := ref()) is not None)
+
+    def add(self, state: Member) -> None:
+        """Make a unit one of this tree's."""
+        state.context = self
+        state.index = len(self._states)
+        self._states.append(weakref.ref(state))
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def all_gather_stream(self) -> torch.Stream:
+        """Where buffers are allocated, filled and freed."""
+        return self._new_stream()
+
+    @cached_property
+    def reduce_scatter_stream(self) -> torch.Stream:
+        """Where gradients are staged, reduced and cast."""
+        return self._new_stream()
+
+    @property
+    def compute_stream(self) -> torch.Stream:
+        """The stream that the caller runs on."""
+        stream: torch.Stream = self._accelerator.current_stream(self.device)
+        return stream
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[None]:
+        """Make a stream current."""
+        entered: AbstractContextManager[None] = self._accelerator.stream(stream)
+        return entered
+
+    def _new_stream(self) -> torch.Stream:
+        # High priority: a collective that is ready should not queue behind a matmul that is not waiting for it.
+        stream: torch.Stream = self._accelerator.Stream(priority=-1)
+        return stream
+
+    def order_gathers_after_compute(self) -> None:
+        """Make what comes on the gather stream wait for what was put on the compute stream so far."""
+        self.all_gather_stream.wait_stream(self.compute_stream)
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, state: Member) -> Member | None:
+        """Note that a unit's forward begins; the first one begins a pass.
+
+        Returns:
+            The unit to gather ahead, or None.
+        """
+        if self._phase is not Phase.FORWARD or self._forward_root == state.index:
+            self._phase = Phase.FORWARD
+            self._forward_root = state.index
+            self._order = self._learned.begin_forward(state.index)
+            for member in self.states:
+                member.adopt_replaced_shards()
+            self.order_gathers_after_compute()
+        return self._state(self._order.visit(state.index))
+
+    def leave_forward(self, state: Member) -> None:
+        """Note that a unit's forward is over; that of the first one ends the pass."""
+        self._order.leave(state.index)
+        if self._phase is Phase.FORWARD and self._forward_root == state.index:
+            self._learned.end_forward(state.index, self._order, backward_follows=torch.is_grad_enabled())
+            self._drop_unused_gathers()
+            self._phase = Phase.RESTING
+
+    def enter_backward(self, state: Member) -> Member | None:
+        """Note that a unit's backward begins; the first one begins the pass, which ends with autograd's.
+
+        Returns:
+            The unit to gather ahead, or None.
+        """
+        if self._phase is not Phase.BACKWARD:
+            self._phase = Phase.BACKWARD
+            self._order = self._learned.begin_backward()
+            Variable._execution_engine.queue_callback(self._end_backward)
+        return self._state(self._order.visit(state.index))
+
+    def _end_backward(self) -> None:
+        """Leave every unit at rest, whether or not autograd reached it."""
+        for state in self.states:
+            state.finish_backward()
+        self._drop_unused_gathers()
+        if self.is_last_backward:
+            self.retire_reductions()
+        self._learned.end_backward(self._order)
+        self._phase = Phase.RESTING
+
+    def reset(self) -> None:
+        """Return to rest after an exception."""
+        for state in self.states:
+            state.abandon()
+        self.retire_reductions()
+        self._phase = Phase.RESTING
+
+    def _state(self, index: int | None) -> Member | None:
+        return None if index is None else self._states[index]()
+
+    def _drop_unused_gathers(self) -> None:
+        for state in self.states:
+            if state.is_unsharding:
+                state.reshard()
+
+    # -- reductions -------------------------------------------------------------------------------------------------
+
+    def hold(self, reduction: Reduction) -> None:
+        """Keep a reduction's gradients alive until it is retired."""
+        self._reductions.append(reduction)
+
+    def retire_reductions(self) -> None:
+        """Let go of the gradients of earlier reductions.
+
+        Called before each new reduction, so at most two units' gradients are alive: those being reduced, and those
+        being made.
+
+        Effects: the compute stream waits for the reductions; no host sync.
+        """
+        while self._reductions:
+            self.compute_stream.wait_event(self._reductions.popleft().event)

@@ -1,0 +1,133 @@
+"""What happens at a unit's boundaries: each hook is a few calls of the state's verbs.
+
+    forward   pre_forward    cast inputs, unshard, gather the next unit ahead
+              post_forward   reshard, watch the outputs for the beginning of backward, cast them
+    backward  an output's gradient arrives     FSDPState.begin_backward
+              all inputs' gradients are made   FSDPState.end_backward
+              autograd is done                 Context's callback, for whatever the two did not reach
+
+Note [Recomputed forwards]. Activation checkpointing runs forward again inside backward. The unit is unsharded for its
+backward by then, or must be now, and stays so until its backward ends: a recomputed forward unshards if needed, gathers
+nothing ahead and does not reshard. It is recognised by autograd's running graph task, which both kinds of
+checkpointing have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+
+from lamella_engine._state import FSDPState
+from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+T = TypeVar("T")
+
+
+def register_hooks(module: nn.Module, owners: Iterable[nn.Module], state: FSDPState) -> None:
+    """Make a module drive its state.
+
+    Args:
+        module: The unit.
+        owners: It, and the modules below that hold its parameters: asked for a state dict, each must hold DTensors.
+        state: What the unit's hooks call.
+
+    Effects: registers forward hooks on the unit, and state-dict hooks on the owners.
+    """
+
+    def before(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return pre_forward(state, args, kwargs)
+
+    def after(_: nn.Module, args: Args, output: object) -> object:
+        return post_forward(state, output)
+
+    def reshard(*_: object) -> None:
+        state.reshard()
+
+    def adopt(*_: object) -> None:
+        state.adopt_replaced_shards(keep_parameters=True)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after)
+    for owner in owners:
+        owner.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
+
+
+def pre_forward(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Unshard, and prepare the inputs."""
+    if _in_backward():
+        state.unshard_with(None)
+    else:
+        successor = state.context.enter_forward(state)
+        state.drop_stale_weights()
+        state.unshard_with(successor)
+    return _watch_inputs(state, *_cast((args, kwargs), state.input_dtype))
+
+
+def post_forward(state: FSDPState, output: object) -> object:
+    """Reshard, and prepare the outputs."""
+    output = _cast(output, state.output_dtype)
+    is_watched = _watch_outputs(state, output)
+    if not _in_backward():
+        if state.reshards_after_forward and is_watched:
+            state.reshard()
+        state.context.leave_forward(state)
+    return output
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _watch_outputs(state: FSDPState, output: object) -> bool:
+    """Begin the unit's backward when the gradient of any output arrives.
+
+    Returns:
+        Whether backward will be seen. If all outputs are hidden in an object of an unknown kind it will not, and the
+        unit must stay unsharded until autograd is done.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    for tensor in outputs:
+        tensor.register_hook(lambda _: state.begin_backward())  # type: ignore[no-untyped-call]
+    return bool(outputs) or not hides_tensors(output)
+
+
+def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """End the unit's backward when the gradients of all inputs have been made."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    if not inputs:
+        return args, kwargs
+    passed = iter(_EndBackward.apply(state.end_backward, *inputs))  # type: ignore[no-untyped-call]
+    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
+
+
+class _EndBackward(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward runs when nothing inside the unit is left to do."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.end = end
+        ctx.set_materialize_grads(False)  # an input that the unit does not use gets no gradient, not one of zeros
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.end()
+        return (None, *gradients)
+
+
+def _cast(tree: T, dtype: torch.dtype | None) -> T:
+    """Cast the floating-point tensors of a nest; None leaves all as it is."""
+    if dtype is None:
+        return tree
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

@@ -1,0 +1,76 @@
+"""The order in which units run: learned from one pass, replayed in the next to know what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ReplayedOrder:
+    """Walks an expected order beside the real one.
+
+    Units are named by integers. What really happens is recorded; what was expected only answers "what comes after this
+    one?". A pass that departs from the expectation gets no answer until it meets it again: a late gather, never
+    a wrong result. Both orders follow from the program alone, so ranks that run the same program agree on every answer.
+
+    Args:
+        expected: The order to replay; empty when nothing was learned yet.
+    """
+
+    def __init__(self, expected: Sequence[int] = ()) -> None:
+        self._expected = expected
+        self._cursor = 0
+        self.seen: list[int] = []
+        self.ended: list[int] = []
+
+    def visit(self, unit: int) -> int | None:
+        """Record that `unit` runs now.
+
+        Returns:
+            The unit expected next, or None at the end of the order or off it.
+        """
+        self.seen.append(unit)
+        try:
+            position = self._expected.index(unit, self._cursor)
+        except ValueError:
+            return None
+        self._cursor = position + 1
+        return self._expected[self._cursor] if self._cursor < len(self._expected) else None
+
+    def leave(self, unit: int) -> None:
+        """Record that `unit` is over. Units nest, so they end in another order than they begin."""
+        self.ended.append(unit)
+
+
+class LearnedOrders:
+    """What earlier passes taught: a forward order for each unit that starts one, and a backward order.
+
+    A backward order is replayed after the same forward order only. After another, or before any was learned, the
+    reverse of the order in which the units' forwards ended stands in: the last to end is the first whose gradient
+    arrives.
+    """
+
+    def __init__(self) -> None:
+        self._forward: dict[int, tuple[int, ...]] = {}
+        self._last_forward: tuple[int, ...] = ()
+        self._reverse_of_last_forward: tuple[int, ...] = ()
+        self._backward: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def begin_forward(self, root: int) -> ReplayedOrder:
+        """The order of the last forward that started at `root`, ready to be replayed."""
+        return ReplayedOrder(self._forward.get(root, ()))
+
+    def end_forward(self, root: int, order: ReplayedOrder, *, backward_follows: bool) -> None:
+        """Learn a finished forward; one without gradients teaches nothing about backward."""
+        self._forward[root] = tuple(order.seen)
+        if backward_follows:
+            self._last_forward = self._forward[root]
+            self._reverse_of_last_forward = tuple(reversed(order.ended))
+
+    def begin_backward(self) -> ReplayedOrder:
+        """The backward order to expect after the last forward with gradients."""
+        after, learned = self._backward
+        return ReplayedOrder(learned if after == self._last_forward else self._reverse_of_last_forward)
+
+    def end_backward(self, order: ReplayedOrder) -> None:
+        """Learn a finished backward."""
+        self._backward = (self._last_forward, tuple(order.seen))

@@ -1,0 +1,401 @@
+"""The parameters of a unit that share number formats: their shards, their unsharded buffer, their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lamella_buffers import Allocator, ReduceOp, ShardedBuffer, UnshardedBuffer, standalone
+from lamella_layout import EvenLayout
+from lamella_precision import MixedPrecisionPolicy, PlainRecipe
+
+# Originals that were sharded, to their names. One that is still found in a module later was tied to the sharded one.
+# (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
+_sharded_originals = WeakIdKeyDictionary()
+
+
+class Owner(NamedTuple):
+    """A place that holds a parameter: a module's parameters, and the name in it. Tied parameters have several."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardedParameter:
+    """One parameter, in the two forms that its owners hold in turn.
+
+    Attributes:
+        name: Full name below the unit, of its first owner.
+        owners: Every place that holds it.
+        sharded: What rests and what the optimizer updates: a DTensor over `shard`.
+        shard: This rank's part, a view of the group's `main_weight`.
+        trains: Whether it takes a gradient, as last seen on both forms.
+        marks: What libraries put on the parameter (`sequence_parallel`, `allreduce`, ...); both forms carry it.
+        unsharded: What computes: a view of the unsharded buffer. Autograd leaves the gradient on it.
+        accumulated: The sum of earlier microbatches' gradients in the reduce dtype, where that is not the gradient's
+        own.
+    """
+
+    name: str
+    owners: list[Owner]
+    sharded: nn.Parameter
+    shard: torch.Tensor
+    trains: bool
+    marks: dict[str, object]
+    unsharded: nn.Parameter
+    accumulated: torch.Tensor | None = None
+
+    def install(self, form: nn.Parameter, *, instead_of: nn.Parameter) -> None:
+        """Make every owner hold `form`, which takes over whether the form that was visible is to be trained."""
+        if instead_of.requires_grad != self.trains:
+            self.trains = instead_of.requires_grad
+        if form.requires_grad != self.trains:
+            form.requires_grad_(self.trains)
+        for parameters, name in self.owners:
+            parameters[name] = form
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
+        return _local(self.sharded) is not self.shard or any(p[name] is not self.sharded for p, name in self.owners)
+
+    def adopt(self, form: torch.Tensor) -> None:
+        """Make `form` the sharded form, if it is a Parameter."""
+        if isinstance(form, nn.Parameter):
+            self.sharded = form
+            self.trains = form.requires_grad
+
+    def replacement(self) -> torch.Tensor:
+        """The DTensor that was put in place of ours, or ours.
+
+        Raises:
+            TypeError: An owner holds something that is not a shard of this parameter.
+            RuntimeError: Its owners were given different ones.
+        """
+        others = {id(held): held for p, name in self.owners if (held := p[name]) is not self.sharded}
+        if len(others) > 1:
+            raise RuntimeError(
+                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
+                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
+            )
+        held = next(iter(others.values()), self.sharded)
+        if held is None or held.shape != self.sharded.shape or not hasattr(held, "_local_tensor"):
+            raise TypeError(
+                f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
+                f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
+                "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
+            )
+        return held
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Add this microbatch's gradient to earlier ones in `dtype`; autograd does it itself in the gradient's own."""
+        gradient = self.unsharded.grad
+        if gradient is None or gradient.dtype == dtype:
+            return
+        if self.accumulated is None:
+            self.accumulated = gradient.to(dtype)
+        else:
+            self.accumulated += gradient
+        self.unsharded.grad = None
+
+    def run_hooks(self) -> None:
+        """Call what `register_post_accumulate_grad_hook` put on the sharded form: an optimizer inside backward."""
+        hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            hook(self.sharded)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient of all microbatches since the last reduction; the parameter keeps nothing."""
+        gradient = self.unsharded.grad
+        if self.accumulated is not None:
+            gradient = self.accumulated if gradient is None else self.accumulated.add_(gradient)
+        self.drop_gradient()
+        return gradient
+
+    def drop_gradient(self) -> None:
+        """Forget what was not reduced."""
+        self.unsharded.grad = None
+        self.accumulated = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is something to reduce."""
+        return self.unsharded.grad is not None or self.accumulated is not None
+
+
+class Candidate(NamedTuple):
+    """A parameter that is about to be sharded."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[Owner]
+
+
+class ParameterGroup:
+    """Parameters of one unit with the same dtypes, on one mesh axis.
+
+    A group's members and its divisor are fixed when it is built: what is communicated never depends on which gradients
+    happen to be present on this rank.
+
+    Args:
+        candidates: The parameters, whole, on `mesh`'s device or on meta. Their storage is not kept.
+        mesh: The one axis that they are sharded along.
+        policy: Number formats.
+        allocator: Gives the unsharded buffer its bytes.
+
+    Attributes:
+        main_weight: This rank's shards, which the DTensors are views of.
+        divisor: What the sum of the ranks' gradients is divided by.
+
+    Effects: allocates the shards, and for a moment the unsharded buffer, on the current stream; not a collective.
+    """
+
+    def __init__(
+        self, candidates: Sequence[Candidate], mesh: DeviceMesh, policy: MixedPrecisionPolicy, allocator: Allocator
+    ) -> None:
+        self.mesh = mesh
+        self.policy = policy
+        self.divisor = float(mesh.size())
+        self._rank = mesh.get_local_rank()
+        self._allocator = allocator
+        originals = [candidate.parameter for candidate in candidates]
+        self.layout = EvenLayout.build([p.shape for p in originals], mesh.size())
+        main_dtype, _, self.reduce_dtype = dtypes_of(originals[0], policy)
+        self.main_weight = ShardedBuffer.empty(self.layout, self._rank, main_dtype, originals[0].device)
+        self.main_weight.copy_from(originals)
+        self.parameters = [self._shard(i, candidate) for i, candidate in enumerate(candidates)]
+        self._build_unsharded()
+        self.install_sharded()
+
+    def _shard(self, i: int, candidate: Candidate) -> ShardedParameter:
+        original, shard = candidate.parameter, standalone(self.main_weight.shards[i])
+        sharded = nn.Parameter(self._dtensor(shard, original), requires_grad=original.requires_grad)
+        vars(sharded).update(vars(original))
+        _sharded_originals[original] = candidate.name
+        return ShardedParameter(
+            name=candidate.name,
+            owners=candidate.owners,
+            sharded=sharded,
+            shard=_local(sharded),
+            trains=original.requires_grad,
+            marks=dict(vars(original)),
+            unsharded=sharded,
+        )
+
+    def _dtensor(self, shard: torch.Tensor, whole: torch.Tensor) -> DTensor:
+        stride = torch.empty(whole.shape, device="meta").stride()
+        return DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=stride)
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def _build_unsharded(self) -> None:
+        """Make the unsharded buffer and the parameters that are views of it, once; their bytes come and go."""
+        if self.is_meta:
+            return
+        main_dtype = self.main_weight.dtype
+        self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
+        (dtype,) = self._recipe.payload_dtypes(main_dtype)
+        self._sends_main = dtype == main_dtype
+        self.unsharded_weight = UnshardedBuffer(
+            self.layout, self._rank, dtype, self.main_weight.device, self._allocator
+        )
+        self.unsharded_weight.allocate()
+        for parameter, slot in zip(self.parameters, self.unsharded_weight.slots, strict=True):
+            whole = self._recipe.decode([slot], parameter.sharded.shape)
+            parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
+            vars(parameter.unsharded).update(vars(parameter.sharded))
+        self.unsharded_weight.free()
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shards still have to be given storage."""
+        return self.main_weight.device.type == "meta"
+
+    def meta_names(self) -> list[str]:
+        """The members that have no storage yet."""
+        return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
+
+    def adopt_replaced_shards(self, *, keep_parameters: bool) -> None:
+        """Take the shards back into one buffer if somebody replaced them, or their storage.
+
+        `to_empty`, `.to()` and `load_state_dict(assign=True)` do, on the unit or on any module in it. The group must be
+        sharded.
+
+        Args:
+            keep_parameters: Put back the `Parameter` objects that an optimizer may hold, with the new values. Otherwise
+                one that was put in a module by hand becomes the sharded form.
+
+        Raises:
+            TypeError: An owner holds something that is not a shard of this parameter.
+            RuntimeError: A tied parameter was replaced differently in two places.
+
+        Effects: none if nothing was replaced; else allocates the shards anew and copies them. Not a collective.
+        """
+        if not any(parameter.is_replaced for parameter in self.parameters):
+            return
+        given = [_local(parameter.replacement()) for parameter in self.parameters]
+        if any(shard.is_meta for shard in given):
+            return  # not all of them have storage yet; `meta_names` tells which
+        flat = torch.zeros(self.layout.shard_numel, dtype=given[0].dtype, device=given[0].device)
+        self.main_weight = ShardedBuffer(self.layout, self._rank, flat)
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.main_weight.shards), given)
+        for parameter, shard in zip(self.parameters, self.main_weight.shards, strict=True):
+            if not keep_parameters:
+                parameter.adopt(parameter.replacement())
+            self._point(parameter, standalone(shard))
+        self.reduce_dtype = self.policy.reduce_dtype_of(flat.dtype)
+        self._build_unsharded()
+        self.install_sharded()
+
+    def _point(self, parameter: ShardedParameter, shard: torch.Tensor) -> None:
+        """Make the sharded form a DTensor over `shard`, and stay the same object."""
+        sharded = parameter.sharded
+        if (sharded.dtype, sharded.device) == (shard.dtype, shard.device):
+            sharded._local_tensor = shard  # type: ignore[attr-defined]
+        else:
+            # dtype and device are the wrapper's own, and fixed: only an exchange of contents changes them.
+            fresh = nn.Parameter(self._dtensor(shard, sharded), requires_grad=sharded.requires_grad)
+            vars(fresh).update(vars(sharded))
+            torch.utils.swap_tensors(sharded, fresh)  # type: ignore[no-untyped-call]
+        parameter.shard = _local(sharded)
+        # What replaced the storage may have replaced the whole Parameter, and its marks.
+        parameter.marks |= vars(sharded)
+        vars(sharded).update(parameter.marks)
+
+    # -- verbs ------------------------------------------------------------------------------------------------------
+
+    def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
+        """Allocate the unsharded buffer, and put this rank's part on the wire.
+
+        Returns:
+            What `lamella_buffers.all_gather` moves. In the main weights' own dtype they are sent from where they lie;
+            in another they are cast into this rank's slice of the buffer, and the gather is in place.
+
+        Effects: on the current stream, which allocates the buffer.
+        """
+        into = self.unsharded_weight
+        into.allocate()
+        if self._sends_main:
+            return self.main_weight.slots, into
+        self._recipe.encode(self.main_weight.slots, [into.own])
+        return into.own, into
+
+    def install_unsharded(self) -> None:
+        """Make the modules hold the unsharded parameters."""
+        for parameter in self.parameters:
+            parameter.install(parameter.unsharded, instead_of=parameter.sharded)
+
+    def install_sharded(self) -> None:
+        """Make the modules hold the DTensors."""
+        for parameter in self.parameters:
+            parameter.install(parameter.sharded, instead_of=parameter.unsharded)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any member takes a gradient."""
+        return any(parameter.sharded.requires_grad for parameter in self.parameters)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any member has a gradient that was not reduced."""
+        return any(parameter.has_gradient for parameter in self.parameters)
+
+    def accumulate_gradients(self) -> None:
+        """Keep a microbatch's gradients unreduced."""
+        for parameter in self.parameters:
+            parameter.accumulate(self.reduce_dtype)
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """One gradient a member; None where backward made none."""
+        return [parameter.take_gradient() for parameter in self.parameters]
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        """How the ranks' gradients become one: their mean where the divisor is their number, else their sum."""
+        return dist.ReduceOp.AVG if self.divisor == self.mesh.size() else dist.ReduceOp.SUM
+
+    def new_reduced(self) -> ShardedBuffer:
+        """A buffer for reduced gradients, in the reduce dtype.
+
+        Effects: allocates it on the current stream.
+        """
+        return ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
+
+    def install_gradients(self, reduced: ShardedBuffer, present: Sequence[bool]) -> None:
+        """Put reduced gradients on the sharded parameters, in the main weights' dtype, or add them to those there.
+
+        Args:
+            reduced: What `reduce_op` made of the ranks' gradients, in the reduce dtype.
+            present: Which members get theirs; the others' `.grad` is left as it is.
+
+        Effects: on the current stream: one cast of the shards where the dtypes differ, one add where gradients are
+            there already; then the parameters' own hooks.
+        """
+        if self.reduce_op is not dist.ReduceOp.AVG:
+            reduced.flat.div_(self.divisor)
+        if reduced.dtype != self.main_weight.dtype:
+            reduced = ShardedBuffer(self.layout, self._rank, reduced.flat.to(self.main_weight.dtype))
+        totals, parts = [], []
+        for parameter, shard, wanted in zip(self.parameters, reduced.shards, present, strict=True):
+            if not wanted:
+                _check_absent_everywhere(parameter, shard)
+            elif parameter.sharded.grad is None:
+                parameter.sharded.grad = _gradient(parameter, shard)
+            else:
+                totals.append(_local(parameter.sharded.grad))
+                parts.append(shard)
+        if totals:
+            torch._foreach_add_(totals, parts)
+        for parameter, wanted in zip(self.parameters, present, strict=True):
+            if wanted:
+                parameter.run_hooks()
+
+
+def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """A parameter's main, compute and reduce dtypes; a policy says nothing about integers."""
+    own = parameter.dtype
+    if not own.is_floating_point:
+        return own, own, own
+    return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
+
+
+def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
+    """The name under which this very parameter was sharded before, or None."""
+    name: str | None = _sharded_originals.get(parameter)  # type: ignore[no-untyped-call]
+    return name
+
+
+def _check_absent_everywhere(parameter: ShardedParameter, shard: torch.Tensor) -> None:
+    """Refuse a gradient that other ranks have and this one has not: a part of the weight would train, and a part not.
+
+    On CPU only. On a GPU the answer would make the host wait.
+    """
+    if shard.device.type == "cpu" and bool(shard.any()):
+        raise RuntimeError(
+            f"Expected no rank to have a gradient for {parameter.name!r}, as this one has none, got one from another "
+            "rank. Where ranks use different parameters, call set_reduce_scatter_unused_params(True)."
+        )
+
+
+def _gradient(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local` that lies as the parameter does. `DTensor.from_local` says the same ten times slower."""
+    spec = parameter.sharded._spec  # type: ignore[attr-defined]
+    # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives.
+    gradient = DTensor(parameter.shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    gradient._local_tensor = local
+    return gradient
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = parameter._local_tensor  # type: ignore[attr-defined]
+    return local

@@ -1,0 +1,71 @@
+"""The tensors in whatever a module takes and returns: nested containers, dataclasses, and objects that hide theirs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
+    """Replace every tensor in a nest by `fn` of it.
+
+    Containers are those that torch's pytree knows (a library's output classes register themselves) and dataclasses.
+
+    Returns:
+        The nest with the results. A dataclass none of whose tensors changed is the same object, else a shallow copy.
+
+    Effects: those of `fn`.
+    """
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fn(leaf)
+        return _map_fields(fn, leaf) if _is_record(leaf) else leaf
+
+    mapped: T = pytree.tree_map(visit, tree)
+    return mapped
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    """The tensors of a nest, in the order in which `map_tensors` visits them."""
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def hides_tensors(tree: object) -> bool:
+    """Whether a nest holds an object that could hold tensors which `tensors_in` does not see."""
+    return any(not isinstance(leaf, _PLAIN) for leaf in _leaves(tree))
+
+
+def _leaves(tree: object) -> list[object]:
+    leaves: list[object] = []
+    for leaf in pytree.tree_leaves(tree):
+        leaves += _leaves(_fields(leaf)) if _is_record(leaf) else [leaf]
+    return leaves
+
+
+def _is_record(leaf: object) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _fields(record: Any) -> dict[str, object]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _map_fields(fn: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+    before = _fields(record)
+    after = map_tensors(fn, before)
+    if all(a is b for a, b in zip(_leaves(before), _leaves(after), strict=True)):
+        return record
+    changed = copy.copy(record)
+    for name, value in after.items():
+        object.__setattr__(changed, name, value)  # past a frozen dataclass's own __setattr__
+    return changed

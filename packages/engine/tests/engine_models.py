@@ -1,0 +1,291 @@
+"""What the engine's tests share: small models, their unsharded twins, and a log of what units do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# torch imports these when the first optimizer is made and the first DTensor is computed with. Imported here, once,
+# every forked rank has them.
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.tensor._random
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_buffers import Payload, Pending, ReduceOp, Transport, transport_for
+from lamella_engine import FSDPModule, fully_shard
+from lamella_engine._module import find_state
+from lamella_engine._state import FSDPState, Residency
+
+# Any: torch leaves `Tensor.backward` untyped.
+Forward = Callable[[nn.Module], Any]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Residual(nn.Module):
+    """One block. Sizes that no world size divides, and a gain of one row: most ranks own none of it."""
+
+    def __init__(self, dim: int = 7, hidden: int = 13) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+        self.gain = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        update: torch.Tensor = self.gain * self.down(torch.tanh(self.up(x)))
+        return x + update
+
+
+class Net(nn.Module):
+    """A stem, blocks, a head: 3 features in, 5 out."""
+
+    def __init__(self, num_layers: int = 3, dim: int = 7) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, dim)
+        self.layers = nn.ModuleList(self.make_layer(dim) for _ in range(num_layers))
+        self.head = nn.Linear(dim, 5)
+
+    def make_layer(self, dim: int) -> nn.Module:
+        return Residual(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def inputs(num_rows: int = 12, *, seed: int = 0) -> torch.Tensor:
+    """(num_rows, 3). Twelve rows split evenly over one, two, three and four ranks."""
+    return torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
+    rows = batch.chunk(dist.get_world_size())
+    return rows[dist.get_rank()]
+
+
+def shard(model: Net) -> Net:
+    """One unit a block, one for the rest."""
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def twins(
+    make: Callable[[], nn.Module] = Net, apply: Callable[..., object] = shard, *, seed: int = 0
+) -> tuple[nn.Module, nn.Module]:
+    """The same model twice: as it is, and sharded."""
+    torch.manual_seed(seed)
+    reference = make()
+    torch.manual_seed(seed)
+    sharded = make()
+    apply(sharded)
+    return reference, sharded
+
+
+def mean_square(forward: Forward) -> Forward:
+    return lambda model: forward(model).square().mean()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's global value, detached."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def this_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a whole tensor that this rank owns of it when it is sharded along dim 0; maybe none."""
+    chunks = tensor.detach().chunk(dist.get_world_size())
+    return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else tensor.detach()[:0]
+
+
+def assert_shard_equals(got: torch.Tensor, expected: torch.Tensor, name: str, *, rtol: float, atol: float) -> None:
+    """This rank's rows are those of the whole. Every rank asks: together they compare everything, and send nothing."""
+    if isinstance(got, DTensor):
+        got, expected = got.to_local(), this_ranks(expected)
+    torch.testing.assert_close(
+        got.detach(), expected.detach(), rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def assert_gradients_equal(reference: nn.Module, sharded: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-7) -> None:
+    """Every gradient is the unsharded model's; absent where that is absent."""
+    for (name, expected), (other, got) in zip(reference.named_parameters(), sharded.named_parameters(), strict=True):
+        assert name == other
+        if expected.grad is None:
+            assert got.grad is None, f"{name}: expected no gradient"
+            continue
+        assert got.grad is not None, f"{name}: expected a gradient, got None"
+        assert_shard_equals(got.grad, expected.grad, name, rtol=rtol, atol=atol)
+
+
+def assert_weights_equal(reference: nn.Module, sharded: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    for (name, expected), (other, got) in zip(reference.named_parameters(), sharded.named_parameters(), strict=True):
+        assert name == other
+        assert_shard_equals(got, expected, name, rtol=rtol, atol=atol)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def descend(model: nn.Module) -> None:
+    """One step down the gradient, and the gradient is gone. On local tensors: DTensor would plan each operator anew."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                _local(parameter).sub_(_local(parameter.grad), alpha=0.2)
+                parameter.grad = None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_trains_alike(
+    reference: nn.Module, sharded: nn.Module, loss_of: Forward, *, num_steps: int = 2, rtol: float = 1e-5
+) -> None:
+    """Every rank sees the same data, so that each rank's loss is the unsharded model's."""
+    for step in range(num_steps):
+        losses = []
+        for model in (reference, sharded):
+            loss = loss_of(model)
+            loss.backward()
+            losses.append(loss.item())
+        assert_gradients_equal(reference, sharded, rtol=10 * rtol, atol=1e-6)
+        assert_at_rest(sharded)
+        for model in (reference, sharded):
+            descend(model)
+        expected, got = losses
+        assert abs(got - expected) <= rtol * abs(expected), f"step {step}: expected loss {expected}, got {got}"
+
+
+# -- what units do --------------------------------------------------------------------------------------------------
+
+
+def units(model: nn.Module) -> Iterator[tuple[str, FSDPState]]:
+    """Each unit's state under the name of its module; the outermost is "root"."""
+    for name, module in model.named_modules():
+        if (state := find_state(module)) is not None:
+            yield name or "root", state
+
+
+def unit(module: nn.Module) -> FSDPModule:
+    """The module, known to be a unit."""
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """Only shards hold memory: no unsharded bytes, no unreduced gradients, and modules hold DTensors."""
+    for name, state in units(model):
+        assert state.residency is Residency.SHARDED, f"{name} is {state.residency}"
+        assert not state.awaits_backward_end, f"{name} still waits for its backward to end"
+        for group in state.groups:
+            assert group.unsharded_weight.flat.untyped_storage().nbytes() == 0, f"{name} kept its unsharded buffer"
+            assert not group.has_gradients, f"{name} kept unreduced gradients"
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: what, whose, and the bytes of the whole (all ranks') side."""
+
+    kind: str
+    unit: str
+    nbytes: int
+    dtypes: frozenset[torch.dtype]
+
+
+@dataclass
+class Log:
+    """What the units of a model did, in order: collectives, and computations as `Collective("compute", ...)`."""
+
+    events: list[Collective] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def units_of(self, kind: str) -> list[str]:
+        return [event.unit for event in self.events if event.kind == kind]
+
+    def nbytes_of(self, kind: str) -> int:
+        return sum(event.nbytes for event in self.events if event.kind == kind)
+
+    @property
+    def order(self) -> list[str]:
+        return [f"{event.kind} {event.unit}" for event in self.events]
+
+
+class _LoggingTransport:
+    """A transport that writes down what passes."""
+
+    def __init__(self, name: str, inner: Transport, log: Log) -> None:
+        self._name, self._inner, self._log = name, inner, log
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._inner.num_ranks
+
+    def all_gather(self, payloads: list[Payload]) -> Pending:
+        self._write("gather", payloads)
+        return self._inner.all_gather(payloads)
+
+    def reduce_scatter(self, payloads: list[Payload], op: ReduceOp) -> Pending:
+        self._write("reduce", payloads)
+        return self._inner.reduce_scatter(payloads, op)
+
+    def all_reduce(self, tensors: list[torch.Tensor], op: ReduceOp) -> Pending:
+        raise AssertionError("a ZeRO-3 step on one axis reduces nothing everywhere")
+
+    def _write(self, kind: str, payloads: list[Payload]) -> None:
+        nbytes = sum(payload.full.nbytes for payload in payloads)
+        dtypes = frozenset(payload.full.dtype for payload in payloads)
+        self._log.events.append(Collective(kind, self._name, nbytes, dtypes))
+
+
+def record(model: nn.Module) -> Log:
+    """Log every unit's collectives from now on, and its forward computations between them."""
+    log = Log()
+    for name, state in units(model):
+        real = transport_for(state.groups[0].mesh.get_group())
+        state._transport = _LoggingTransport(name, real, log)  # type: ignore[assignment]
+        _log_computation(name, model if name == "root" else model.get_submodule(name), log)
+    return log
+
+
+def _log_computation(name: str, module: nn.Module, log: Log) -> None:
+    # A hook that comes after the unit's own: the unit's collectives are issued by then.
+    module.register_forward_pre_hook(lambda *_: log.events.append(Collective("compute", name, 0, frozenset())))
+
+
+@contextmanager
+def case(what: object) -> Iterator[None]:
+    """Name the case in the report of a test that goes through several."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"In the case {what}")
+        raise
+
+
+@contextmanager
+def no_gradient_sync(model: nn.Module) -> Iterator[None]:
+    unit(model).set_requires_gradient_sync(False)
+    yield
+    unit(model).set_requires_gradient_sync(True)

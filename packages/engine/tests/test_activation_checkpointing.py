@@ -1,0 +1,148 @@
+"""Activation checkpointing, both kinds of it, runs a forward again inside backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, record, shard, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamella_engine import fully_shard
+from lamella_testing import run_ranks
+
+X = inputs()
+KINDS = [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+class _Around(Net):
+    """Each unit is recomputed as a whole."""
+
+    reentrant: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+class _RecomputedResidual(Residual):
+    reentrant: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return out
+
+
+class _Inside(Net):
+    """Each unit recomputes its own inside."""
+
+    reentrant: bool
+
+    def make_layer(self, dim: int) -> nn.Module:
+        layer = _RecomputedResidual(dim)
+        layer.reentrant = self.reentrant
+        return layer
+
+
+class _Several(Net):
+    """Two units are recomputed as one."""
+
+    reentrant: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(lambda x: self.layers[1](self.layers[0](x)), self.stem(x), use_reentrant=self.reentrant)
+        head: torch.Tensor = self.head(self.layers[2](x))
+        return head
+
+
+def _of_kind(model: type[Net], reentrant: bool) -> type[Net]:
+    return type(model.__name__, (model,), {"reentrant": reentrant})
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+def test_recomputed_units_train_as_the_unsharded_model_does(reentrant: bool) -> None:
+    def check() -> None:
+        for model in (_Around, _Inside, _Several):
+            with case(model.__name__):
+                assert_trains_alike(*twins(_of_kind(model, reentrant)), mean_square(lambda net: net(X)))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+def test_the_root_can_be_recomputed(reentrant: bool) -> None:
+    def forward(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant)
+        return out
+
+    def check() -> None:
+        assert_trains_alike(*twins(), mean_square(forward))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+def test_units_without_a_root_can_be_recomputed(reentrant: bool) -> None:
+    def forward(model: nn.Module) -> torch.Tensor:
+        x = torch.ones(2, 7, requires_grad=True)
+        for layer in model.children():
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    def apply(model: nn.ModuleList) -> None:
+        for layer in model:
+            fully_shard(layer)
+
+    def make() -> nn.Module:
+        return nn.ModuleList(Residual() for _ in range(3))
+
+    def check() -> None:
+        assert_trains_alike(*twins(make, apply), mean_square(forward))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+def test_a_recomputed_forward_finds_its_unit_unsharded_and_gathers_nothing_more(reentrant: bool) -> None:
+    def check() -> None:
+        for model in (_Around, _Inside):
+            with case(model.__name__):
+                sharded = shard(_of_kind(model, reentrant)())
+                sharded(X).mean().backward()
+                log = record(sharded)
+                sharded(X).mean().backward()
+                assert Counter(log.units_of("gather")) == Counter([*BLOCKS, *BLOCKS, "root"])
+                assert sorted(log.units_of("reduce")) == sorted([*BLOCKS, "root"])
+
+    run_ranks(check, 2)
+
+
+def test_a_forward_without_gradients_inside_a_recomputed_one_reads_the_weights() -> None:
+    """A teacher in the student's recomputed loss, say."""
+
+    class Guided(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self._guided, self.stem(x), use_reentrant=False)
+            head: torch.Tensor = self.head(x)
+            return head
+
+        def _guided(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.layers[1](x)
+            out: torch.Tensor = self.layers[0](x) * target
+            return out
+
+    forward: Callable[[nn.Module], torch.Tensor] = partial(lambda model: model(X))
+
+    def check() -> None:
+        assert_trains_alike(*twins(Guided), mean_square(forward))
+
+    run_ranks(check, 2)

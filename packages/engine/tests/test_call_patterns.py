@@ -1,0 +1,403 @@
+"""Whatever way a forward is called and whatever it returns, gradients are the unsharded model's."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_models import (
+    Net,
+    Residual,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_trains_alike,
+    case,
+    inputs,
+    mean_square,
+    shard,
+    twins,
+)
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lamella_engine import fully_shard
+from lamella_testing import run_ranks
+
+X = inputs()
+
+
+def _check(make: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor], apply: Any = shard) -> None:
+    """Two steps: the second replays the order that the first one taught."""
+
+    def on_each_rank() -> None:
+        assert_trains_alike(*twins(make, apply), mean_square(forward))
+
+    run_ranks(on_each_rank, 2)
+
+
+# -- calls ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_unit_may_run_twice_in_one_forward() -> None:
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for i in (0, 1, 1, 2, 0):
+                x = self.layers[i](x)
+            head: torch.Tensor = self.head(x)
+            return head
+
+    _check(Twice, lambda model: model(X))
+
+
+def test_a_unit_may_run_on_two_branches_of_one_forward() -> None:
+    class Branches(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            left, right = self.layers[0](x), self.layers[0](-x)
+            left, right = self.layers[1](left), self.layers[2](right)
+            head: torch.Tensor = self.head(left * right)
+            return head
+
+    _check(Branches, lambda model: model(X))
+
+
+def test_the_root_may_run_twice_before_one_backward() -> None:
+    _check(Net, lambda model: model(X) + model(2 * X))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_forwards_may_be_followed_by_their_backwards_in_either_order(first: int) -> None:
+    def on_each_rank() -> None:
+        pair = twins()
+        for _ in range(2):
+            for model in pair:
+                model.zero_grad()
+                losses = [model(X).square().mean(), model(-X).mean()]
+                losses[first].backward()
+                losses[1 - first].backward()
+            assert_gradients_equal(*pair)
+        assert_at_rest(pair[1])
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_graph_that_is_kept_can_be_walked_twice() -> None:
+    def on_each_rank() -> None:
+        pair = twins()
+        for model in pair:
+            loss = model(X).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert_gradients_equal(*pair)
+        assert_at_rest(pair[1])
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_unit_may_be_called_without_its_root() -> None:
+    def forward(model: Net) -> Any:
+        return model(X).mean() + model.layers[1](torch.ones(2, 7)).mean()
+
+    _check(Net, forward)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forwards_without_gradients_may_come_anywhere(mode: Callable[[], Any]) -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins()
+
+        def loss_of(model: nn.Module) -> torch.Tensor:
+            with mode():
+                before = model(X)
+            loss = model(X).square().mean()
+            with mode():
+                assert torch.equal(model(X), before)
+            return loss  # type: ignore[no-any-return]
+
+        assert_trains_alike(reference, sharded, loss_of)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_gradients_of_inputs_alone_can_be_asked_for() -> None:
+    def on_each_rank() -> None:
+        pair = twins()
+        gradients: list[torch.Tensor] = []
+        for model in pair:
+            x = X.clone().requires_grad_()
+            gradients += torch.autograd.grad(model(x).square().mean(), x)
+        torch.testing.assert_close(*gradients)
+        assert_at_rest(pair[1])
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_validation_may_run_inside_a_backward() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins()
+
+        def validate(_: torch.Tensor) -> None:
+            with torch.no_grad():
+                sharded(X)
+                sharded.get_submodule("layers.1")(torch.ones(1, 7))
+
+        for _ in range(2):
+            reference(X).square().mean().backward()
+            out = sharded(X)
+            out.register_hook(validate)
+            out.square().mean().backward()
+            assert_gradients_equal(reference, sharded)
+            assert_at_rest(sharded)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_what_autograd_saves_may_be_packed_and_backward_may_run_in_another_thread() -> None:
+    def forward(model: nn.Module) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return model(X)
+
+    def on_each_rank() -> None:
+        pair = twins()
+        for model in pair:
+            thread = threading.Thread(target=forward(model).square().mean().backward)
+            thread.start()
+            thread.join()
+        assert_gradients_equal(*pair)
+        assert_at_rest(pair[1])
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_forward_whose_output_nobody_uses_leaves_the_next_step_right() -> None:
+    def forward(model: Net) -> torch.Tensor:
+        model(X * 3)
+        out: torch.Tensor = model(X)
+        return out
+
+    _check(Net, forward)
+
+
+def test_part_of_the_outputs_may_be_detached() -> None:
+    class Stop(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](self.stem(x))
+            x = self.layers[1](x.detach())
+            head: torch.Tensor = self.head(self.layers[2](x))
+            return head
+
+    _check(Stop, lambda model: model(X))
+
+
+# -- inputs and outputs ---------------------------------------------------------------------------------------------
+
+
+class _Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class _ModelOutput(OrderedDict[str, Any]):
+    """An ordered dict with attributes, as model libraries return it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+pytree.register_pytree_node(
+    _ModelOutput,
+    lambda output: (list(output.values()), list(output.keys())),
+    lambda values, keys: _ModelOutput(zip(keys, values, strict=True)),
+)
+
+
+class _Structured(Residual):
+    """Takes its input by keyword in a nest of containers, and gives back another."""
+
+    pack: Callable[[torch.Tensor], Any]
+    unpack: Callable[[Any], torch.Tensor]
+
+    def forward(self, flag: bool, *, nest: dict[str, list[torch.Tensor | None]]) -> Any:  # type: ignore[override]
+        (x, nothing), ids = nest["x"], nest["ids"][0]
+        assert flag and nothing is None
+        assert x is not None and ids is not None and ids.dtype == torch.int64
+        return type(self).pack(super().forward(x))
+
+
+def _structured(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> type[Net]:
+    block = type("Structured", (_Structured,), {"pack": staticmethod(pack), "unpack": staticmethod(unpack)})
+
+    class Model(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            made: nn.Module = block(dim)
+            return made
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = unpack(layer(True, nest={"x": [x, None], "ids": [torch.arange(3)]}))
+            head: torch.Tensor = self.head(x)
+            return head
+
+    return Model
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A dataclass that nobody registered with pytree."""
+
+    number: int
+    hidden: torch.Tensor | list[torch.Tensor]
+    tables: dict[str, object] | None = None
+
+
+class _Opaque:
+    """Hides its tensor from everybody."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+PACKINGS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda x: (1, x, None), lambda out: out[1]),
+    "dict": (lambda x: {"hidden": {"last": [x]}, "cache": None}, lambda out: out["hidden"]["last"][0]),
+    "named tuple": (lambda x: _Pair(x * 2, x), lambda out: out.right),
+    "model output": (lambda x: _ModelOutput(logits=x, states=(x + 1,)), lambda out: out.states[0]),
+    "dataclass": (lambda x: _Record(1, x), lambda out: out.hidden),
+    "nested dataclass": (
+        lambda x: [_Record(1, [x / 2], {"inner": _Record(2, x / 2)})],
+        lambda out: out[0].hidden[0] + out[0].tables["inner"].hidden,
+    ),
+    "object": (_Opaque, lambda out: out.hidden),
+    "object beside a tensor": (lambda x: (x, _Opaque(x * 2)), lambda out: out[1].hidden),
+    "same tensor twice": (lambda x: [x, x], lambda out: out[0] + out[1]),
+    "a view": (lambda x: x.t(), lambda out: out.t()),
+}
+
+
+def test_tensors_are_found_in_nested_inputs_and_outputs() -> None:
+    def on_each_rank() -> None:
+        for name, packing in PACKINGS.items():
+            with case(name):
+                assert_trains_alike(*twins(_structured(*packing)), mean_square(lambda model: model(X)))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_tensors_are_found_in_dataclasses_among_the_inputs_which_stay_what_they_are() -> None:
+    class Block(Residual):
+        def forward(self, record: _Record) -> torch.Tensor:  # type: ignore[override]
+            assert isinstance(record.hidden, torch.Tensor)
+            return super().forward(record.hidden)
+
+    class Model(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            return Block(dim)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                record = _Record(1, x)
+                x = layer(record)
+                assert record.hidden is not x
+            head: torch.Tensor = self.head(x)
+            return head
+
+    _check(Model, lambda model: model(X))
+
+
+def test_an_elementwise_weight_behind_an_opaque_output_is_there_in_backward() -> None:
+    """Read from freed storage it would end the process."""
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+
+        def forward(self, x: torch.Tensor) -> _Opaque:
+            return _Opaque(x * self.weight)
+
+    class Model(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            return Gain()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = layer(x).hidden
+            head: torch.Tensor = self.head(x)
+            return head
+
+    _check(Model, lambda model: model(X))
+
+
+def test_outputs_may_be_written_in_place() -> None:
+    class InPlace(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = layer(x)
+                x.mul_(2).tanh_()
+            head: torch.Tensor = self.head(x)
+            return head
+
+    _check(InPlace, lambda model: model(X))
+
+
+def test_inputs_may_be_integers() -> None:
+    class Tokens(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Embedding(11, 7)  # type: ignore[assignment]
+
+    def apply(model: Tokens) -> None:
+        fully_shard(model.stem)
+        shard(model)
+
+    _check(Tokens, lambda model: model(torch.arange(12).view(3, 4) % 11), apply)
+
+
+def test_a_unit_may_return_one_of_its_parameters() -> None:
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.head.weight
+
+    def forward(model: Model) -> torch.Tensor:
+        out, weight = model(X)
+        mixed: torch.Tensor = out @ weight
+        return mixed
+
+    _check(Model, forward)
+
+
+def test_a_module_that_keeps_its_weights_in_a_list_of_its_own_sees_them_change() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 5)
+            self.head = nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            head: torch.Tensor = self.head(self.lstm(x)[0])
+            return head
+
+    _check(Recurrent, lambda model: model(X), fully_shard)
+
+
+def test_attention_that_reads_its_childrens_weights_works_inside_a_unit() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.attention(x, x, x, need_weights=False)[0]
+            return out
+
+    _check(Attention, lambda model: model(torch.ones(5, 2, 4).cumsum(0).sin()), fully_shard)

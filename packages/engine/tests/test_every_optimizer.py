@@ -1,0 +1,130 @@
+"""Every optimizer of torch.optim, on four ranks of which some own no row of a parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_models import assert_at_rest, assert_weights_equal, case, inputs, mean_square, twins
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import fully_shard
+from lamella_testing import run_ranks
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+X = inputs()
+LOSS = mean_square(lambda model: model(X))
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+
+# What torch itself cannot do with DTensors, whoever made them. Each raises at its first step, on every rank alike;
+# when one stops raising, it belongs among those that are compared.
+WHOLE_TENSORS_ONLY = {
+    "Adafactor": "scales by norms of rows and columns in place, and a DTensor's partial norm has no in-place power",
+    "LBFGS": "flattens all parameters into one vector, which DTensor refuses for chunks of unequal size",
+    "Muon": "orthogonalises whole matrices, and adds in place what DTensor has replicated to do so",
+    "Rprop": "writes through boolean indices, for which DTensor has no in-place strategy",
+    "SparseAdam": "takes sparse gradients only",
+}
+NO_DTENSOR_FUSED_KERNEL = {"Adagrad", "SGD"}
+
+
+class Short(nn.Module):
+    """Parameters of one, two and three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Linear(3, 2)
+        self.three = nn.Linear(2, 3)
+        self.one = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.one(torch.tanh(self.three(torch.tanh(self.two(x)))))
+        return out
+
+
+def _flavours(name: str) -> Iterator[dict[str, bool]]:
+    accepted = inspect.signature(OPTIMIZERS[name]).parameters
+    yield {}
+    for flavour in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        if accepted.keys() >= flavour.keys() and not (flavour == {"fused": True} and name in NO_DTENSOR_FUSED_KERNEL):
+            yield flavour
+
+
+def _train(model: nn.Module, make_optimizer: partial[torch.optim.Optimizer]) -> None:
+    # Muon is for matrices, and says so when it is made.
+    matrices = make_optimizer.func is torch.optim.Muon
+    optimizer = make_optimizer([p for p in model.parameters() if p.ndim == 2 or not matrices])
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = LOSS(model)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def test_every_optimizer_and_flavour_of_it_trains_short_parameters_as_unsharded() -> None:
+    def check() -> set[str]:
+        trained = sorted(OPTIMIZERS.keys() - WHOLE_TENSORS_ONLY.keys())
+        for name in trained:
+            for flavour in _flavours(name):
+                with case(f"{name} {flavour}"):
+                    reference, sharded = twins(Short, fully_shard)
+                    for model in (reference, sharded):
+                        _train(model, partial(OPTIMIZERS[name], lr=1e-2, **flavour))
+                    assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+                    assert_at_rest(sharded)
+        return set(trained)
+
+    (trained, *_) = run_ranks(check, 4)
+    assert trained >= {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in WHOLE_TENSORS_ONLY),
+        *((name, {"fused": True}) for name in sorted(NO_DTENSOR_FUSED_KERNEL)),
+    ],
+)
+def test_what_torch_cannot_do_with_dtensors_is_an_error_on_every_rank_and_not_a_hang(
+    name: str, options: dict[str, Any]
+) -> None:
+    def check() -> None:
+        _, sharded = twins(Short, fully_shard)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            _train(sharded, partial(OPTIMIZERS[name], **options))
+        assert_at_rest(sharded)
+
+    run_ranks(check, 4)
+
+
+def test_a_fused_optimizer_does_not_touch_the_rows_of_neighbours() -> None:
+    """Fused kernels that are given an empty shard have been seen to update what lies behind it."""
+
+    def check() -> None:
+        _, sharded = twins(Short, fully_shard)
+        optimizer = torch.optim.AdamW([sharded.get_parameter("one.bias")], lr=0.5, fused=True)
+        before = [parameter.to_local().clone() for parameter in sharded.parameters()]  # type: ignore[attr-defined]
+        LOSS(sharded).backward()
+        optimizer.step()
+        for (name, parameter), value in zip(sharded.named_parameters(), before, strict=True):
+            assert isinstance(parameter, DTensor)
+            changed = not torch.equal(parameter.to_local(), value)
+            assert changed == (name == "one.bias" and dist.get_rank() == 0)
+
+    run_ranks(check, 4)

@@ -1,0 +1,170 @@
+"""Random models, cut into units at random, driven at random: gradients stay the unsharded model's.
+
+Everything random follows from the seed, and so is equal on all ranks. A failure names its seed and what was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+from engine_models import (
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_shard_equals,
+    case,
+    rows_of_this_rank,
+    twins,
+    unit,
+    units,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamella_engine import FSDPModule, fully_shard
+from lamella_testing import run_ranks
+
+NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 6, 4, 3
+DIM = 5
+X = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class _Leaf(nn.Module):
+    def __init__(self, choose: Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=choose.random() < 0.5)
+        self.gain = nn.Parameter(torch.ones(choose.choice([1, DIM])))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.gain
+
+
+class _Tree(nn.Module):
+    """Runs its children along a route that may leave some out and repeat others."""
+
+    def __init__(self, choose: Random, depth: int) -> None:
+        super().__init__()
+        self.children_ = nn.ModuleList(
+            _Tree(choose, depth - 1) if depth and choose.random() < 0.6 else _Leaf(choose)
+            for _ in range(choose.randint(1, 3))
+        )
+        self.own = nn.Linear(DIM, DIM) if choose.random() < 0.6 else nn.Identity()
+        self.route = list(range(len(self.children_)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.route:
+            x = self.children_[i](x)
+        return torch.tanh(self.own(x))
+
+
+def _make(seed: int) -> nn.Module:
+    return _Tree(Random(seed), depth=2).double()
+
+
+def _cut(choose: Random, model: nn.Module) -> None:
+    inner = [module for module in model.modules() if module is not model and not isinstance(module, nn.ModuleList)]
+    for module in reversed(inner):
+        if choose.random() < 0.4:
+            fully_shard(module, reshard_after_forward=choose.choice([None, None, True, False]))
+    fully_shard(model, reshard_after_forward=choose.choice([None, None, True, False]))
+
+
+# -- what may happen before a step: each acts on both models alike ----------------------------------------------------
+
+Pair = tuple[nn.Module, nn.Module]
+
+
+def _reroute(choose: Random, pair: Pair) -> None:
+    for trees in zip(*([m for m in model.modules() if isinstance(m, _Tree)] for model in pair), strict=True):
+        route = choose.choices(range(len(trees[0].children_)), k=choose.randint(0, 4))
+        for tree in trees:
+            tree.route = route
+
+
+def _freeze(choose: Random, pair: Pair) -> None:
+    for _, state in units(pair[1]):
+        state.reshard()  # whose flags are set must be the shards
+    trains = {name: choose.random() < 0.8 for name, _ in pair[0].named_parameters()}
+    for model in pair:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains[name])
+
+
+def _validate(_: Random, pair: Pair) -> None:
+    with torch.no_grad():
+        _look(_, pair)
+
+
+def _look(_: Random, pair: Pair) -> None:
+    torch.testing.assert_close(pair[1](X), pair[0](X))
+
+
+def _keep(choose: Random, pair: Pair) -> None:
+    unit(pair[1]).set_reshard_after_forward(choose.random() < 0.5)
+
+
+def _read_state(_: Random, pair: Pair) -> None:
+    for (name, expected), got in zip(pair[0].state_dict().items(), pair[1].state_dict().values(), strict=True):
+        assert_shard_equals(got, expected, name, rtol=1e-9, atol=1e-12)
+
+
+def _train_one_alone(choose: Random, pair: Pair) -> None:
+    names = [name for name, module in pair[1].named_modules() if isinstance(module, FSDPModule)]
+    name = choose.choice(names)
+    for model, x in zip(pair, (X, rows_of_this_rank(X)), strict=True):
+        _backward(model.get_submodule(name), x)
+
+
+EVENTS = [_reroute, _freeze, _validate, _look, _keep, _read_state, _train_one_alone]
+
+
+def _backward(module: nn.Module, x: torch.Tensor, *, recomputed: bool = False) -> None:
+    out = checkpoint(module, x, use_reentrant=False) if recomputed else module(x)
+    if out.requires_grad:  # all frozen, or a route past everything that trains
+        out.square().mean().backward()
+
+
+def _step(choose: Random, pair: Pair) -> None:
+    num_microbatches, reduces_each, recomputed = choose.randint(1, 3), choose.random() < 0.5, choose.random() < 0.3
+    for i in range(num_microbatches):
+        unit(pair[1]).set_requires_gradient_sync(reduces_each or i == num_microbatches - 1)
+        for model, x in zip(pair, (X, rows_of_this_rank(X)), strict=True):
+            _backward(model, x + i, recomputed=recomputed)
+    for _, state in units(pair[1]):
+        state.reshard()  # where nothing trained, no backward did
+    assert_at_rest(pair[1])
+    assert_gradients_equal(*pair, rtol=1e-6, atol=1e-9)
+
+
+def _run(seed: int) -> None:
+    choose = Random(seed)
+    pair = twins(partial(_make, seed), partial(_cut, choose), seed=seed)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9) for model in pair]
+    done: list[str] = []
+    for _ in range(NUM_STEPS):
+        events: list[Callable[[Random, Pair], None]] = choose.choices(EVENTS, k=choose.randint(0, 2))
+        for event in (*events, _step):
+            done.append(event.__name__)
+            with case(f"seed {seed}, after {', '.join(done)}"):
+                event(choose, pair)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _run_all(seeds: range) -> None:
+    for seed in seeds:
+        _run(seed)
+
+
+def test_random_programs_give_the_unsharded_gradients() -> None:
+    run_ranks(_run_all, NUM_RANKS, range(NUM_PROGRAMS))
+
+
+@pytest.mark.slow
+def test_many_random_programs_give_the_unsharded_gradients() -> None:
+    for first in range(1000, 1200, 50):
+        run_ranks(_run_all, NUM_RANKS, range(first, first + 50))

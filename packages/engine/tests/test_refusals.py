@@ -1,0 +1,184 @@
+"""What cannot work is refused at the call, and the message says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp2
+from engine_models import Net, shard, unit
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lamella_testing import run_ranks
+
+
+def _on_one_rank(check: Callable[[], None]) -> None:
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("reshard_after_forward", 2),
+        ("shard_placement_fn", lambda parameter: Shard(1)),
+        ("offload_policy", fsdp2.CPUOffloadPolicy(pin_memory=False)),
+        ("dp_mesh_dims", object()),
+    ],
+)
+def test_arguments_of_fsdp2_that_are_not_supported_are_named(argument: str, value: object) -> None:
+    def check() -> None:
+        module = nn.Linear(2, 2)
+        options: dict[str, Any] = {argument: value}
+        with pytest.raises(NotImplementedError, match=f"`{argument}`"):
+            fully_shard(module, **options)
+        assert type(module) is nn.Linear
+        assert type(module.weight) is nn.Parameter
+
+    _on_one_rank(check)
+
+
+def test_a_list_of_modules_is_not_supported_and_the_message_says_so() -> None:
+    def check() -> None:
+        with pytest.raises(NotImplementedError, match="`module`"):
+            fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[type-var]
+
+    _on_one_rank(check)
+
+
+def test_a_mesh_of_two_axes_is_not_supported_and_the_message_says_what_to_pass() -> None:
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        with pytest.raises(NotImplementedError, match=r"1-D mesh.*mesh\['name'\]"):
+            fully_shard(nn.Linear(2, 2), mesh=mesh)
+        assert isinstance(fully_shard(nn.Linear(2, 2), mesh=mesh["shard"]).weight, DTensor)
+
+    _on_one_rank(check)
+
+
+def test_torchs_own_policies_are_taken() -> None:
+    def check() -> None:
+        model = fully_shard(
+            nn.Linear(2, 2),
+            mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64),
+            offload_policy=fsdp2.OffloadPolicy(),  # type: ignore[arg-type]
+        )
+        assert model(torch.ones(1, 2)).dtype == torch.float64
+        fully_shard(nn.Linear(2, 2), offload_policy=OffloadPolicy())
+        with pytest.raises(TypeError, match=r"`mp_policy`.*got dtype"):
+            fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)  # type: ignore[arg-type]
+
+    _on_one_rank(check)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda: nn.ModuleList([nn.Linear(2, 2)]),
+        lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}),
+        lambda: nn.ParameterList([nn.Parameter(torch.ones(2))]),
+        lambda: nn.ParameterDict({"a": nn.Parameter(torch.ones(2))}),
+    ],
+)
+def test_containers_without_a_forward_are_refused(container: Callable[[], nn.Module]) -> None:
+    def check() -> None:
+        with pytest.raises(ValueError, match=r"with a forward, got .*(List|Dict)"):
+            fully_shard(container())
+
+    _on_one_rank(check)
+
+
+def test_a_container_that_has_a_forward_is_a_unit_like_any_other() -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    def check() -> None:
+        model = fully_shard(Chain([nn.Linear(2, 2), nn.Linear(2, 2)]))
+        model(torch.ones(1, 2)).sum().backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+    _on_one_rank(check)
+
+
+def test_a_module_is_sharded_once() -> None:
+    def check() -> None:
+        model = shard(Net())
+        for module in (model, model.layers[1]):
+            with pytest.raises(ValueError, match=r"not a unit yet, got FSDP\w+: apply fully_shard once"):
+                fully_shard(module)
+
+    _on_one_rank(check)
+
+
+def test_an_inner_module_cannot_be_sharded_after_the_outer_one() -> None:
+    def check() -> None:
+        model = fully_shard(Net())
+        with pytest.raises(NotImplementedError, match=r"'up\.weight'.*Shard inner modules before outer ones|'gain'"):
+            fully_shard(model.layers[1])
+
+    _on_one_rank(check)
+
+
+def test_a_sharded_module_is_not_copied() -> None:
+    def check() -> None:
+        model = shard(Net())
+        for module in (model, model.layers[0], model.layers, nn.Sequential(model)):
+            with pytest.raises(NotImplementedError, match=r"Expected to copy a module before it is sharded"):
+                copy.deepcopy(module)
+
+    _on_one_rank(check)
+
+
+def test_a_parameter_without_dims_is_refused_by_name_and_nothing_was_changed() -> None:
+    def check() -> None:
+        model = Net()
+        model.head.scale = nn.Parameter(torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"'head\.scale'.*0-D.*\(1,\)"):
+            fully_shard(model)
+        assert type(model) is Net
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    _on_one_rank(check)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+        with pytest.raises(ValueError, match=r"'0\.weight'.*sparse=True"):
+            fully_shard(model)
+
+    _on_one_rank(check)
+
+
+def test_setters_check_what_they_are_given() -> None:
+    def check() -> None:
+        model = unit(shard(Net()))
+        with pytest.raises(TypeError, match=r"`reshard_after_forward` to be a bool, got 2"):
+            model.set_reshard_after_forward(2)  # type: ignore[arg-type]
+        for factor in (0.0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match=r"positive gradient divide factor"):
+                model.set_gradient_divide_factor(factor)
+
+    _on_one_rank(check)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    def check() -> None:
+        with pytest.raises(TypeError, match=r"`module` to be an nn\.Module, got str"):
+            fully_shard("model")  # type: ignore[type-var]
+
+    _on_one_rank(check)
+
+
+def test_policies_are_frozen() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(AttributeError):
+        policy.param_dtype = torch.float32  # type: ignore[misc]
