@@ -1,0 +1,164 @@
+"""Directories that appear whole or not at all.
+
+Note [How a checkpoint appears]
+    A save writes into a sibling of its target, `<target>.saving-<token>`, and rank 0 renames that to the target when
+    every rank has finished and every file is on the disk. A target that exists is exchanged with it in one
+    step (`renameat2`), so that a reader finds the old checkpoint or the new one. Where the file system cannot exchange
+    (NFS, some network file systems), the old one steps aside as `<target>.replaced-<token>` first: between two
+    renames the target does not exist, and `find` reads the one that stepped aside. The token is new for every save:
+    a process that outlived a killed job cannot write into its successor's directory.
+
+    Whatever a killed save leaves has one of these suffixes. The next save to the same target removes it, and puts a
+    checkpoint that stepped aside back if its successor never came.
+"""
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+METADATA_FILE = ".metadata"
+_LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}")
+_AT_FDCWD = -100  # "relative to the working directory", from fcntl.h
+_RENAME_EXCHANGE = 2  # from linux/fs.h
+
+
+class Leftover(NamedTuple):
+    """What an interrupted save or removal left beside its target."""
+
+    path: Path
+    target: str
+    kind: str
+
+
+def leftovers(parent: Path) -> Iterator[Leftover]:
+    """The leftovers in `parent`, by name."""
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if match := _LEFTOVER.fullmatch(path.name):
+            yield Leftover(path, match["target"], match["kind"])
+
+
+def stage(target: Path) -> Path:
+    """An empty directory to write in, which `publish` turns into `target`.
+
+    Raises:
+        FileExistsError: `target` is something else than a checkpoint, and a save would delete it.
+
+    Effects: creates the parents of `target`; removes the leftovers of killed saves to it.
+    """
+    _check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    recover(target)
+    staged = _sibling(target, "saving")
+    staged.mkdir()
+    return staged
+
+
+def recover(target: Path) -> None:
+    """Put back the checkpoint that an interrupted save moved aside; remove what else such saves left."""
+    for leftover in leftovers(target.parent):
+        if leftover.target != target.name:
+            continue
+        if leftover.kind == "replaced" and not target.exists():
+            leftover.path.rename(target)
+        else:
+            _discard(leftover.path)
+
+
+def publish(staged: Path, target: Path) -> None:
+    """Turn a staged directory into `target`; what was there before is removed once the new one is in place.
+
+    Effects: waits until the directory's entries are on the disk.
+    """
+    sync(staged)
+    if not target.exists():
+        staged.rename(target)
+    elif swap(staged, target):
+        _discard(staged)
+    else:
+        _replace_in_two_steps(staged, target)
+    sync(target.parent)
+
+
+def remove(target: Path) -> None:
+    """Remove a checkpoint so that no reader sees a part of it."""
+    doomed = _sibling(target, "removed")
+    target.rename(doomed)
+    _discard(doomed)
+
+
+def find(target: Path) -> Path:
+    """Where a checkpoint lies: `target`, or where an interrupted replacement left the old one.
+
+    Raises:
+        FileNotFoundError: There is neither.
+    """
+    if target.exists():
+        return target
+    for leftover in leftovers(target.parent):
+        if leftover.target == target.name and leftover.kind == "replaced":
+            return leftover.path
+    raise FileNotFoundError(errno.ENOENT, "Expected a checkpoint, got nothing", str(target))
+
+
+def swap(one: Path, other: Path) -> bool:
+    """Let two paths change places in one step; False where the system cannot.
+
+    Source: renameat2(2), which Python does not wrap.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
+
+
+def sync(directory: Path) -> None:
+    """Wait until a directory's entries (not the files' contents) are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_in_two_steps(staged: Path, target: Path) -> None:
+    aside = _sibling(target, "replaced")
+    target.rename(aside)
+    try:
+        staged.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    _discard(aside)
+
+
+def _discard(path: Path) -> None:
+    """Remove what nobody needs; what resists (an NFS client may hold it open) is a leftover for the next save."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sibling(target: Path, kind: str) -> Path:
+    return target.with_name(f"{target.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def _check_replaceable(target: Path) -> None:
+    """A save deletes what it replaces: that must be a checkpoint, or nothing."""
+    if not target.exists() or (target / METADATA_FILE).is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise FileExistsError(
+            errno.EEXIST,
+            "Expected a checkpoint, an empty directory or nothing to replace, got other files. "
+            "Save to a path of its own",
+            str(target),
+        )

@@ -1,0 +1,138 @@
+"""What a save or a load refuses, and how it says so on every rank alike."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+_LINES_SHOWN = 10
+
+
+class NameDifference(NamedTuple):
+    """One name that a checkpoint and the live model or optimizer do not share, or not with the same shape.
+
+    `saved` and `live` are shapes as text; None means that this side lacks the name.
+    """
+
+    name: str
+    saved: str | None
+    live: str | None
+
+    def __str__(self) -> str:
+        saved = "absent from the checkpoint" if self.saved is None else f"{self.saved} in the checkpoint"
+        live = "unknown here" if self.live is None else f"{self.live} here"
+        return f"{self.name}: {saved}, {live}"
+
+
+class OptionConflict(NamedTuple):
+    """One option that the checkpoint holds with two values for parameters of one live parameter group."""
+
+    option: str
+    group: int
+    first: str
+    first_value: object
+    second: str
+    second_value: object
+
+    def __str__(self) -> str:
+        return (
+            f"{self.option}: {self.first_value!r} for {self.first} and {self.second_value!r} for {self.second}"
+            f" in the checkpoint, both in parameter group {self.group} here"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """Everything that keeps a checkpoint from fitting, in the live model's order; false when it fits.
+
+    `kinds` is set when the checkpoint's optimizer cannot be the live one: the two classes by name.
+    """
+
+    names: tuple[NameDifference, ...] = ()
+    conflicts: tuple[OptionConflict, ...] = ()
+    kinds: tuple[str, str] | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names that the live side has and the checkpoint lacks."""
+        return tuple(each.name for each in self.names if each.saved is None)
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """Names that the checkpoint has and the live side lacks."""
+        return tuple(each.name for each in self.names if each.live is None)
+
+    @property
+    def shapes(self) -> tuple[NameDifference, ...]:
+        """Names that both have, with different shapes."""
+        return tuple(each for each in self.names if each.saved is not None and each.live is not None)
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.conflicts or self.kinds)
+
+    def lines(self) -> Iterator[str]:
+        """The differences as text, first differences first."""
+        if self.kinds is not None:
+            yield f"optimizer: a {self.kinds[0]} in the checkpoint, a {self.kinds[1]} here"
+        yield from map(str, self.names)
+        yield from map(str, self.conflicts)
+
+    def __str__(self) -> str:
+        lines = [f"  {line}" for line in islice(self.lines(), _LINES_SHOWN)]
+        num_hidden = len(self.names) + len(self.conflicts) + (self.kinds is not None) - len(lines)
+        return "\n".join([*lines, f"  and {num_hidden} more"] if num_hidden else lines)
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint of another model, or of this one with another optimizer. Nothing has been loaded."""
+
+    def __init__(self, path: str, differences: Differences) -> None:
+        super().__init__(path, differences)
+        self.path = path
+        self.differences = differences
+
+    def __str__(self) -> str:
+        return (
+            f"Expected the checkpoint {self.path!r} to hold this model, got these differences:\n"
+            f"{self.differences}\nTo load what fits and leave the rest, pass strict=False."
+        )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names that the live side has and the checkpoint lacks."""
+        return self.differences.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """Names that the checkpoint has and the live side lacks."""
+        return self.differences.unexpected
+
+    @property
+    def shapes(self) -> tuple[NameDifference, ...]:
+        """Names that both have, with different shapes."""
+        return self.differences.shapes
+
+
+class CheckpointDamaged(ValueError):
+    """A checkpoint that lacks a file, or part of one."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(file, problem)
+        self.file = file
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"Expected a whole checkpoint, got a damaged file {self.file!r}: {self.problem}"
+
+
+class CheckpointFailed(RuntimeError):
+    """A save or a load that failed on other ranks; the ranks that failed raise their own errors."""
+
+    def __init__(self, step: str, failures: Mapping[int, str]) -> None:
+        super().__init__(step, failures)
+        self.step = step
+        self.failures = failures
+
+    def __str__(self) -> str:
+        failures = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items()))
+        return f"Expected every rank to {self.step}, got errors:\n{failures}"

@@ -1,0 +1,130 @@
+"""`lamella.json`: what a checkpoint says about itself in plain text, and what the caller asked to keep."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamella_checkpoint._errors import CheckpointDamaged
+
+FILE = "lamella.json"
+_FORMAT = "lamella-checkpoint"
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over."""
+
+    class_name: str
+    options: frozenset[str]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "OptimizerKind":
+        """The kind of a live optimizer."""
+        kind = type(optimizer)
+        return cls(class_name=f"{kind.__module__}.{kind.__qualname__}", options=frozenset(optimizer.defaults))
+
+    def can_resume(self, other: "OptimizerKind") -> bool:
+        """Whether one declares all that the other does, as between releases of one class, or Adam and AdamW."""
+        return self.options <= other.options or other.options <= self.options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of `lamella.json`. `extra` is the caller's."""
+
+    extra: Mapping[str, Any]
+    num_ranks: int
+    optimizer: OptimizerKind | None
+
+    def write(self, directory: Path) -> None:
+        """Write the file, and wait until its contents are on the disk.
+
+        Raises:
+            TypeError: `extra` holds something that JSON does not.
+        """
+        with (directory / FILE).open("w", encoding="utf-8") as file:
+            json.dump(self._as_json(), file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Read the file.
+
+        Raises:
+            CheckpointDamaged: It is absent or unreadable, or of a later format.
+        """
+        file = directory / FILE
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            version = content["format_version"]
+            if version != _FORMAT_VERSION:
+                raise CheckpointDamaged(
+                    str(file),
+                    f"expected format version {_FORMAT_VERSION}, got {version!r}; "
+                    f"a newer lamella-checkpoint may read it",
+                )
+            return cls._from_json(content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, CheckpointDamaged):
+                raise
+            raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+
+    def _as_json(self) -> dict[str, object]:
+        kind = self.optimizer
+        return {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "num_ranks": self.num_ranks,
+            "torch": torch.__version__,
+            "packages": _packages(),
+            "optimizer": kind and {"class": kind.class_name, "options": sorted(kind.options)},
+            "extra": dict(self.extra),
+        }
+
+    @classmethod
+    def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
+        kind = content["optimizer"]
+        return cls(
+            extra=content["extra"],
+            num_ranks=content["num_ranks"],
+            optimizer=kind and OptimizerKind(class_name=kind["class"], options=frozenset(kind["options"])),
+        )
+
+
+def check_extra(extra: Mapping[str, object]) -> None:
+    """Refuse an `extra` that would not come back as it went.
+
+    Raises:
+        TypeError: A value that JSON lacks, or a key that is no string (JSON would turn it into one).
+    """
+    try:
+        json.dumps(dict(extra))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"Expected `extra` to hold what JSON can, got {extra!r}: {error}.") from error
+    _check_keys(extra, "extra")
+
+
+def _check_keys(value: object, path: str) -> None:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"Expected the keys of {path} to be strings, got {key!r}.")
+            _check_keys(each, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_keys(each, path)
+
+
+def _packages() -> dict[str, str]:
+    """The installed lamella distributions, for whoever has to find out what wrote a checkpoint."""
+    names = sorted((each.name, each.version) for each in distributions() if each.name.startswith("lamella"))
+    return dict(names)

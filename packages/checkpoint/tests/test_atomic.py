@@ -1,0 +1,348 @@
+"""A save appears whole or not at all: whoever fails or is killed, at whatever moment."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, _directories, _manifest, _save, _storage, load, save
+from lamella_testing import RankFailure, run_ranks
+
+
+def filled(value, num_features=4):
+    model = nn.Linear(num_features, num_features)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def value_at(path):
+    model = filled(-1.0)
+    load(path, model=model)
+    return model.weight[0, 0].item()
+
+
+def killed_at(monkeypatch, owner, name, *, after=False):
+    """Let this process be killed where it calls `owner.name`, before or after the call."""
+    original = getattr(owner, name)
+
+    def die(*args, **kwargs):
+        if after:
+            original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(owner, name, die)
+
+
+def in_child(fn):
+    process = multiprocessing.get_context("fork").Process(target=fn)
+    process.start()
+    process.join(30)
+    return process.exitcode
+
+
+MOMENTS = {
+    "before the data": (_storage._Writer, "write_data", False),
+    "after the data": (_storage._Writer, "write_data", True),
+    "after the metadata": (_storage._Writer, "finish", True),
+    "after the manifest": (_manifest.Manifest, "write", True),
+    "before publishing": (_save, "publish", False),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_save_leaves_the_last_checkpoint_and_the_next_save_cleans_up(tmp_path, monkeypatch, moment):
+    path = tmp_path / "a"
+    save(path, model=filled(1.0))
+    owner, name, after = MOMENTS[moment]
+    with monkeypatch.context() as patch:
+        killed_at(patch, owner, name, after=after)
+        assert in_child(lambda: save(path, model=filled(2.0))) == -signal.SIGKILL
+    assert value_at(path) == 1.0
+    assert len(list(tmp_path.iterdir())) == 2
+    save(path, model=filled(3.0))
+    assert value_at(path) == 3.0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path, monkeypatch):
+    killed_at(monkeypatch, _save, "publish")
+    assert in_child(lambda: save(tmp_path / "a", model=filled(2.0))) == -signal.SIGKILL
+    with pytest.raises(FileNotFoundError, match="Expected a checkpoint, got nothing.*/a'"):
+        load(tmp_path / "a", model=filled(0.0))
+
+
+def test_a_save_killed_from_outside_while_it_writes_leaves_the_last_checkpoint(tmp_path):
+    path = tmp_path / "a"
+    save(path, model=filled(1.0))
+
+    def save_for_ever():
+        while True:
+            save(path, model=filled(1.0, num_features=2000))
+
+    process = multiprocessing.get_context("fork").Process(target=save_for_ever)
+    process.start()
+    deadline = time.monotonic() + 30
+    while not any(file.stat().st_size > 1e6 for file in tmp_path.glob("a.saving-*/*.distcp")):
+        assert time.monotonic() < deadline
+    process.kill()
+    process.join()
+    model = filled(-1.0, num_features=2000 if (path / "__0_0.distcp").stat().st_size > 1e6 else 4)
+    load(path, model=model)
+    assert model.weight[0, 0] == 1.0
+
+
+def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path, monkeypatch):
+    def save_and_die():
+        model, optimizer = kit.build(sharded=True)
+        save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 1})
+        kit.train(model, optimizer)
+        if dist.get_rank() == 1:
+            killed_at(monkeypatch, _storage._Writer, "write_data")
+        save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
+
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(save_and_die, 3)
+    model, optimizer = kit.build(sharded=False)
+    assert load(tmp_path / "a", model=model, optimizer=optimizer) == {"step": 1}
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint_stays(
+    kit, tmp_path, monkeypatch, failing_rank
+):
+    def no_space(*args):
+        raise OSError(28, "No space left on device")
+
+    def save_and_fail():
+        model, optimizer = kit.build(sharded=True)
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+        if dist.get_rank() == failing_rank:
+            monkeypatch.setattr(_storage._Writer, "write_data", no_space)
+        try:
+            save(tmp_path / "a", model=filled(2.0))
+        except (OSError, CheckpointFailed) as error:
+            return type(error), str(error)
+
+    results = run_ranks(save_and_fail, 2)
+    assert results[failing_rank][0] is OSError
+    kind, text = results[1 - failing_rank]
+    assert kind is CheckpointFailed
+    assert f"rank {failing_rank}: OSError: [Errno 28] No space left on device" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    load(tmp_path / "a", model=kit.build(sharded=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (_save, "_contents")]
+)
+def test_a_failure_on_rank_zero_alone_reaches_every_rank(tmp_path, monkeypatch, owner, name):
+    def fail(*args):
+        raise PermissionError(13, "Permission denied")
+
+    def save_and_fail():
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(owner, name, fail)
+        with pytest.raises((PermissionError, CheckpointFailed), match="Permission denied") as info:
+            save(tmp_path / "a", model=filled(2.0))
+        return info.type
+
+    assert run_ranks(save_and_fail, 2) == [PermissionError, CheckpointFailed]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    def save_and_interrupt():
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(_storage._Writer, "write_data", interrupt)
+        with pytest.raises((KeyboardInterrupt, CheckpointFailed)) as info:
+            save(tmp_path / "a", model=filled(2.0))
+        return info.type
+
+    assert run_ranks(save_and_interrupt, 2) == [CheckpointFailed, KeyboardInterrupt]
+
+
+class TestWithoutExchange:
+    """File systems that cannot exchange two directories: the old checkpoint steps aside first."""
+
+    @pytest.fixture(autouse=True)
+    def _no_exchange(self, monkeypatch):
+        monkeypatch.setattr(_directories, "swap", lambda *_: False)
+
+    def test_an_existing_checkpoint_is_replaced(self, tmp_path):
+        for value in (1.0, 2.0):
+            save(tmp_path / "a", model=filled(value))
+        assert value_at(tmp_path / "a") == 2.0
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def test_a_save_killed_between_its_two_renames_is_read_around_and_repaired(self, tmp_path, monkeypatch):
+        path = tmp_path / "a"
+        save(path, model=filled(1.0))
+        with monkeypatch.context() as patch:
+            rename = Path.rename
+
+            def rename_and_die(self, target):
+                rename(self, target)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            patch.setattr(Path, "rename", rename_and_die)
+            # The writer renames its metadata file, which is not meant here.
+            patch.setattr(_storage._Writer, "finish", lambda *_: None)
+            assert in_child(lambda: save(path, model=filled(2.0))) == -signal.SIGKILL
+        assert not path.exists()
+        assert value_at(path) == 1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(_save, "publish", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                save(path, model=filled(3.0))
+        assert value_at(path) == 1.0
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_second_rename_that_fails_puts_the_old_checkpoint_back(self, tmp_path, monkeypatch):
+        path = tmp_path / "a"
+        save(path, model=filled(1.0))
+        rename = Path.rename
+
+        def rename_and_fail(self, target):
+            if ".saving-" in self.name:
+                raise OSError(5, "Input/output error")
+            return rename(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename_and_fail)
+            with pytest.raises(OSError, match="Input/output"):
+                save(path, model=filled(2.0))
+        assert value_at(path) == 1.0
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_directories_are_exchanged_in_one_step_where_the_system_can(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not _directories.swap(tmp_path / "one", tmp_path / "other"):
+        assert (tmp_path / "one" / "one").exists()  # It says no, and has changed nothing.
+    else:
+        assert (tmp_path / "one" / "other").exists() and (tmp_path / "other" / "one").exists()
+    with pytest.raises(FileNotFoundError):
+        assert _directories.swap(tmp_path / "one", tmp_path / "absent") or _raise_not_found()
+
+
+def _raise_not_found():
+    raise FileNotFoundError  # A system that cannot exchange says so before it looks.
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    save(path, model=filled(1.0))
+    read_data = _storage._Reader.read_data
+
+    def replace_and_read(*args):
+        save(path, model=filled(2.0))
+        return read_data(*args)
+
+    monkeypatch.setattr(_storage._Reader, "read_data", replace_and_read)
+    with pytest.raises(CheckpointDamaged, match="replaced while it was being read"):
+        load(path, model=filled(0.0))
+
+
+def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path):
+    path = tmp_path / "a"
+    save(path, model=filled(0.0))
+
+    def keep_saving():
+        for value in range(1, 20):
+            save(path, model=filled(float(value)))
+
+    process = multiprocessing.get_context("fork").Process(target=keep_saving)
+    process.start()
+    seen, refusals = [], []
+    while process.is_alive():
+        try:
+            seen.append(value_at(path))
+        except CheckpointDamaged as damage:
+            refusals.append(damage.problem)
+    process.join()
+    assert seen == sorted(seen) and value_at(path) == 19.0
+    # The files of a checkpoint that was replaced after it had been opened are gone, or another's.
+    assert all("replaced" in each or "No such file" in each for each in refusals)
+
+
+@pytest.mark.parametrize("content", ["file", "directory"])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path, content):
+    path = tmp_path / "notes"
+    if content == "file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / "thesis.tex").write_text("mine")
+    with pytest.raises(FileExistsError, match="Save to a path of its own"):
+        save(path, model=filled(1.0))
+    assert "mine" in (path if content == "file" else path / "thesis.tex").read_text()
+
+
+def test_an_empty_directory_may_be_given(tmp_path):
+    save(tmp_path, model=filled(1.0))
+    assert value_at(tmp_path) == 1.0
+
+
+def test_a_link_to_a_checkpoint_keeps_pointing_to_it(tmp_path):
+    save(tmp_path / "real", model=filled(1.0))
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", model=filled(2.0))
+    assert (tmp_path / "link").is_symlink()
+    assert value_at(tmp_path / "real") == 2.0
+
+
+def test_another_checkpoints_leftovers_are_not_touched(tmp_path):
+    (tmp_path / "b.saving-01234567").mkdir()
+    (tmp_path / "a.saving-by-hand").mkdir()
+    save(tmp_path / "a", model=filled(1.0))
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b.saving-01234567", "a.saving-by-hand"}
+
+
+def test_a_save_returns_the_absolute_path_and_makes_parents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert save("runs/first/a", model=filled(1.0)) == tmp_path.resolve() / "runs" / "first" / "a"
+    shutil.rmtree("runs")
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def record(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        assert not (tmp_path / "a").exists() or synced[-1] == tmp_path.name
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    save(tmp_path / "a", model=filled(1.0))
+    names = [name.split("-")[0] for name in synced]
+    assert names == ["__0_0.distcp", ".metadata.tmp", "lamella.json", "a.saving", tmp_path.name]
+
+
+def test_a_model_on_the_host_wakes_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: pytest.fail("a stream was made"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, **__: pytest.fail("a stream was asked for"))
+    save(tmp_path / "a", model=filled(1.0))
+
+
+def test_saving_reads_and_changes_nothing_else(kit, tmp_path):
+    model, optimizer = kit.build(sharded=False)
+    kit.train(model, optimizer)
+    before = kit.state(model, optimizer)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    after = kit.state(model, optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(param.requires_grad == ("frozen" not in name) for name, param in model.named_parameters())

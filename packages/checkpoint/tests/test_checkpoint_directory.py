@@ -1,0 +1,103 @@
+"""Checkpoints by step: the newest are kept, only complete ones are seen."""
+
+import pytest
+from torch import nn
+
+from lamella_checkpoint import CheckpointDirectory, load
+from lamella_testing import run_ranks
+
+
+def value_at(path):
+    model = nn.Linear(1, 1)
+    load(path, model=model)
+    return model.weight.item()
+
+
+@pytest.fixture
+def save_steps(tmp_path):
+    def save_steps(checkpoints, *steps):
+        for step in steps:
+            model = nn.Linear(1, 1)
+            nn.init.constant_(model.weight, float(step))
+            checkpoints.save(step, model=model, extra={"step": step})
+
+    return save_steps
+
+
+def test_names_sort_and_count_steps(tmp_path, save_steps):
+    checkpoints = CheckpointDirectory(tmp_path / "runs" / "one")
+    assert checkpoints.latest() is None and checkpoints.steps() == []
+    save_steps(checkpoints, 10)
+    assert [path.name for path in checkpoints.root.iterdir()] == ["step_00000010"]
+    assert checkpoints.latest() == checkpoints.path(10)
+    assert value_at(checkpoints.latest()) == 10.0
+
+
+def test_steps_beyond_eight_digits_stay_in_order(tmp_path, save_steps):
+    checkpoints = CheckpointDirectory(tmp_path)
+    save_steps(checkpoints, 99_999_999, 100_000_000)
+    assert checkpoints.steps() == [99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (3, [2, 3, 4]), (None, [1, 2, 3, 4])])
+def test_the_newest_are_kept(tmp_path, save_steps, keep, kept):
+    checkpoints = CheckpointDirectory(tmp_path, keep=keep)
+    save_steps(checkpoints, 1, 2, 3, 4)
+    assert checkpoints.steps() == kept
+    assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path, save_steps):
+    checkpoints = CheckpointDirectory(tmp_path, keep=2)
+    save_steps(checkpoints, 10, 20, 30, 5)
+    assert checkpoints.steps() == [5, 20, 30]
+
+
+def test_a_step_can_be_saved_again(tmp_path, save_steps):
+    checkpoints = CheckpointDirectory(tmp_path)
+    save_steps(checkpoints, 1, 1)
+    assert checkpoints.steps() == [1]
+
+
+def test_only_complete_checkpoints_are_seen(tmp_path, save_steps):
+    checkpoints = CheckpointDirectory(tmp_path)
+    save_steps(checkpoints, 1)
+    for name in ("step_00000002", "step_00000003.saving-01234567", "step_00000004.removed-01234567", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_00000003.saving-01234567" / ".metadata").touch()
+    (tmp_path / "step_00000005").touch()
+    assert checkpoints.steps() == [1]
+
+
+def test_what_killed_saves_left_at_any_step_is_removed_by_the_next_save(tmp_path, save_steps):
+    checkpoints = CheckpointDirectory(tmp_path)
+    save_steps(checkpoints, 1)
+    (tmp_path / "step_00000002.saving-01234567").mkdir()
+    (tmp_path / "step_00000000.removed-01234567").mkdir()
+    checkpoints.path(1).rename(tmp_path / "step_00000001.replaced-01234567")
+    (tmp_path / "notes.saving-01234567").mkdir()
+    save_steps(checkpoints, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step_00000001",
+        "step_00000003",
+        "notes.saving-01234567",
+    }
+    assert value_at(checkpoints.path(1)) == 1.0
+
+
+def test_all_ranks_save_one_checkpoint(kit, tmp_path):
+    def save_three():
+        checkpoints = CheckpointDirectory(tmp_path, keep=2)
+        model, optimizer = kit.build(sharded=True)
+        for step in (1, 2, 3):
+            checkpoints.save(step, model=model, optimizer=optimizer, extra={"step": step})
+        return checkpoints.steps(), load(checkpoints.latest(), model=model, optimizer=optimizer)
+
+    assert run_ranks(save_three, 2) == [([2, 3], {"step": 3})] * 2
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="got keep=0"):
+        CheckpointDirectory(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        CheckpointDirectory(tmp_path).path(-1)

@@ -1,0 +1,143 @@
+"""A damaged checkpoint is refused with the name of the file, and nothing pickled in it runs."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, _storage, load, save
+from lamella_testing import run_ranks
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(3, 3)
+
+
+@pytest.fixture
+def path(tmp_path, model):
+    save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), extra={"step": 3})
+    return tmp_path / "a"
+
+
+def refused(path, model, file):
+    before = model.weight.clone()
+    with pytest.raises(CheckpointDamaged) as info:
+        load(path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert info.value.file == str(path / file) and repr(info.value.file) in str(info.value)
+    assert torch.equal(model.weight, before)
+    return str(info.value)
+
+
+def rewrite_metadata(path, change):
+    metadata = FileSystemReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_absent_checkpoint_is_named(tmp_path, model):
+    with pytest.raises(FileNotFoundError, match="absent'"):
+        load(tmp_path / "absent", model=model)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "lamella.json"])
+def test_an_absent_file_is_named(path, model, file):
+    (path / file).unlink()
+    assert "No such file" in refused(path, model, file)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "lamella.json"])
+def test_a_truncated_file_is_named(path, model, file):
+    os.truncate(path / file, (path / file).stat().st_size - 10)
+    refused(path, model, file)
+
+
+def test_a_file_that_is_too_short_is_found_before_anything_is_read(path, model, monkeypatch):
+    monkeypatch.setattr(_storage._Reader, "read_data", lambda *_: pytest.fail("read"))
+    size = (path / "__0_0.distcp").stat().st_size
+    os.truncate(path / "__0_0.distcp", size - 1)
+    assert f"expected {size} bytes or more, got {size - 1}" in refused(path, model, "__0_0.distcp")
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "lamella.json"])
+def test_a_file_of_garbage_is_named(path, model, file):
+    size = (path / file).stat().st_size
+    (path / file).write_bytes(b"\x13" * size)
+    refused(path, model, file)
+
+
+def test_a_later_format_is_refused(path, model):
+    content = json.loads((path / "lamella.json").read_text())
+    (path / "lamella.json").write_text(json.dumps(content | {"format_version": 2}))
+    assert "expected format version 1, got 2" in refused(path, model, "lamella.json")
+
+
+def test_a_hole_is_found_before_anything_is_read(path, model):
+    rewrite_metadata(path, lambda metadata: metadata.state_dict_metadata["model.bias"].chunks.clear())
+    assert "0 of the 3 elements of 'model.bias'" in refused(path, model, ".metadata")
+
+
+@pytest.mark.parametrize("name", ["model.bias", "optimizer.param_groups.bias.lr"])
+def test_a_name_without_a_place_is_found_before_anything_is_read(path, model, name):
+    def forget(metadata):
+        for index in [index for index in metadata.storage_data if index.fqn == name]:
+            del metadata.storage_data[index]
+
+    rewrite_metadata(path, forget)
+    assert f"no place in any file for '{name}'" in refused(path, model, ".metadata")
+
+
+def test_paths_do_not_lead_outside(path, model):
+    def lead_outside(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = "../elsewhere.distcp"
+
+    rewrite_metadata(path, lead_outside)
+    assert "leads outside" in refused(path, model, ".metadata")
+
+
+def test_a_file_is_no_checkpoint(tmp_path, model):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointDamaged, match="not a directory"):
+        load(tmp_path / "file", model=model)
+
+
+class RunsWhenUnpickled:
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+def test_code_that_is_pickled_in_an_option_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(1, 1)
+    entries = {"model": model.state_dict(), "optimizer": {"param_groups.weight.lr": RunsWhenUnpickled()}}
+    planner = torch.distributed.checkpoint.DefaultSavePlanner()
+    writer = torch.distributed.checkpoint.FileSystemWriter("a")
+    planner.set_up_planner(entries, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    [plan] = writer.prepare_global_plan([writer.prepare_local_plan(plans[0])])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+    with pytest.raises(CheckpointDamaged, match="[Ww]eights"):
+        load("a", model=model, optimizer=torch.optim.SGD([model.weight]), strict=False)
+    assert not os.path.exists("ran")
+
+
+def test_damage_on_one_ranks_files_reaches_every_rank(kit, tmp_path):
+    def save_damage_load():
+        model, _ = kit.build(sharded=True)
+        save(tmp_path / "b", model=model)
+        if torch.distributed.get_rank() == 0:
+            file = tmp_path / "b" / "__1_0.distcp"
+            file.write_bytes(b"\x13" * file.stat().st_size)
+        torch.distributed.barrier()
+        try:
+            load(tmp_path / "b", model=model)
+        except (CheckpointDamaged, CheckpointFailed) as error:
+            return str(error)
+
+    messages = run_ranks(save_damage_load, 2)
+    assert all("__1_0.distcp" in message for message in messages)

@@ -1,0 +1,142 @@
+"""A checkpoint of another model is refused by name, on every rank, before anything is written."""
+
+import pytest
+import torch
+from torch import nn
+
+from lamella_checkpoint import CheckpointFailed, CheckpointMismatch, NameDifference, check, load, save
+from lamella_checkpoint._storage import StoredCheckpoint
+from lamella_testing import run_ranks
+
+
+def net(hidden=3, bias=True, num_layers=2):
+    return nn.Sequential(*(nn.Linear(hidden, hidden, bias=bias) for _ in range(num_layers)))
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(tmp_path / "a", model=net())
+    return tmp_path / "a"
+
+
+def test_missing_and_unexpected_names_are_listed_in_order(path):
+    with pytest.raises(CheckpointMismatch) as info:
+        load(path, model=net(num_layers=3))
+    assert info.value.missing == ("model.2.weight", "model.2.bias")
+    with pytest.raises(CheckpointMismatch) as info:
+        load(path, model=net(bias=False))
+    assert info.value.unexpected == ("model.0.bias", "model.1.bias")
+    assert (info.value.missing, info.value.shapes) == ((), ())
+
+
+def test_shapes_are_listed_with_both_sides(path):
+    with pytest.raises(CheckpointMismatch) as info:
+        load(path, model=net(hidden=4))
+    assert info.value.shapes[:2] == (
+        NameDifference("model.0.weight", "(3, 3)", "(4, 4)"),
+        NameDifference("model.0.bias", "(3,)", "(4,)"),
+    )
+    assert "model.0.weight: (3, 3) in the checkpoint, (4, 4) here" in str(info.value)
+
+
+def test_the_first_differences_come_first_and_the_rest_is_counted(path):
+    with pytest.raises(CheckpointMismatch) as info:
+        load(path, model=net(hidden=4, num_layers=9))
+    lines = str(info.value).splitlines()
+    assert lines[0].startswith(f"Expected the checkpoint {str(path)!r} to hold this model")
+    assert lines[1].strip() == "model.0.weight: (3, 3) in the checkpoint, (4, 4) here"
+    assert lines[5].strip() == "model.2.weight: absent from the checkpoint, (4, 4) here"
+    assert lines[11].strip() == "and 8 more"
+    assert "strict=False" in lines[12]
+
+
+def test_nothing_is_written_before_all_names_are_known_to_fit(path):
+    model = net(num_layers=3)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(CheckpointMismatch):
+        load(path, model=model, optimizer=optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+
+
+def test_a_checkpoint_can_be_checked_against_a_model_that_has_no_memory_yet(kit, tmp_path, monkeypatch):
+    model, optimizer = kit.build(sharded=False)
+    save(tmp_path / "b", model=model, optimizer=optimizer, extra={"step": 2})
+    monkeypatch.setattr(StoredCheckpoint, "read", lambda *_: pytest.fail("a tensor was read"))
+    assert check(tmp_path / "b", model=model.to("meta")) == {"step": 2}
+    with pytest.raises(CheckpointMismatch) as info:
+        check(tmp_path / "b", model=net().to("meta"))
+    assert info.value.missing[:2] == ("model.0.weight", "model.0.bias")
+    with pytest.raises(FileNotFoundError):
+        check(tmp_path / "absent", model=model)
+
+
+def test_every_rank_raises_the_same_mismatch(kit, path):
+    def load_into_another_model():
+        model, _ = kit.build(sharded=True)
+        try:
+            load(path, model=model)
+        except CheckpointMismatch as mismatch:
+            return str(mismatch)
+
+    messages = run_ranks(load_into_another_model, 3)
+    assert messages[0] is not None and messages == [messages[0]] * 3
+
+
+def test_without_strictness_what_fits_is_loaded_and_the_rest_is_returned(path):
+    saved = net()
+    load(path, model=saved)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(5, 1))
+    before = model[1].weight.clone()
+    result = load(path, model=model, strict=False)
+    assert torch.equal(model[0].weight, saved[0].weight)
+    assert torch.equal(model[1].weight, before)
+    assert [each.name for each in result.left.shapes] == ["model.1.weight", "model.1.bias"]
+    assert result.left.missing == ("model.2.weight", "model.2.bias")
+    assert result.extra == {}
+
+
+def test_without_strictness_the_state_of_a_parameter_that_differs_is_left(tmp_path):
+    def stepped(*sizes):
+        model = nn.Sequential(*(nn.Linear(2, size, bias=False) for size in sizes))
+        optimizer = torch.optim.Adam(model.parameters())
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped(2, 3)
+    optimizer.step()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    live, live_optimizer = stepped(2, 4)
+    load(tmp_path / "a", model=live, optimizer=live_optimizer, strict=False)
+    steps = [live_optimizer.state[param]["step"].item() for param in live.parameters()]
+    assert steps == [2, 1]
+    assert live_optimizer.state[live[1].weight]["exp_avg"].shape == (4, 2)
+
+
+def test_a_fitting_checkpoint_leaves_nothing(path):
+    assert not load(path, model=net(), strict=False).left
+
+
+def test_ranks_that_open_different_checkpoints_are_told_apart(kit, tmp_path):
+    def load_by_rank():
+        model, _ = kit.build(sharded=True)
+        for name in ("0", "1"):
+            save(tmp_path / name, model=model)
+        try:
+            load(tmp_path / str(torch.distributed.get_rank()), model=model)
+        except (RuntimeError, CheckpointFailed) as error:
+            return str(error)
+
+    messages = run_ranks(load_by_rank, 2)
+    assert all("the same checkpoint" in message and "on rank 1" in message for message in messages)
+
+
+def test_data_is_cast_to_the_live_dtype(path):
+    saved = net()
+    load(path, model=saved)
+    model = net().bfloat16()
+    load(path, model=model)
+    assert torch.equal(model[0].weight, saved[0].weight.bfloat16())

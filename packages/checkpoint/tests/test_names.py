@@ -1,0 +1,200 @@
+"""Names are the unsharded model's, whatever wraps it; a tied tensor is stored once and found under each name."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import FileSystemReader
+from torch.nn.parallel import DistributedDataParallel
+
+from lamella_checkpoint import CheckpointMismatch, load, save
+from lamella_testing import run_ranks
+
+
+class Tied(nn.Module):
+    """A language model's two ends."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 16)
+        self.head = nn.Linear(16, 1000, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def names_in(path):
+    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def wrapped_by_ddp(kit):
+    model, optimizer = kit.build(sharded=False)
+    return DistributedDataParallel(model), optimizer
+
+
+def compiled(kit):
+    model, optimizer = kit.build(sharded=False)
+    model.hidden = torch.compile(model.hidden, backend="eager")
+    return torch.compile(model, backend="eager"), optimizer
+
+
+def recomputed(kit):
+    model, optimizer = kit.build(sharded=False)
+    model.hidden = checkpoint_wrapper(model.hidden)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_ddp, compiled, recomputed])
+def test_names_do_not_show_what_wraps_the_model(kit, tmp_path, wrap):
+    def save_wrapped_and_load_back():
+        model, optimizer = wrap(kit)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        save(tmp_path / "wrapped", model=model, optimizer=optimizer)
+        load(tmp_path / "wrapped", model=model, optimizer=optimizer)
+        return kit.weights(getattr(model, "module", getattr(model, "_orig_mod", model)))
+
+    weights = run_ranks(save_wrapped_and_load_back, 2)[0]
+    plain, optimizer = kit.build(sharded=False, seed=1)
+    load(tmp_path / "wrapped", model=plain, optimizer=optimizer)
+    assert {name for name in names_in(tmp_path / "wrapped") if name.startswith("model.")} == {
+        f"model.{name}" for name in plain.state_dict()
+    }
+    assert torch.equal(plain.hidden.weight, weights.get("hidden.weight", weights.get("hidden._orig_mod.weight")))
+    assert optimizer.state[plain.hidden.weight]["step"] == 1
+
+
+def test_a_module_that_is_called_module_keeps_its_name(tmp_path):
+    model = nn.ModuleDict({"module": nn.Linear(1, 1)})
+    save(tmp_path / "a", model=model)
+    assert names_in(tmp_path / "a") == {"model.module.weight", "model.module.bias"}
+
+
+def test_persistent_buffers_are_stored_and_others_are_not(tmp_path):
+    model = nn.Module()
+    model.register_buffer("kept", torch.tensor([1, 2]))
+    model.register_buffer("computed", torch.tensor([3]), persistent=False)
+    save(tmp_path / "a", model=model)
+    model.kept.zero_()
+    load(tmp_path / "a", model=model)
+    assert model.kept.tolist() == [1, 2]
+    assert names_in(tmp_path / "a") == {"model.kept"}
+
+
+def test_extra_state_that_is_a_tensor_reaches_the_module_again(tmp_path):
+    class Counting(nn.Module):
+        count = 0
+
+        def get_extra_state(self):
+            return torch.tensor(self.count)
+
+        def set_extra_state(self, state):
+            self.count = state.item()
+
+    model = Counting()
+    model.count = 3
+    save(tmp_path / "a", model=model)
+    fresh = Counting()
+    load(tmp_path / "a", model=fresh)
+    assert fresh.count == 3
+    model.get_extra_state = dict
+    with pytest.raises(TypeError, match="got {} for '_extra_state'"):
+        save(tmp_path / "b", model=model)
+
+
+def test_modules_learn_that_their_weights_have_changed_and_in_which_version(tmp_path):
+    class Watching(nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            self.seen = local_metadata.get("version")
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    model = nn.Sequential(Watching(1, 1))
+    save(tmp_path / "a", model=model)
+    load(tmp_path / "a", model=model)
+    assert model[0].seen == 7
+
+
+def test_a_tied_parameter_is_stored_once_and_found_under_both_names(tmp_path):
+    model, untied = Tied(), Tied(tied=False)
+    save(tmp_path / "tied", model=model)
+    save(tmp_path / "untied", model=untied)
+    size, untied_size = ((tmp_path / name / "__0_0.distcp").stat().st_size for name in ("tied", "untied"))
+    assert size < 0.6 * untied_size
+    load(tmp_path / "tied", model=untied)
+    assert torch.equal(untied.embed.weight, model.embed.weight)
+    assert torch.equal(untied.head.weight, model.embed.weight)
+
+
+def test_a_tied_parameter_and_its_state_are_resharded(kit, tmp_path):
+    def train(model, optimizer):
+        model(torch.arange(12).reshape(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train_and_save():
+        torch.manual_seed(0)
+        model = Tied()
+        kit.fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer)
+        save(tmp_path / "tied", model=model, optimizer=optimizer)
+        return kit.state(model, optimizer)
+
+    expected = run_ranks(train_and_save, 3)[0]
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    load(tmp_path / "tied", model=model, optimizer=optimizer)
+    got = kit.state(model, optimizer)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_tied_model_loads_a_checkpoint_that_has_only_one_of_the_names(tmp_path):
+    class OtherEnd(Tied):
+        """The same model, whose first name for the tensor is the other one's second."""
+
+        def __init__(self):
+            super().__init__()
+            self.embed = self._modules.pop("embed")
+
+    model = OtherEnd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    live = Tied()
+    live_optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    load(tmp_path / "a", model=live, optimizer=live_optimizer)
+    assert torch.equal(live.embed.weight, model.embed.weight)
+    assert live_optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_two_tied_names_are_not_taken_for_one_that_is_untied_here(tmp_path):
+    model = nn.ModuleDict({"embed": Tied().embed})
+    save(tmp_path / "a", model=model)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(tmp_path / "a", model=Tied(tied=False))
+    assert info.value.missing == ("model.head.weight",)
+
+
+def test_an_unsharded_root_is_saved_in_its_sharded_state(kit, tmp_path):
+    def save_between_forward_and_backward():
+        model, optimizer = kit.build(sharded=True)
+        model(torch.ones(2, 5))
+        model.hidden.unshard()
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+        return kit.weights(model)
+
+    expected = run_ranks(save_between_forward_and_backward, 2)[0]
+    model, _ = kit.build(sharded=False, seed=1)
+    load(tmp_path / "a", model=model)
+    assert torch.equal(model.head.weight, expected["head.weight"])
+    assert torch.equal(model.hidden.weight, expected["hidden.weight"])
+
+
+def test_a_model_on_the_meta_device_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'weight' on the meta device"):
+        save(tmp_path / "a", model=nn.Linear(1, 1, device="meta"))

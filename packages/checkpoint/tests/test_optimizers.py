@@ -1,0 +1,395 @@
+"""Any optimizer's state and options come back by the parameters' names, without a step."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lamella_checkpoint import CheckpointMismatch, load, save
+from lamella_testing import run_ranks
+
+EVERY_OPTIMIZER = {
+    "Adadelta": lambda params: torch.optim.Adadelta(params),
+    "Adafactor": lambda params: torch.optim.Adafactor(params),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.8, 0.95)),
+    "Adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.05, amsgrad=True),
+    "Adamax": lambda params: torch.optim.Adamax(params),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.05),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.05),
+    "RAdam": lambda params: torch.optim.RAdam(params, lr=0.05),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "Rprop": lambda params: torch.optim.Rprop(params),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05),
+    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+}
+# One of each form of state. (torch's own Adafactor and Rprop cannot step DTensors.)
+SHARDED_OPTIMIZERS = ["Adagrad", "Adam, amsgrad", "ASGD", "NAdam", "RMSprop", "SGD", "SGD, momentum"]
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps what torch.optim does not keep of DTensors: sums over rows, a Python number, a bfloat16 moment."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "names": ("a", "b")})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["num_steps"] = 0
+                    if param.ndim > 1:
+                        state["columns"] = param.grad.new_zeros(param.shape[1:])
+                    state["moment"] = torch.zeros_like(param, dtype=torch.bfloat16)
+                state["num_steps"] += 1
+                update = param.grad
+                if param.ndim > 1:
+                    state["columns"].add_(param.grad.square().sum(0))
+                    update = update / (state["columns"] + 1).sqrt()
+                state["moment"].add_(update)
+                param.sub_(state["moment"].float(), alpha=group["lr"])
+
+
+def assert_resumes(kit, path, make, *, sharded):
+    """Save after two steps, load into a fresh pair whose optimizer must not step, and train both on."""
+    model, optimizer = kit.build(sharded=sharded, optimizer=make)
+    kit.train(model, optimizer)
+    save(path, model=model, optimizer=optimizer)
+    resumed, resumed_optimizer = kit.build(sharded=sharded, seed=1, optimizer=make)
+    before_step = resumed_optimizer.register_step_pre_hook(lambda *_: pytest.fail("a step while loading"))
+    load(path, model=resumed, optimizer=resumed_optimizer)
+    before_step.remove()
+    assert kit.train(model, optimizer) == kit.train(resumed, resumed_optimizer)
+    expected, got = kit.state(model, optimizer), kit.state(resumed, resumed_optimizer)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    for param, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        slots, others = optimizer.state.get(param, {}), resumed_optimizer.state.get(other, {})
+        assert {k: type(v) for k, v in slots.items()} == {k: type(v) for k, v in others.items()}
+        tensors = [k for k, v in slots.items() if isinstance(v, torch.Tensor)]
+        assert [slots[k].dtype for k in tensors] == [others[k].dtype for k in tensors]
+    assert resumed_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("name", [*EVERY_OPTIMIZER, "Factored"])
+def test_training_resumes_bit_equal_with_every_torch_optimizer(kit, tmp_path, name):
+    make = EVERY_OPTIMIZER.get(name, Factored)
+    assert_resumes(kit, tmp_path / "checkpoint", make, sharded=False)
+
+
+def test_training_resumes_bit_equal_with_torch_optimizers_on_sharded_parameters(kit, tmp_path):
+    def resume_all():
+        for name in SHARDED_OPTIMIZERS:
+            assert_resumes(kit, tmp_path / name, EVERY_OPTIMIZER[name], sharded=True)
+
+    run_ranks(resume_all, 2)
+
+
+def test_factored_state_is_resharded(kit, tmp_path):
+    def train_and_save():
+        model, optimizer = kit.build(sharded=True, optimizer=Factored)
+        kit.train(model, optimizer)
+        save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+        return kit.state(model, optimizer)
+
+    def load_and_train():
+        model, optimizer = kit.build(sharded=True, seed=1, optimizer=Factored)
+        load(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+        state = kit.state(model, optimizer)
+        kit.train(model, optimizer)
+        return state
+
+    expected, got = run_ranks(train_and_save, 3)[0], run_ranks(load_and_train, 2)[0]
+    assert expected["hidden.weight/columns"].shape == (3,)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_ranks_that_own_nothing_of_a_parameter_need_no_state_for_it(kit, tmp_path):
+    def train_forget_save_load():
+        model, optimizer = kit.build(sharded=True)
+        kit.train(model, optimizer)
+        state = kit.state(model, optimizer)
+        owns_nothing = [param for param in model.parameters() if param.to_local().numel() == 0]
+        for param in owns_nothing:
+            optimizer.state.pop(param, None)
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+        load(tmp_path / "a", model=model, optimizer=optimizer)
+        loaded = kit.state(model, optimizer)
+        return len(owns_nothing), all(torch.equal(state[name], loaded[name]) for name in state)
+
+    results = run_ranks(train_forget_save_load, 4)
+    assert [num_forgotten > 0 for num_forgotten, _ in results] == [False, True, True, True]
+    assert all(equal for _, equal in results)
+
+
+def test_state_that_is_replicated_along_one_axis_is_written_once(kit, tmp_path):
+    def train_and_save():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model, _ = kit.build(sharded=False)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        kit.train(model, optimizer)
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+        return kit.state(model, optimizer)
+
+    expected = run_ranks(train_and_save, 4)[0]
+    model, optimizer = kit.build(sharded=False, seed=1, optimizer=torch.optim.Adam)
+    load(tmp_path / "a", model=model, optimizer=optimizer)
+    got = kit.state(model, optimizer)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_muon_state_comes_back(tmp_path):
+    model = nn.Linear(5, 3, bias=False)
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+    fresh = nn.Linear(5, 3, bias=False)
+    fresh_optimizer = torch.optim.Muon(fresh.parameters())
+    load(tmp_path / "checkpoint", model=fresh, optimizer=fresh_optimizer)
+    expected = optimizer.state[model.weight]["momentum_buffer"]
+    assert torch.equal(fresh_optimizer.state[fresh.weight]["momentum_buffer"], expected)
+
+
+def test_lbfgs_is_refused_by_the_name_of_its_slot(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    with pytest.raises(NotImplementedError, match="got list for slot '.*' of 'weight'"):
+        save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_parameter_that_was_never_stepped_has_no_state_after_loading(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+    model.bias.grad = torch.ones(2)
+    optimizer.step()
+    assert model.bias in optimizer.state
+    load(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+    assert model.bias not in optimizer.state
+    assert optimizer.state[model.weight]["step"] == 1
+
+
+def test_an_optimizer_saved_before_its_first_step_makes_a_stepped_one_fresh(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    load(tmp_path / "checkpoint", model=model, optimizer=optimizer)
+    assert not optimizer.state
+
+
+def two_groups(model, first, second, **options):
+    return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}], **options)
+
+
+def test_options_follow_parameters_into_other_groups_and_another_order(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save(tmp_path / "a", model=model, optimizer=two_groups(model, [*model[0].parameters()], [*model[1].parameters()]))
+    groups = [{"params": [model[1].bias]}, {"params": [model[0].bias, model[0].weight]}, {"params": [model[1].weight]}]
+    regrouped = torch.optim.SGD(groups, lr=9.0)
+    load(tmp_path / "a", model=model, optimizer=regrouped)
+    assert [group["lr"] for group in regrouped.param_groups] == [0.2, 0.1, 0.2]
+
+
+def test_options_that_conflict_in_one_live_group_are_refused_naming_both_parameters(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=two_groups(model, [model.weight], [model.bias]))
+    one_group = torch.optim.SGD(model.parameters(), lr=9.0, momentum=0.5)
+    with pytest.raises(
+        CheckpointMismatch, match="lr: 0.1 for weight and 0.2 for bias .*, both in parameter group 0"
+    ) as info:
+        load(tmp_path / "a", model=model, optimizer=one_group)
+    [conflict] = info.value.differences.conflicts
+    assert (conflict.option, conflict.group, conflict.first, conflict.second) == ("lr", 0, "weight", "bias")
+    assert one_group.param_groups[0]["lr"] == 9.0
+    left = load(tmp_path / "a", model=model, optimizer=one_group, strict=False).left
+    assert left.conflicts == (conflict,)
+    assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["momentum"]) == (9.0, 0)
+
+
+def test_names_that_an_optimizer_was_given_are_this_runs(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.named_parameters(), lr=0.5))
+    each = [[("bias", model.bias)], [("weight", model.weight)]]
+    live = torch.optim.SGD([{"params": named} for named in each], lr=9.0)
+    load(tmp_path / "a", model=model, optimizer=live)
+    assert [(group["param_names"], group["lr"]) for group in live.param_groups] == [(["bias"], 0.5), (["weight"], 0.5)]
+
+
+def test_new_state_has_its_parameters_memory_format(tmp_path):
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    load(tmp_path / "a", model=model, optimizer=fresh)
+    assert fresh.state[model.weight]["momentum_buffer"].stride() == model.weight.stride()
+    assert model.weight.stride() != torch.empty(model.weight.shape).stride()
+
+
+def test_how_a_step_is_computed_stays_this_runs_choice(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5, foreach=True))
+    live = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    load(tmp_path / "a", model=model, optimizer=live)
+    [group] = live.param_groups
+    assert (group["lr"], group["foreach"], group["fused"]) == (0.5, None, True)
+
+
+def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(tmp_path):
+    model = nn.Linear(2, 2)
+    rate = torch.tensor(0.25)
+    with_tensor = torch.optim.SGD(model.parameters(), lr=rate)
+    save(tmp_path / "a", model=model, optimizer=with_tensor)
+    with_number = torch.optim.SGD(model.parameters(), lr=0.1)
+    load(tmp_path / "a", model=model, optimizer=with_number)
+    assert with_number.param_groups[0]["lr"] == 0.25 and type(with_number.param_groups[0]["lr"]) is float
+    rate.fill_(0.75)
+    load(tmp_path / "a", model=model, optimizer=with_tensor)
+    assert with_tensor.param_groups[0]["lr"] is rate and rate.item() == 0.25
+
+
+def test_a_scheduler_resumes_over_loaded_options(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    save(tmp_path / "a", model=model, optimizer=optimizer, extra={"scheduler": scheduler.state_dict()})
+    fresh = torch.optim.SGD(model.parameters(), lr=7.0)
+    extra = load(tmp_path / "a", model=model, optimizer=fresh)
+    assert fresh.param_groups[0]["initial_lr"] == 1.0
+    resumed = torch.optim.lr_scheduler.StepLR(fresh, 1, gamma=0.5)
+    resumed.load_state_dict(extra["scheduler"])
+    fresh.step()
+    resumed.step()
+    assert fresh.param_groups[0]["lr"] == 0.25
+
+
+def test_state_that_fits_is_read_in_place(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=3.0)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    memory = optimizer.state[model.weight]["sum"].data_ptr()
+    optimizer.state[model.weight]["sum"].zero_()
+    load(tmp_path / "a", model=model, optimizer=optimizer)
+    assert optimizer.state[model.weight]["sum"].data_ptr() == memory
+    assert optimizer.state[model.weight]["sum"].eq(3.0).all()
+
+
+def test_a_slot_that_the_live_optimizer_has_and_the_checkpoint_lacks_is_listed(tmp_path):
+    model = nn.Linear(2, 1, bias=False)
+    plain, amsgrad = (torch.optim.Adam(model.parameters(), amsgrad=amsgrad) for amsgrad in (False, True))
+    for optimizer in (plain, amsgrad):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    save(tmp_path / "a", model=model, optimizer=plain)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(tmp_path / "a", model=model, optimizer=amsgrad)
+    assert info.value.missing == ("optimizer.state.weight.max_exp_avg_sq",)
+
+
+def test_another_kind_of_optimizer_is_refused_and_left_alone_if_not_strict(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        CheckpointMismatch, match="a torch.optim.adam.Adam in the checkpoint, a torch.optim.sgd.SGD here"
+    ):
+        load(tmp_path / "a", model=model, optimizer=sgd)
+    load(tmp_path / "a", model=model, optimizer=sgd, strict=False)
+    assert sgd.param_groups[0]["lr"] == 0.1 and "betas" not in sgd.param_groups[0]
+
+
+def test_adam_state_resumes_in_adamw(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
+    adamw = torch.optim.AdamW(model.parameters())
+    load(tmp_path / "a", model=model, optimizer=adamw)
+    assert adamw.param_groups[0]["lr"] == 0.5
+
+
+def test_parameters_that_only_one_optimizer_has_are_named(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
+    with pytest.raises(CheckpointMismatch) as info:
+        load(tmp_path / "a", model=model, optimizer=torch.optim.SGD([model.bias], lr=0.1))
+    assert info.value.missing == ("optimizer.param_groups.bias",)
+    assert info.value.unexpected == ("optimizer.param_groups.weight",)
+
+
+def test_a_checkpoint_without_an_optimizer_says_so_and_loads_without_one(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert info.value.missing == ("optimizer.param_groups.weight", "optimizer.param_groups.bias")
+    assert load(tmp_path / "a", model=model) == {}
+
+
+def test_an_optimizer_over_another_model_is_refused(tmp_path):
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"a stranger of shape \(3, 3\) at position 0 of parameter group 0"):
+        save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(other.parameters()))
+
+
+def test_an_option_that_is_no_plain_data_is_refused_by_name(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "owner": model}])
+    with pytest.raises(TypeError, match="for 'owner'"):
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+
+
+def test_an_option_that_a_group_shares_is_stored_once(tmp_path):
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(50))
+    save(tmp_path / "one", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    each = [{"params": [param]} for param in model.parameters()]
+    save(tmp_path / "each", model=model, optimizer=torch.optim.SGD(each))
+    one, many = ((tmp_path / name / "__0_0.distcp").stat().st_size for name in ("one", "each"))
+    assert many > 4 * one
+
+
+def test_the_manifest_names_the_optimizer(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert json.loads((tmp_path / "a" / "lamella.json").read_text())["optimizer"]["class"] == "torch.optim.sgd.SGD"
+
+
+@pytest.mark.parametrize("flag", ["capturable", "fused"])
+def test_a_step_count_lies_where_the_step_runs(tmp_path, flag):
+    model = nn.Linear(2, 2)
+    plain = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    plain.step()
+    plain.state[model.weight]["step"] = plain.state[model.weight]["step"].double()
+    save(tmp_path / "a", model=model, optimizer=plain)
+    live = torch.optim.Adam(model.parameters(), **{flag: True})
+    load(tmp_path / "a", model=model, optimizer=live)
+    assert live.state[model.weight]["step"].dtype == torch.float32
+    unflagged = torch.optim.Adam(model.parameters())
+    load(tmp_path / "a", model=model, optimizer=unflagged)
+    assert unflagged.state[model.weight]["step"].dtype == torch.float64
