@@ -1,0 +1,3 @@
+"""Mamba models under fully_shard: what to shard as one unit."""
+
+from lamella_mamba._units import sharding_units as sharding_units
