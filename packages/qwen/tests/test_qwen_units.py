@@ -1,0 +1,58 @@
+"""Qwen3.5 in the adapter's units trains as the unsharded model does."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lamella_engine import fully_shard
+from lamella_qwen import NAMED_CONFIGS, sharding_units
+from lamella_testing import assert_trains_as_unsharded
+
+BATCH = torch.randint(1024, (4, 33), generator=torch.Generator().manual_seed(1))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**NAMED_CONFIGS["qwen3.5-tiny"]))
+
+
+def shard(model: nn.Module) -> None:
+    for unit in sharding_units(model):
+        fully_shard(unit)
+    fully_shard(model)
+
+
+def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_two_ranks_train_as_the_unsharded_model_does() -> None:
+    assert_trains_as_unsharded(make_model, shard, mean_loss, BATCH)
+
+
+def test_the_units_are_the_decoder_layers_and_none_is_inside_another() -> None:
+    model = make_model()
+    units = sharding_units(model)
+    assert [type(unit).__name__ for unit in units] == ["Qwen3_5DecoderLayer"] * 4
+    inside = {id(module) for unit in units for module in unit.modules() if module is not unit}
+    assert not inside & {id(unit) for unit in units}
+
+
+def test_a_convolution_that_is_read_directly_lies_in_its_layers_unit() -> None:
+    model = make_model()
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d)]
+    inside = {id(module) for unit in sharding_units(model) for module in unit.modules() if module is not unit}
+    assert len(convolutions) == 3
+    assert all(id(convolution) in inside for convolution in convolutions)
+
+
+def test_a_model_of_another_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected a Qwen3.5 model .* got Linear"):
+        sharding_units(nn.Linear(2, 2))
