@@ -1,0 +1,42 @@
+"""What `fully_shard` is called on. The one place that imports megatron-core, and only when it is asked."""
+
+import importlib
+
+from torch import nn
+
+_UNIT_CLASSES = {
+    "TransformerLayer": "megatron.core.transformer.transformer_layer",
+    "MambaLayer": "megatron.core.ssm.mamba_layer",
+}
+
+
+def sharding_units(model: nn.Module) -> list[nn.Module]:
+    """The layers of a megatron-core model (GPTModel, MambaModel, HybridModel), to shard in order.
+
+    A layer and nothing smaller: the mixer of a Mamba layer hands the weight of its convolution to a fused kernel
+    without calling the convolution, so the convolution sharded by itself would be read as a shard.
+
+    Shard these, then the model itself, which keeps the embedding, the last norm and the output layer.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        ValueError: The model has no such layers.
+    """
+    classes = _unit_classes()
+    units = [module for module in model.modules() if isinstance(module, classes)]
+    if not units:
+        raise ValueError(
+            f"Expected a megatron-core model with layers {sorted(_UNIT_CLASSES)}, got {type(model).__name__}."
+        )
+    return units
+
+
+def _unit_classes() -> tuple[type[nn.Module], ...]:
+    try:
+        return tuple(getattr(importlib.import_module(module), name) for name, module in _UNIT_CLASSES.items())
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        raise ImportError(
+            "Expected megatron-core to be installed, got none. Install it with: pip install 'lamella-megatron[mcore]'"
+        ) from error

@@ -1,0 +1,21 @@
+"""What the adapter says where megatron-core, or a model of it, is missing."""
+
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+from lamella_megatron import sharding_units
+
+
+def test_without_megatron_core_one_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ["megatron", *(name for name in sys.modules if name.startswith("megatron."))]:
+        monkeypatch.setitem(sys.modules, name, None)  # As Python marks what cannot be imported.
+    with pytest.raises(ImportError, match=r"Expected megatron-core .* pip install 'lamella-megatron\[mcore\]'"):
+        sharding_units(nn.Linear(2, 2))
+
+
+def test_importing_the_adapter_does_not_import_megatron_core() -> None:
+    code = "import sys, lamella_megatron; sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
