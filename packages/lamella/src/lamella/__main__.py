@@ -1,0 +1,21 @@
+"""`python -m lamella`, and the `lamella` command."""
+
+import os
+import sys
+
+from lamella._place import under_torchrun
+from lamella.cli import main as _main
+
+
+def main() -> int:
+    """Run the command line and leave; under torchrun without the interpreter's exit, see `run_as_worker`."""
+    code = _main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if under_torchrun():
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The configuration of a training run, and how values from files and the command line get into it."""
+
+import dataclasses
+import json
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from lamella._options import ConfigError, Option, check_fields, fields_of, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    name: Annotated[
+        str, Option("A named model, or the path of a transformers config.json or its folder.", name="model")
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text, and how it becomes sequences of tokens."""
+
+    paths: Annotated[
+        tuple[str, ...],
+        Option("Text files and folders of them (default: the standard library's sources).", name="data"),
+    ] = ()
+    vocab_size: Annotated[int | None, Option("Byte-pair tokens (default: the model's).", at_least=257)] = None
+    sequence_length: Annotated[int, Option("Tokens predicted in a sequence.", at_least=1)] = 128
+    validation_fraction: Annotated[
+        float, Option("Share of the bytes that is held out, in whole files.", above=0, below=1)
+    ] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Steps, batches and AdamW with warm-up and cosine decay."""
+
+    steps: Annotated[int, Option("Optimizer steps in all.", at_least=1)] = 500
+    batch_size: Annotated[int, Option("Sequences in a step, over all ranks.", at_least=1)] = 16
+    accumulation: Annotated[int, Option("Microbatches a rank adds up in a step.", at_least=1)] = 1
+    lr: Annotated[float, Option("Highest learning rate.", above=0)] = 5e-3
+    warmup_steps: Annotated[int, Option("Steps of linear warm-up.", at_least=0)] = 40
+    final_lr_fraction: Annotated[float, Option("Learning rate at the end, as a share of --lr.", at_least=0)] = 0.1
+    weight_decay: Annotated[float, Option("AdamW's weight decay.", at_least=0)] = 0.1
+    beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
+    beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95
+    eps: Annotated[float, Option("AdamW's epsilon.", above=0)] = 1e-8
+    clip_norm: Annotated[float, Option("Gradients are scaled down to this norm.", above=0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many workers, on what, and how the model is sharded over them."""
+
+    ranks: Annotated[int | None, Option("Workers (default: one a GPU; 2 on CPU).", at_least=1)] = None
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Option("Where the workers run; auto takes the GPUs if there are any.")
+    ] = "auto"
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16"], Option("What the forward computes in; auto is bf16 on GPUs, else fp32.")
+    ] = "auto"
+    reshard_after_forward: Annotated[
+        bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
+    ] = True
+    threads: Annotated[
+        int | None, Option("Compute threads of a CPU worker (default: its share of the cores).", at_least=1)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run writes, and how often it reports, validates and saves."""
+
+    directory: Annotated[
+        str | None, Option("Where the run writes and resumes from (default: runs/<model>).", name="run-dir")
+    ] = None
+    resume: Annotated[
+        bool | None, Option("Insist on a checkpoint to go on from, or on none (default: go on if there is one).")
+    ] = None
+    seed: Annotated[int, Option("Seed of the weights and of the data order.", at_least=0)] = 0
+    log_interval: Annotated[int, Option("Steps between step lines.", at_least=1)] = 10
+    validation_interval: Annotated[int, Option("Steps between validations.", at_least=1)] = 100
+    validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
+    checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
+    keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on but the machine and the text itself."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        for group in GROUPS:
+            check_fields(getattr(self, group))
+
+
+Group = ModelConfig | DataConfig | OptimConfig | ParallelConfig | RunConfig
+GROUPS: Mapping[str, type[Group]] = typing.get_type_hints(Config)
+
+
+Values = Mapping[str, Mapping[str, object]]
+"""Group -> field -> value: one source of settings."""
+
+
+def resolve(*layers: Values) -> Config:
+    """Merge settings, later layers over earlier ones, into a checked configuration.
+
+    Raises:
+        ConfigError: A value does not fit its field, or no layer names a model.
+    """
+    merged: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
+    for layer in layers:
+        for group, values in layer.items():
+            merged[group].update(values)
+    if "name" not in merged["model"]:
+        raise ConfigError("Expected a model in the configuration (model.name, or --model), got none.")
+    groups = {group: cls(**typing.cast(typing.Any, merged[group])) for group, cls in GROUPS.items()}
+    return Config(**typing.cast(typing.Any, groups))
+
+
+def read_file(path: str) -> Values:
+    """Settings of a TOML file, or of a run's config.json.
+
+    Raises:
+        ConfigError: The file cannot be read, or names a group or field that does not exist.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Expected a configuration in {path!r}, got {_reason(error)}.") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"Expected groups of settings in {path!r}, got {type(loaded).__name__}.")
+    return {group: _known(group, values, path) for group, values in loaded.items()}
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error).rstrip(".")
+
+
+def _known(group: str, values: object, path: str) -> Mapping[str, object]:
+    if group not in GROUPS:
+        raise ConfigError(f"Expected one of {sorted(GROUPS)} in {path!r}, got {group!r}.{nearest(group, GROUPS)}")
+    if not isinstance(values, dict):
+        raise ConfigError(f"Expected a table [{group}] in {path!r}, got {values!r}.")
+    names = [field.name for field in fields_of(GROUPS[group])]
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {name!r}.{nearest(name, names)}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def to_values(config: Config) -> dict[str, dict[str, object]]:
+    """The settings as plain values, ready for JSON and for `resolve`."""
+    return dataclasses.asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """The settings as a TOML document that `read_file` reads back; settings left open are left out."""
+    return "\n".join(_table(group, values) for group, values in to_values(config).items())
+
+
+def _table(group: str, values: Mapping[str, object]) -> str:
+    # A JSON text, number, truth value or list of texts is also a TOML one.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+    return "\n".join([f"[{group}]", *lines])

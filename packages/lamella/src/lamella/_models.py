@@ -1,0 +1,249 @@
+"""Which models there are, by name or by a transformers config, and how each is built and cut into sharding units."""
+
+import importlib
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from lamella._config import Values
+from lamella._options import ConfigError, nearest
+
+
+class ModelSpec(Protocol):
+    """What is used of a transformers config."""
+
+    model_type: str
+    vocab_size: int
+
+    def to_dict(self) -> dict[str, object]: ...
+    def to_json_file(self, json_file_path: Path, use_diff: bool) -> None: ...
+
+
+class Adapter(Protocol):
+    """What is used of an adapter package."""
+
+    NAMED_CONFIGS: Mapping[str, Mapping[str, object]]
+
+    def sharding_units(self, model: nn.Module) -> list[nn.Module]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model that ships with lamella: its config's values, and the settings that train it sensibly.
+
+    Attributes:
+        adapter: The extra whose package holds the values under the same name; then `config` is empty.
+    """
+
+    config: Mapping[str, object] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
+    adapter: str | None = None
+
+
+NAMED: Mapping[str, NamedModel] = {
+    "llama-small": NamedModel(
+        config={
+            "model_type": "llama",
+            "vocab_size": 1024,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            # One over the root of the width: at transformers' 0.02 a model this narrow takes twice as long.
+            "initializer_range": 0.06,
+        },
+    ),
+    "llama-1b": NamedModel(
+        config={
+            "model_type": "llama",
+            "vocab_size": 32768,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+        settings={
+            "data": {"sequence_length": 2048},
+            "optim": {"steps": 1000, "batch_size": 32, "lr": 6e-4, "warmup_steps": 100},
+            "run": {"validation_interval": 100},
+        },
+    ),
+    "qwen3.5-tiny": NamedModel(adapter="qwen", settings={"optim": {"lr": 1e-2}}),
+}
+
+SMALLEST_VOCABULARY = 257
+
+ADAPTERS: Mapping[str, str] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "mamba2": "mamba"}
+"""Model type -> the extra whose package knows its sharding units. Other models name theirs themselves."""
+
+
+def named_settings(name: str) -> Values:
+    """The settings that come with a named model; none for a path."""
+    return NAMED[name].settings if name in NAMED else {}
+
+
+def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
+    """The transformers config of a named model or of a path, with the vocabulary size replaced if one is given.
+
+    Raises:
+        ConfigError: No such model, its adapter is not installed, or the config lacks a field or is refused by
+            transformers.
+    """
+    values = dict(_values(name))
+    if vocab_size is not None:
+        values["vocab_size"] = vocab_size
+    # Main weights are fp32 whatever the config of a published checkpoint says; precision is the run's choice.
+    for key in ("dtype", "torch_dtype", "transformers_version"):
+        values.pop(key, None)
+    return _to_spec(name, values)
+
+
+def _values(name: str) -> Mapping[str, object]:
+    if name not in NAMED:
+        return _read_values(name)
+    named = NAMED[name]
+    return named.config if named.adapter is None else _adapter(named.adapter, name).NAMED_CONFIGS[name]
+
+
+def _read_values(name: str) -> Mapping[str, object]:
+    path = Path(name)
+    if not path.exists():
+        known = ", ".join(map(repr, NAMED))
+        raise ConfigError(f"Expected a path or one of {known} as --model, got {name!r}.{nearest(name, NAMED)}")
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {_one_line(error)}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
+    return values
+
+
+def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
+    from transformers import AutoConfig
+
+    model_type = str(values.pop("model_type"))
+    try:
+        spec = AutoConfig.for_model(model_type, **values)
+        _check_sizes(name, spec, values)
+        _check_vocabulary(spec.vocab_size)
+        return cast(ModelSpec, spec)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"Expected a config that transformers accepts in {name!r}, got {_one_line(error)}") from error
+
+
+def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
+    """Refuse a config that leaves its size to transformers, whose defaults are those of a published model."""
+    aliases: Mapping[str, str] = getattr(spec, "attribute_map", {})
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if size not in values and aliases.get(size, size) not in values:
+            default = getattr(spec, size, None)
+            raise ConfigError(
+                f"Expected a field {aliases.get(size, size)!r} in the model config {name!r}, got none "
+                f"(transformers would take {default})."
+            )
+
+
+def _check_vocabulary(vocab_size: int) -> None:
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"Expected a vocabulary of at least {SMALLEST_VOCABULARY} tokens (each byte, and the end of a text), "
+            f"got {vocab_size}. Pass --vocab-size."
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return textwrap.shorten(" ".join(str(error).split()), 240).rstrip(".") + "."
+
+
+def _adapter(extra: str, wanted_by: str) -> Adapter:
+    try:
+        return cast(Adapter, importlib.import_module(f"lamella_{extra}"))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Expected lamella-{extra} to be installed for {wanted_by!r}, got none. "
+            f"Install it with: pip install 'lamella[{extra}]'"
+        ) from error
+
+
+def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
+    """The causal language model of a config, fp32, with weights that follow from `seed` alone.
+
+    Every rank builds the whole model and keeps its shards, so the weights do not depend on the number of ranks.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(spec)  # type: ignore[no-untyped-call]
+        return cast(nn.Module, model).train()
+
+
+def outline(spec: ModelSpec) -> nn.Module:
+    """The model of a config without memory for its weights, to learn before a run whether it can be built and sharded.
+
+    Raises:
+        ConfigError: It cannot; names the model type and the reason.
+    """
+    try:
+        model = build_model(spec, torch.device("meta"), seed=0)
+    except Exception as error:
+        raise ConfigError(
+            f"Expected a causal language model that transformers can build, got {spec.model_type!r}: {_one_line(error)}"
+        ) from error
+    sharding_units(model, spec.model_type)
+    return model
+
+
+def sharding_units(model: nn.Module, model_type: str) -> list[nn.Module]:
+    """The modules to shard one by one, before the model: by its adapter's rule, or the layers transformers names.
+
+    Raises:
+        ConfigError: The adapter is not installed, or the model names no layers.
+    """
+    if model_type in ADAPTERS:
+        return _adapter(ADAPTERS[model_type], model_type).sharding_units(model)
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    units = [module for module in model.modules() if type(module).__name__ in names]
+    if not units:
+        raise ConfigError(f"Expected decoder layers named by transformers, got none for {model_type!r}.")
+    return units
+
+
+def flops_per_token(model: nn.Module, spec: ModelSpec, sequence_length: int) -> float:
+    """Floating-point operations of one token's forward and backward, as they are counted for MFU.
+
+    Six for each parameter but the input embedding, and twelve for each pair of positions in an attention layer.
+    Causal masking and recomputation are not counted.
+    """
+    values = spec.to_dict()
+    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    tied = bool(values.get("tie_word_embeddings"))
+    weights = sum(parameter.numel() for parameter in model.parameters()) - (0 if tied else embeddings)
+    return 6.0 * weights + 12.0 * _attention_width(values) * sequence_length
+
+
+def _attention_width(values: Mapping[str, object]) -> int:
+    """Heads times head dim, summed over the layers that attend to all positions."""
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return 0
+    kinds, head_dim = values.get("layer_types"), values.get("head_dim")
+    num_layers = kinds.count("full_attention") if isinstance(kinds, list) else values.get("num_hidden_layers", 0)
+    width = heads * head_dim if isinstance(head_dim, int) else hidden
+    return width * cast(int, num_layers)

@@ -1,0 +1,121 @@
+"""Options: dataclass fields that say what they are for, what they take and within which bounds.
+
+A field is declared once, `steps: Annotated[int, Option("Optimizer steps.", at_least=1)] = 250`. The command line,
+its help and the checks of a configuration file are derived from that.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+if typing.TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class ConfigError(ValueError):
+    """A run cannot start as asked: one line that names what was expected, what was got and the way out."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field is for, its name on the command line where that differs, and the bounds of its value."""
+
+    help: str
+    name: str | None = None
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def bounds(self) -> str:
+        """The bounds in words, or an empty string."""
+        words = {"of at least": self.at_least, "above": self.above, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+
+    def admits(self, value: float) -> bool:
+        """Whether a finite value lies within the bounds."""
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field of a group of options, as the command line and the checks see it."""
+
+    name: str
+    kind: object
+    option: Option
+    default: object
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line."""
+        return "--" + (self.option.name or self.name).replace("_", "-")
+
+
+def fields_of(cls: "type[DataclassInstance]") -> tuple[Field, ...]:
+    """The options that a dataclass declares, in order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(_field(field, *typing.get_args(hints[field.name])) for field in dataclasses.fields(cls))
+
+
+def _field(field: "dataclasses.Field[object]", kind: object, option: Option) -> Field:
+    return Field(name=field.name, kind=kind, option=option, default=field.default)
+
+
+def check_fields(values: "DataclassInstance") -> None:
+    """Refuse a value of the wrong type or out of bounds, by the name the command line gives it.
+
+    Raises:
+        ConfigError: Names the option, what it takes and what it got.
+    """
+    for field in fields_of(type(values)):
+        _check(getattr(values, field.name), field)
+
+
+def _check(value: object, field: Field) -> None:
+    if not _is_kind(value, field.kind):
+        raise ConfigError(f"Expected {field.flag} to be {describe(field.kind)}, got {value!r}.")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not field.option.admits(value):
+        raise ConfigError(f"Expected {field.flag} {field.option.bounds() or 'to be finite'}, got {value!r}.")
+
+
+def _is_kind(value: object, kind: object) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return isinstance(value, str) and value in typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if isinstance(kind, types.UnionType):
+        return any(_is_kind(value, member) for member in typing.get_args(kind))
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def describe(kind: object) -> str:
+    """A field's type in words."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(kind)))
+    if isinstance(kind, types.UnionType):
+        return describe(inner(kind))
+    words: Mapping[object, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return words.get(kind, "a list of texts")
+
+
+def inner(kind: object) -> object:
+    """The type without its `| None`."""
+    if isinstance(kind, types.UnionType):
+        return next(member for member in typing.get_args(kind) if member is not type(None))
+    return kind
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean ...?` for the closest known word, else an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

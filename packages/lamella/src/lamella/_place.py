@@ -1,0 +1,112 @@
+"""Where a run takes place: how many workers on which device, this process's rank if a launcher already started it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lamella._config import Config, ParallelConfig
+from lamella._options import ConfigError
+
+_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STORE_VARIABLE = "LAMELLA_STORE"
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or something that sets its variables, started this process as one rank of several."""
+    return all(variable in os.environ for variable in _TORCHRUN_VARIABLES)
+
+
+def place(config: Config) -> Config:
+    """The configuration with ranks, device, precision and threads decided for this machine.
+
+    Raises:
+        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, or the batch does not divide.
+    """
+    parallel = _decide(config.parallel)
+    shares = (parallel.ranks or 1) * config.optim.accumulation
+    if config.optim.batch_size % shares:
+        raise ConfigError(
+            f"Expected --batch-size to be a multiple of ranks times --accumulation, {parallel.ranks} * "
+            f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}."
+        )
+    return replace(config, parallel=parallel)
+
+
+def _decide(asked: ParallelConfig) -> ParallelConfig:
+    num_gpus = torch.cuda.device_count()
+    device = asked.device if asked.device != "auto" else "cuda" if num_gpus else "cpu"
+    ranks = _num_ranks(asked.ranks, num_gpus if device == "cuda" else 2)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
+    if device == "cuda" and here > num_gpus:
+        raise ConfigError(f"Expected at most one rank a GPU, {num_gpus} here, got {here} ranks. Pass --device cpu?")
+    return replace(
+        asked,
+        device=device,
+        ranks=ranks,
+        precision=asked.precision if asked.precision != "auto" else "bf16" if device == "cuda" else "fp32",
+        threads=asked.threads or max(1, _num_cores() // here),
+    )
+
+
+def _num_cores() -> int:
+    """Cores this process may use: those it may be scheduled on, and no more than a container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # No such file; or no quota, which is spelled "max".
+        return cores
+
+
+def _num_ranks(asked: int | None, default: int) -> int:
+    if not under_torchrun():
+        return asked or max(1, default)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked not in (None, world_size):
+        raise ConfigError(f"Expected --ranks {world_size}, as torchrun started, got {asked}. Leave --ranks out.")
+    return world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """This process among the workers."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
+    """The default process group, around everything a rank does; set up from the environment.
+
+    Effects: collective; sets this process's CUDA device or its number of CPU threads.
+    """
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpu = parallel.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    elif parallel.threads:
+        torch.set_num_threads(parallel.threads)
+    dist.init_process_group(
+        # Checkpoints and messages are exchanged as CPU objects, also by ranks on GPUs.
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=os.environ.get(STORE_VARIABLE, "env://"),
+        rank=rank,
+        world_size=num_ranks,
+        device_id=device if on_gpu else None,
+    )
+    yield Rank(rank=rank, num_ranks=num_ranks, device=device)
+    # Not after an exception: the peers are not there to take part.
+    dist.destroy_process_group()

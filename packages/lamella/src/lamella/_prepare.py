@@ -1,0 +1,121 @@
+"""What happens once, before any worker starts: read the text, make the tokens, check the run that would be resumed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from lamella._config import Config, to_values
+from lamella._directory import RunDirectory
+from lamella._models import ModelSpec, load_spec, outline
+from lamella._options import ConfigError
+from lamella._report import rewind
+from lamella._text import Corpus, collect
+from lamella._tokens import check_tokens, fingerprint, prepare_tokens
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
+
+# The data stream follows from these and the text. A resumed run that changed one would see some text twice.
+_STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
+
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What there is to do.
+
+    Attributes:
+        first_step: Steps the latest checkpoint has done; 0 for a new run.
+        summary: Lines that say what was read and what is trained.
+    """
+
+    directory: RunDirectory
+    first_step: int
+    summary: tuple[str, ...]
+
+
+def prepare(config: Config) -> Prepared:
+    """Make everything the workers read, after everything that can be refused has been.
+
+    Raises:
+        ConfigError: The text, the model or the run to be resumed does not allow it.
+
+    Effects: writes the run's directory unless the run is complete: tokenizer, tokens, configurations; drops metrics
+        after the latest checkpoint.
+    """
+    directory = RunDirectory(run_root(config))
+    corpus = collect(config.data.paths, config.data.validation_fraction)
+    spec = load_spec(config.model.name, config.data.vocab_size)
+    model = outline(spec)
+    latest = CheckpointDirectory(directory.checkpoints).latest()
+    _check_wanted(config, directory, latest)
+    text = fingerprint(corpus, spec.vocab_size)
+    first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
+    prepared = Prepared(directory=directory, first_step=first_step, summary=_summary(corpus, model, spec))
+    if first_step < config.optim.steps:
+        data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer)
+        check_tokens(data, config.data)
+        rewind(directory.metrics, -1 if latest is None else first_step)
+        spec.to_json_file(directory.model_config, use_diff=False)
+        directory.config.write_text(json.dumps(to_values(config), indent=2) + "\n", encoding="utf-8")
+    return prepared
+
+
+def _summary(corpus: Corpus, model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"data: {corpus.describe()}", f"model: {num_parameters:,} parameters, {spec.vocab_size:,} tokens"
+
+
+def run_root(config: Config) -> Path:
+    """The directory a run writes to."""
+    return Path(config.run.directory or Path("runs", Path(config.model.name).stem))
+
+
+def _check_wanted(config: Config, directory: RunDirectory, latest: Path | None) -> None:
+    if config.run.resume is True and latest is None:
+        raise ConfigError(f"Expected a checkpoint to resume in {str(directory.root)!r}, got none.")
+    if config.run.resume is False and latest is not None:
+        raise ConfigError(
+            f"Expected no checkpoint in {str(directory.root)!r}, got {latest.name}. "
+            "Pass another --run-dir, or leave out --no-resume."
+        )
+
+
+def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: str) -> int:
+    """Refuse a checkpoint of another model or data stream; otherwise its step."""
+    try:
+        extra = check(checkpoint, model=model)
+    except CheckpointDamaged as error:
+        raise ConfigError(f"{error}. Remove {str(checkpoint)!r} to go on from the one before.") from error
+    except CheckpointMismatch as error:
+        first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
+        more = len(error.differences.names) - _NUM_NAMED
+        raise ConfigError(
+            f"Expected a checkpoint of this model in {str(checkpoint)!r}, got one of another: {first}"
+            f"{f'; and {more} more' if more > 0 else ''}. Pass the --model it was made with, or another --run-dir."
+        ) from error
+    _check_stream(extra, config, text)
+    return int(extra["step"])
+
+
+def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
+    """Refuse to go on with other text, or with another cut of it."""
+    for name, value in stream_settings(config).items():
+        if stored.get(name) != value:
+            raise ConfigError(
+                f"Expected {name} to stay {stored.get(name)!r} as in the run to be resumed, got {value!r}. "
+                "Pass that, or another --run-dir."
+            )
+    if stored.get("fingerprint") != text:
+        raise ConfigError(
+            "Expected the text that the run to be resumed was started on, got another. "
+            "Pass the same --data, or another --run-dir."
+        )
+
+
+def stream_settings(config: Config) -> dict[str, object]:
+    """The settings that must stay the same over a run, by dotted name."""
+    values = to_values(config)
+    return {f"{group}.{name}": values[group][name] for group, name in _STREAM}

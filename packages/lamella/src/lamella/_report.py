@@ -1,0 +1,133 @@
+"""What a run says about itself: the step line, metrics.jsonl, the loss plot and the progress bar."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. Speed and memory are those of the interval it was reported in.
+
+    Attributes:
+        loss: Mean nats a token over the whole batch.
+        tokens_per_s: Over all ranks; validations and checkpoints are not counted.
+        memory_nbytes: Peak of the rank that has most: reserved by the allocator on GPUs, resident on CPU.
+        mfu: Share of the device's peak, or None where the peak is not known.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    memory_nbytes: int
+    mfu: float | None
+
+    def line(self) -> str:
+        """The line people paste."""
+        mfu = "-" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"step: {self.step}  loss: {self.loss:.4f}  grad_norm: {self.grad_norm:.2f}  "
+            f"tokens/s: {self.tokens_per_s:,.0f}  memory: {self.memory_nbytes / 2**30:.1f}GiB  mfu: {mfu}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """Loss on the held-out text in nats per byte, which does not depend on the vocabulary."""
+
+    step: int
+    nats_per_byte: float
+
+    def line(self) -> str:
+        """The same in words."""
+        return f"step: {self.step}  validation: {self.nats_per_byte:.4f} nats/byte"
+
+
+Record = StepRecord | ValidationRecord
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Add records to a metrics file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a metrics file; none if there is no file."""
+    return list(_read(path)) if path.exists() else []
+
+
+def _read(path: Path) -> Iterator[Record]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            return  # A run was ended while it wrote this.
+        values = json.loads(line)
+        yield ValidationRecord(**values) if "nats_per_byte" in values else StepRecord(**values)
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop the records after `step`: those a run wrote after the checkpoint that it now goes on from."""
+    kept = [record for record in read(path) if record.step <= step]
+    path.unlink(missing_ok=True)
+    append(path, kept)
+
+
+def plot(records: Iterable[Record], path: Path) -> None:
+    """Draw training loss (nats a token) and validation loss (nats a byte) over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    every = list(records)
+    steps = [record for record in every if isinstance(record, StepRecord)]
+    validations = [record for record in every if isinstance(record, ValidationRecord)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.add_subplot(xlabel="step", ylabel="training loss (nats/token)")
+    right = left.twinx()
+    right.set_ylabel("validation loss (nats/byte)")
+    lines = left.plot([r.step for r in steps], [r.loss for r in steps], color="tab:blue", lw=1, label="training")
+    lines += right.plot(
+        [r.step for r in validations],
+        [r.nats_per_byte for r in validations],
+        "o-",
+        color="tab:orange",
+        label="validation",
+    )
+    left.set_ylim(bottom=0)
+    right.set_ylim(bottom=0)
+    left.legend(handles=lines)
+    figure.savefig(path, dpi=120)
+
+
+class Progress:
+    """The progress bar of one rank: drawn on a terminal, absent elsewhere, and silent where `enabled` is false."""
+
+    def __init__(self, first_step: int, num_steps: int, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._bar = tqdm(
+            initial=first_step,
+            total=num_steps,
+            unit="step",
+            disable=not (enabled and sys.stderr.isatty()),
+            dynamic_ncols=True,
+        )
+
+    def advance(self) -> None:
+        """One more step is under way."""
+        self._bar.update()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            self._bar.write(line)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

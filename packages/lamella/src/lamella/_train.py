@@ -1,0 +1,203 @@
+"""The training loop of one rank."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lamella._config import Config, OptimConfig, ParallelConfig
+from lamella._directory import RunDirectory
+from lamella._measure import Interval, Speed, peak_flops
+from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
+from lamella._place import Rank
+from lamella._prepare import stream_settings
+from lamella._report import Progress, Record, ValidationRecord, append, plot, read
+from lamella._tokens import BatchStream, load_tokens, sequences, validation_indices
+from lamella_checkpoint import CheckpointDirectory, load
+from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def learning_rate(step: int, optim: OptimConfig) -> float:
+    """Learning rate of a step (the first is 0): linear warm-up, then a cosine down to its final fraction."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    done = (step - optim.warmup_steps) / max(1, optim.steps - optim.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * cosine)
+
+
+def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Shard each unit, then the rest, over all ranks. Effects: collective."""
+    mesh = init_device_mesh(parallel.device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if parallel.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in sharding_units(model, spec.model_type):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves vectors (norms, biases) alone."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    kept = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(kept, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of every predicted token, (num_sequences, sequence_length) fp32, of sequences one token longer."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+
+
+class Trainer:
+    """One rank's model, optimizer and share of the data."""
+
+    def __init__(self, config: Config, directory: RunDirectory, rank: Rank) -> None:
+        self._config, self._directory, self._rank = config, directory, rank
+        self._data = load_tokens(directory.tokens)
+        self._stream = BatchStream(
+            tokens=self._data.train,
+            sequence_length=config.data.sequence_length,
+            batch_size=config.optim.batch_size,
+            seed=config.run.seed,
+        )
+        spec = load_spec(str(directory.model))
+        self._model = build_model(spec, rank.device, config.run.seed)
+        self._speed = self._measure(spec)
+        shard(self._model, spec, config.parallel)
+        self._optimizer = make_optimizer(self._model, config.optim)
+        self._checkpoints = CheckpointDirectory(directory.checkpoints, keep=config.run.keep_checkpoints)
+
+    def _measure(self, spec: ModelSpec) -> Speed:
+        config = self._config
+        peak = peak_flops(self._rank.device, config.parallel.precision)
+        return Speed(
+            tokens_per_step=config.optim.batch_size * config.data.sequence_length,
+            flops_per_token=flops_per_token(self._model, spec, config.data.sequence_length),
+            peak_flops=peak and peak * self._rank.num_ranks,
+        )
+
+    def train(self) -> None:
+        """Train from the latest checkpoint, or from the start, to the last step.
+
+        Effects: collective; the first rank prints and writes metrics and the plot, all write checkpoints.
+        """
+        steps = self._config.optim.steps
+        first_step = self._restore()
+        progress = Progress(first_step, steps, enabled=self._rank.is_first)
+        if first_step == 0:
+            self._report([self._validate(0)], progress)
+        interval = Interval(first_step)
+        for step in range(first_step, steps):
+            interval.add(*self._step(step))
+            progress.advance()
+            if self._is_due(step + 1):
+                self._finish_interval(step + 1, interval, progress)
+                interval = Interval(step + 1)
+        progress.close()
+
+    def _restore(self) -> int:
+        latest = self._checkpoints.latest()
+        if latest is None:
+            return 0
+        return int(load(latest, model=self._model, optimizer=self._optimizer)["step"])
+
+    def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """One optimizer step; this rank's loss, the gradient's norm, both on the device, and the learning rate."""
+        optim = self._config.optim
+        batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
+        microbatches = batch.to(self._rank.device).chunk(optim.accumulation)
+        losses = [
+            self._backward(microbatch, is_last=index == len(microbatches) - 1)
+            for index, microbatch in enumerate(microbatches)
+        ]
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), optim.clip_norm)
+        lr = learning_rate(step, optim)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return torch.stack(losses).sum(), _whole(grad_norm), lr
+
+    def _backward(self, microbatch: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+        assert isinstance(self._model, FSDPModule)
+        self._model.set_requires_gradient_sync(is_last)
+        loss = token_losses(self._model, microbatch).mean() / self._config.optim.accumulation
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _is_due(self, step: int) -> bool:
+        run = self._config.run
+        intervals = (run.log_interval, run.validation_interval, run.checkpoint_interval)
+        return step == 1 or any(self._is_every(interval, step) for interval in intervals)
+
+    def _is_every(self, interval: int, step: int) -> bool:
+        return step % interval == 0 or step == self._config.optim.steps
+
+    def _finish_interval(self, step: int, interval: Interval, progress: Progress) -> None:
+        steps = interval.records(self._rank.device, self._speed)
+        records: list[Record] = [*steps]
+        if not math.isfinite(loss := steps[-1].loss):
+            raise RuntimeError(f"Expected a finite loss, got {loss} at step {step}. Try a smaller --lr.")
+        if self._is_every(self._config.run.validation_interval, step):
+            records.append(self._validate(step))
+        self._report(records, progress)
+        if self._is_every(self._config.run.checkpoint_interval, step):
+            self._save(step)
+
+    def _report(self, records: list[Record], progress: Progress) -> None:
+        """Write all records, and print the last of each kind."""
+        if self._rank.is_first:
+            append(self._directory.metrics, records)
+            for record in {type(record): record for record in records}.values():
+                progress.say(record.line())
+
+    def _save(self, step: int) -> None:
+        extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
+        self._checkpoints.save(step, model=self._model, optimizer=self._optimizer, extra=extra)
+        if self._rank.is_first:
+            plot(read(self._directory.metrics), self._directory.plot)
+
+    @torch.no_grad()
+    def _validate(self, step: int) -> ValidationRecord:
+        """Nats a byte on the held-out text. Effects: collective; waits for the device."""
+        self._model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
+        for batch, weights in self._validation_batches():
+            losses = token_losses(self._model, batch.to(self._rank.device)).double().sum(1)
+            nbytes = self._data.token_nbytes[batch[:, 1:]].sum(1)
+            sums += torch.stack([losses, nbytes.to(losses)]) @ weights.to(losses)
+        self._model.train()
+        dist.all_reduce(sums)
+        nats, nbytes_in_all = sums.tolist()
+        return ValidationRecord(step=step, nats_per_byte=nats / nbytes_in_all)
+
+    def _validation_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's sequences and their weights. Ranks run equally many: a short one repeats some, at weight 0."""
+        config, rank = self._config, self._rank
+        length = config.data.sequence_length
+        indices = validation_indices(self._data.validation, length, config.run.validation_sequences)
+        weights = torch.ones(len(indices), dtype=torch.float64)
+        padding = -len(indices) % rank.num_ranks
+        indices = torch.cat([indices, indices[:1].expand(padding)])[rank.rank :: rank.num_ranks]
+        weights = torch.cat([weights, weights.new_zeros(padding)])[rank.rank :: rank.num_ranks]
+        share = max(1, config.optim.batch_size // (rank.num_ranks * config.optim.accumulation))
+        for start in range(0, len(indices), share):
+            part = indices[start : start + share]
+            yield sequences(self._data.validation, part, length), weights[start : start + share]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a norm that ranks hold parts of. Effects: collective if they do."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,23 @@
+"""The process of one rank that `lamella train` starts: `python -m lamella._worker RUN_DIR`."""
+
+import sys
+from pathlib import Path
+
+from lamella._launch import run_as_worker
+
+
+def _work() -> None:
+    # Imported late, so that a failing import is reported like any other failure.
+    from lamella._config import read_file, resolve
+    from lamella._directory import RunDirectory
+    from lamella._place import process_group
+    from lamella._train import Trainer
+
+    directory = RunDirectory(Path(sys.argv[1]))
+    config = resolve(read_file(str(directory.config)))
+    with process_group(config.parallel) as rank:
+        Trainer(config, directory, rank).train()
+
+
+if __name__ == "__main__":
+    run_as_worker(_work)

@@ -1,0 +1,129 @@
+"""A tiny model, a little real text, and a way to train on it in forked ranks."""
+
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import argparse
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamella._config import Config, resolve
+from lamella._directory import RunDirectory
+from lamella._place import Rank, place
+from lamella._prepare import prepare
+from lamella._report import StepRecord, ValidationRecord, read
+from lamella._train import Trainer
+from lamella_testing import run_ranks
+
+# What a rank imports on its way: once here, and not in each forked rank.
+for module in ("torch._dynamo", "matplotlib.backends.backend_agg", "transformers.models.llama.modeling_llama"):
+    importlib.import_module(module)
+
+TINY_LLAMA: Mapping[str, object] = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what it recorded."""
+
+    directory: RunDirectory
+    losses: dict[int, float]
+    validations: dict[int, float]
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    """Three source files of the standard library, 100 kB or so."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for module in (argparse, textwrap, inspect):
+        (folder / f"{module.__name__}.py").write_text(inspect.getsource(module), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    """The config of a Llama with 11 thousand parameters."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY_LLAMA), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def options(tmp_path: Path, text_folder: Path, model_file: Path) -> list[str]:
+    """A command line that trains the tiny model for a few steps."""
+    options = {
+        "--model": model_file,
+        "--data": text_folder,
+        "--run-dir": tmp_path / "run",
+        "--device": "cpu",
+        "--steps": 6,
+        "--batch-size": 8,
+        "--sequence-length": 32,
+        "--validation-interval": 3,
+        "--validation-sequences": 7,
+        "--checkpoint-interval": 3,
+        "--log-interval": 2,
+        "--warmup-steps": 2,
+    }
+    return ["train", *(str(part) for option in options.items() for part in option)]
+
+
+@pytest.fixture
+def config(tmp_path: Path, text_folder: Path, model_file: Path) -> Config:
+    """The same as a configuration."""
+    return resolve(
+        {
+            "model": {"name": str(model_file)},
+            "data": {"paths": (str(text_folder),), "sequence_length": 32},
+            "optim": {"steps": 6, "batch_size": 8, "warmup_steps": 2},
+            "parallel": {"device": "cpu"},
+            "run": {
+                "directory": str(tmp_path / "run"),
+                "validation_interval": 3,
+                "validation_sequences": 7,
+                "checkpoint_interval": 3,
+                "log_interval": 2,
+            },
+        }
+    )
+
+
+@pytest.fixture
+def train() -> Callable[[Config, int], Run]:
+    """Train in forked ranks, as the workers of `lamella train` do."""
+    return _train
+
+
+def _train(config: Config, num_ranks: int) -> Run:
+    directory = prepare(place(config)).directory
+
+    def on_rank() -> None:
+        rank = Rank(rank=dist.get_rank(), num_ranks=num_ranks, device=torch.device("cpu"))
+        Trainer(config, directory, rank).train()
+
+    run_ranks(on_rank, num_ranks)
+    records = read(directory.metrics)
+    return Run(
+        directory=directory,
+        losses={record.step: record.loss for record in records if isinstance(record, StepRecord)},
+        validations={record.step: record.nats_per_byte for record in records if isinstance(record, ValidationRecord)},
+    )

@@ -1,0 +1,39 @@
+"""The same command on GPUs: one worker each, bfloat16 compute, NCCL."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lamella.cli import main
+
+ON_GPUS = [pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)]
+ON_GPUS += [pytest.param(4, marks=pytest.mark.gpu4)]
+
+
+def losses(root: Path) -> list[float]:
+    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS)
+def test_the_command_trains_and_resumes_with_one_worker_a_gpu(
+    options: list[str], tmp_path: Path, num_gpus: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*options, "--device", "cuda", "--ranks", str(num_gpus)]
+    assert main([*command, "--steps", "3"]) == 0
+    assert main(command) == 0
+    output = capfd.readouterr().out
+    assert 'precision = "bf16"' in output and "resuming: step 3 of 6" in output
+    trained = losses(tmp_path / "run")
+    assert len(trained) == 6 and trained[5] < trained[0] - 0.1
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
+def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
+    options: list[str], tmp_path: Path, num_gpus: int
+) -> None:
+    command = [*options, "--device", "cuda", "--precision", "fp32"]
+    assert main([*command, "--ranks", "1", "--run-dir", str(tmp_path / "one")]) == 0
+    assert main([*command, "--ranks", str(num_gpus), "--run-dir", str(tmp_path / "several")]) == 0
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

@@ -1,0 +1,118 @@
+"""Workers: one that dies stops the others at once, the cause is told from its consequences, and nobody stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lamella import WorkerError
+from lamella._launch import run_workers
+
+# A worker's program; `body` runs in it with its rank. Not torch's start-up, which takes seconds.
+PROGRAM = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from lamella._launch import run_as_worker
+    rank = int(os.environ["RANK"])
+    here = Path(sys.argv[1])
+    def work():
+        (here / f"pid-{{rank}}").write_text(str(os.getpid()))
+        {body}
+    run_as_worker(work)
+"""
+
+
+def program(tmp_path: Path, body: str) -> list[str]:
+    path = tmp_path / "worker.py"
+    path.write_text(textwrap.dedent(PROGRAM).format(body=body), encoding="utf-8")
+    return [sys.executable, str(path), str(tmp_path)]
+
+
+def pids(tmp_path: Path) -> list[int]:
+    return [int(path.read_text()) for path in tmp_path.glob("pid-*") if path.read_text()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def wait_until(condition: "object", seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_every_worker_knows_its_rank(tmp_path: Path) -> None:
+    body = "(here / f\"out-{rank}\").write_text(f\"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}\")"
+    run_workers(program(tmp_path, body), 3, 1)
+    assert [(tmp_path / f"out-{rank}").read_text() for rank in range(3)] == ["0 of 3", "1 of 3", "2 of 3"]
+
+
+def test_a_worker_that_raises_stops_the_others_and_its_traceback_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Rank 0 waits for ever; rank 2 fails because rank 1 did, as the peers of a dead rank do, but exits first.
+    body = """
+        if rank == 0: time.sleep(600)
+        if rank == 1:
+            from lamella import _launch
+            report = _launch._report
+            _launch._report = lambda text: (report(text), (here / "reported").touch(), time.sleep(0.2))
+            raise ValueError("the cause")
+        while not (here / "reported").exists(): time.sleep(0.01)
+        raise RuntimeError("a consequence")
+    """
+    with pytest.raises(WorkerError, match="Rank 1 died") as caught:
+        run_workers(program(tmp_path, textwrap.indent(textwrap.dedent(body), "    ").strip()), 3, 1)
+    ended = time.monotonic()
+    assert "Traceback" in str(caught.value) and "ValueError: the cause" in str(caught.value)
+    assert "consequence" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err  # The caller prints it, once.
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+    died = (tmp_path / "reported").stat().st_mtime
+    assert time.time() - died - (time.monotonic() - ended) < 5
+
+
+def test_a_worker_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
+    body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)"
+    with pytest.raises(WorkerError, match="Rank 1 died, and the others have been stopped.\nIt was ended by SIGKILL"):
+        run_workers(program(tmp_path, body), 2, 1)
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_worker_that_exits_early_has_died(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="SystemExit: 3"):
+        run_workers(program(tmp_path, "sys.exit(3)"), 1, 1)
+
+
+def start_parent(tmp_path: Path) -> "subprocess.Popen[bytes]":
+    command = program(tmp_path, "time.sleep(600)")
+    code = f"from lamella._launch import run_workers; run_workers({command!r}, 2, 1)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    return parent
+
+
+def test_an_interrupted_parent_takes_its_workers_along(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path)
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=10)
+    assert b"KeyboardInterrupt" in errors
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path)
+    parent.kill()
+    parent.communicate(timeout=10)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)), seconds=10)

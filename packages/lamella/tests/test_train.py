@@ -1,0 +1,95 @@
+"""The training loop in forked ranks: independent of the number of ranks, resumable, and it learns."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamella import Config, OptimConfig
+from lamella._report import read
+from lamella._train import learning_rate
+
+TrainOn = Callable[[Config, int], "object"]
+
+
+def in_folder(config: Config, name: str) -> Config:
+    root = Path(str(config.run.directory)).parent
+    return replace(config, run=replace(config.run, directory=str(root / name)))
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks(config: Config, train: TrainOn) -> None:
+    one = train(in_folder(config, "one"), 1)
+    assert len(one.losses) == 6 and one.losses[6] < one.losses[1] - 0.1
+    for num_ranks in (2, 4):
+        run = train(in_folder(config, f"ranks-{num_ranks}"), num_ranks)
+        assert run.losses == pytest.approx(one.losses, rel=1e-5)
+        assert run.validations == pytest.approx(one.validations, rel=1e-5)
+
+
+def test_microbatches_add_up_to_the_batch(config: Config, train: TrainOn) -> None:
+    whole = train(in_folder(config, "whole"), 2)
+    split = replace(in_folder(config, "split"), optim=replace(config.optim, accumulation=4))
+    assert train(split, 2).losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+def test_the_first_loss_is_that_of_guessing(config: Config, train: TrainOn) -> None:
+    run = train(config, 2)
+    assert run.losses[1] == pytest.approx(math.log(300), rel=0.02)
+    metrics = json.loads((run.directory.model / "config.json").read_text())
+    assert metrics["vocab_size"] == 300
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_on_any_number_of_ranks(config: Config, train: TrainOn) -> None:
+    whole = train(in_folder(config, "whole"), 2)
+    for num_ranks, tolerance in ((2, 1e-7), (1, 1e-5), (4, 1e-5)):
+        shutil.copytree(whole.directory.root, resumed := whole.directory.root.with_name(f"resumed-{num_ranks}"))
+        shutil.rmtree(resumed / "checkpoints" / "step_00000006")
+        run = train(in_folder(config, resumed.name), num_ranks)
+        assert run.losses == pytest.approx(whole.losses, rel=tolerance)
+        assert run.validations == pytest.approx(whole.validations, rel=tolerance)
+        steps = [record.step for record in read(run.directory.metrics)]
+        assert steps == sorted(steps)  # What was written after the checkpoint has been dropped.
+
+
+def test_a_run_that_goes_on_keeps_its_history(config: Config, train: TrainOn) -> None:
+    short = replace(config, optim=replace(config.optim, steps=3))
+    assert sorted(train(short, 2).losses) == [1, 2, 3]
+    assert sorted(train(config, 2).losses) == [1, 2, 3, 4, 5, 6]
+
+
+def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn) -> None:
+    exact = train(in_folder(config, "fp32"), 2)
+    rounded = replace(in_folder(config, "bf16"), parallel=replace(config.parallel, precision="bf16"))
+    run = train(rounded, 2)
+    assert run.losses != exact.losses
+    assert run.losses == pytest.approx(exact.losses, rel=0.01)  # bfloat16 has 8 bits.
+
+
+def test_a_tiny_qwen_trains(config: Config, train: TrainOn) -> None:
+    qwen = replace(config, model=replace(config.model, name="qwen3.5-tiny"), optim=replace(config.optim, lr=1e-2))
+    run = train(qwen, 2)
+    assert run.losses[6] < run.losses[1] - 0.1
+
+
+def test_the_plot_is_drawn(config: Config, train: TrainOn) -> None:
+    assert train(config, 1).directory.plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(config: Config, train: TrainOn) -> None:
+    wild = replace(config, optim=replace(config.optim, lr=1e30))
+    with pytest.raises(Exception, match="Expected a finite loss, got nan at step .* smaller --lr"):
+        train(wild, 1)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_final_fraction() -> None:
+    optim = OptimConfig(steps=100, lr=1.0, warmup_steps=10, final_lr_fraction=0.1)
+    rates = [learning_rate(step, optim) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[10] == 1.0 and sorted(rates[10:], reverse=True) == rates[10:]
+    assert learning_rate(100, optim) == pytest.approx(0.1)
+    assert torch.tensor(rates).isfinite().all()
