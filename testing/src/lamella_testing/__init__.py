@@ -1,0 +1,6 @@
+"""Multi-rank tests in a fraction of a second: one function on every rank of a fresh process group."""
+
+from lamella_testing._parity import assert_trains_as_unsharded as assert_trains_as_unsharded
+from lamella_testing._ranks import RankFailure as RankFailure
+from lamella_testing._ranks import RankTimeout as RankTimeout
+from lamella_testing._ranks import run_ranks as run_ranks

@@ -1,0 +1,275 @@
+"""Run one function on every rank of a fresh process group, in forked children.
+
+Note [Why fork]
+    Importing torch takes seconds; a forked child inherits it. Four gloo ranks and an `all_reduce` take 0.1 s
+    this way and 7-9 s with spawn or forkserver. Import whatever is slow (`torch.distributed.fsdp`, DTensor)
+    at the top of the test module, so that it is imported once in the parent and not once a rank. The
+    price on CUDA: the parent must not have touched a GPU.
+
+Note [Nobody leaves before everybody is done]
+    A rank that has finished or failed stays alive until the parent tells it to go. Its sockets closing would
+    otherwise raise in its peers, and their complaint could reach the parent before the cause does.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Literal, NoReturn, TypeVar, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+Device = Literal["cpu", "cuda"]
+
+_FORK = multiprocessing.get_context("fork")
+_LEAVE_TIMEOUT_S = 10.0
+
+
+class RankFailure(RuntimeError):
+    """One rank raised, or died without a word. The other ranks have been killed."""
+
+    def __init__(self, rank: int, rank_traceback: str) -> None:
+        super().__init__(f"Rank {rank} failed:\n{rank_traceback}")
+        self.rank = rank
+        self.rank_traceback = rank_traceback
+
+
+class RankTimeout(TimeoutError):
+    """Some ranks did not finish in time. All ranks have been killed."""
+
+    def __init__(self, ranks: list[int], timeout_s: float, stacks: str) -> None:
+        super().__init__(
+            f"Expected every rank to finish within {timeout_s:g} s, got ranks {ranks} still running:\n{stacks}"
+        )
+        self.ranks = ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What the parent holds of one child."""
+
+    rank: int
+    process: ForkProcess
+    connection: Connection
+    stack_file: Path
+
+
+def run_ranks(
+    fn: Callable[[*Args], Result],
+    num_ranks: int,
+    *args: *Args,
+    device: Device = "cpu",
+    timeout_s: float = 120.0,
+) -> list[Result]:
+    """Results of `fn(*args)` by rank, each run in its own process of a fresh default process group.
+
+    `fn` may be a closure; its result must pickle, tensors on the CPU. Inside, `torch.distributed.get_rank()`
+    says which rank it is. On "cuda", rank r has GPU r as its current device.
+
+    Args:
+        num_ranks: At least 1. A single rank gets a process group too.
+        device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
+        timeout_s: For all ranks together, start included.
+
+    Raises:
+        RankFailure: A rank raised or died. Carries the rank and its traceback.
+        RankTimeout: Carries the ranks that still ran; its text shows where they stood.
+        RuntimeError: Fewer GPUs than ranks are visible, or this process has already used CUDA.
+
+    Effects: forks `num_ranks` children and waits for them; none outlives the call.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"Expected `num_ranks` of at least 1, got {num_ranks}.")
+    if device == "cuda":
+        _check_gpus(num_ranks)
+    with tempfile.TemporaryDirectory(prefix="lamella-ranks-") as directory:
+        ranks: list[_Rank] = []
+        try:
+            # No comprehension: were one start to fail, the ranks before it must be killed.
+            for rank in range(num_ranks):
+                ranks.append(_start(rank, num_ranks, Path(directory), device, lambda: fn(*args)))  # noqa: PERF401
+            payloads = _collect(ranks, timeout_s)
+            _let_go(ranks)
+        finally:
+            _kill(ranks)
+    return [pickle.loads(payload) for payload in payloads]
+
+
+def _check_gpus(num_ranks: int) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "Expected a parent process that has not used CUDA, got one that has: forked ranks cannot use it "
+            "again. Move the GPU work of this process into `run_ranks(..., num_ranks=1, device='cuda')`."
+        )
+    num_gpus = _num_visible_gpus()
+    if num_gpus < num_ranks:
+        raise RuntimeError(
+            f"Expected at least {num_ranks} visible GPUs (one a rank), got {num_gpus}. "
+            "Run this test on a host that has them, or deselect it by its marker."
+        )
+
+
+def _num_visible_gpus() -> int:
+    # Asked in a child: without NVML the question initialises the driver, and later forks could not use it.
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _fork(lambda: sender.send(torch.cuda.device_count()))
+    sender.close()
+    try:
+        return int(receiver.recv())
+    except EOFError:
+        return 0
+    finally:
+        receiver.close()
+        process.join()
+
+
+def _fork(target: Callable[[], None]) -> ForkProcess:
+    process = _FORK.Process(target=target)
+    sys.stdout.flush()  # Else every child prints the parent's unflushed text again.
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns when a process with threads forks. Ours are torch's idle pools, which the
+        # children, limited to one thread, never enter.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*fork.*")
+        process.start()
+    return process
+
+
+def _start(
+    rank: int,
+    num_ranks: int,
+    directory: Path,
+    device: Device,
+    call: Callable[[], object],
+) -> _Rank:
+    parent_end, child_end = _FORK.Pipe(duplex=True)
+    stack_file = directory / f"stack-{rank}"
+    store = f"file://{directory / 'store'}"
+
+    def main() -> None:
+        parent_end.close()
+        _dump_stack_on_signal(stack_file)
+        _serve(child_end, lambda: _in_group(rank, num_ranks, store, device, call))
+
+    process = _fork(main)
+    child_end.close()  # Now the child alone holds it, so that its death is an end of file here.
+    return _Rank(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
+
+
+def _dump_stack_on_signal(stack_file: Path) -> None:
+    faulthandler.register(signal.SIGUSR1, file=stack_file.open("w"), all_threads=False)
+
+
+def _in_group(rank: int, num_ranks: int, store: str, device: Device, call: Callable[[], object]) -> object:
+    torch.set_num_threads(1)  # A forked child hangs in the parent's OpenMP pool.
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=num_ranks,
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+    )
+    return call()
+
+
+def _serve(connection: Connection, call: Callable[[], object]) -> NoReturn:
+    """Send the outcome, stay until the parent lets go, leave without running the interpreter's exit."""
+    try:
+        # Not `connection.send`: torch makes that pass tensors as file descriptors of a process about to go.
+        message = b"+" + pickle.dumps(call())
+    except BaseException:  # noqa: BLE001  pytest's outcomes and SystemExit must be reported too.
+        message = b"-" + traceback.format_exc().encode()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        connection.send_bytes(message)
+        connection.recv_bytes()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (EOFError, OSError):
+        pass  # The parent is gone; so are we.
+    finally:
+        # Group threads may need the interpreter lock during its shutdown, and abort (pytorch PR 179291).
+        os._exit(0)
+
+
+def _collect(ranks: list[_Rank], timeout_s: float) -> list[bytes]:
+    """Every rank's pickled result, or the first failure."""
+    deadline = time.monotonic() + timeout_s
+    by_connection = {rank.connection: rank for rank in ranks}
+    payloads: dict[int, bytes] = {}
+    while len(payloads) < len(ranks):
+        waiting = [rank.connection for rank in ranks if rank.rank not in payloads]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            running = [rank for rank in ranks if rank.rank not in payloads]
+            raise RankTimeout([rank.rank for rank in running], timeout_s, _stacks(running))
+        arrived = [by_connection[connection] for connection in ready if isinstance(connection, Connection)]
+        payloads.update((rank.rank, payload) for rank, payload in _receive(arrived))
+    return [payloads[rank.rank] for rank in ranks]
+
+
+def _receive(ranks: list[_Rank]) -> list[tuple[_Rank, bytes]]:
+    results, failures = [], []
+    for rank in ranks:
+        try:
+            message = rank.connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            # Raised at once: what its peers say about a dead rank is a consequence.
+            raise RankFailure(rank.rank, _describe_death(rank.process)) from None
+        if message[:1] == b"+":
+            results.append((rank, message[1:]))
+        else:
+            failures.append(RankFailure(rank.rank, message[1:].decode()))
+    if failures:
+        raise failures[0]
+    return results
+
+
+def _describe_death(process: ForkProcess) -> str:
+    process.join(_LEAVE_TIMEOUT_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"Expected a result, got death by {signal.Signals(-code).name}."
+    return f"Expected a result, got exit code {code}."
+
+
+def _stacks(ranks: list[_Rank]) -> str:
+    for rank in ranks:
+        if rank.process.pid is not None and rank.process.is_alive():
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(0.2)  # faulthandler writes from the signal handler and tells nobody when it is done.
+    return "\n".join(f"Rank {rank.rank}: {rank.stack_file.read_text()}" for rank in ranks)
+
+
+def _let_go(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.connection.send_bytes(b"")
+    deadline = time.monotonic() + _LEAVE_TIMEOUT_S
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _kill(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
+        rank.process.close()
+        rank.connection.close()
