@@ -1,0 +1,82 @@
+"""Counting what a step communicates, from below: every c10d call that reaches the dispatcher."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operator name: what it is, and the argument that holds its unsharded side.
+_C10D = {
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "alltoall_base_": ("all_to_all", 0),
+    "alltoall_": ("all_to_all", 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One call, grouped or not: grouping many tensors into a call is the point of grouping."""
+
+    kind: str
+    dtype: torch.dtype
+    num_tensors: int
+    numel: int  # of the unsharded side, padding included
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, notes every collective in `calls`. An unknown c10d call is noted under its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Collective] = []
+
+    def counts(self) -> dict[str, int]:
+        """Calls by kind."""
+        return dict(Counter(call.kind for call in self.calls))
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes of the unsharded side of all calls of a kind."""
+        return sum(call.nbytes for call in self.calls if call.kind == kind)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the call if it is a collective, and run it."""
+        if func.namespace == "c10d":
+            self._note(func._schema.name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, operator: str, args: Sequence[Any]) -> None:
+        kind, position = _C10D.get(operator, (operator, 0))
+        tensors = list(_flatten(args[position] if args else ()))
+        self.calls.append(
+            Collective(
+                kind=kind,
+                dtype=tensors[0].dtype if tensors else torch.uint8,
+                num_tensors=len(tensors),
+                numel=sum(tensor.numel() for tensor in tensors),
+            )
+        )
+
+
+def _flatten(argument: Any) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from _flatten(item)

@@ -1,0 +1,43 @@
+"""Entering and leaving a program that torchrun starts."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+GROUP_TIMEOUT = timedelta(minutes=3)
+
+
+@contextmanager
+def process_group(device_type: str) -> Iterator[torch.device]:
+    """The group that torchrun describes, or without it a group of one rank."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    alone = "RANK" not in os.environ
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        timeout=GROUP_TIMEOUT,
+        device_id=device if device_type == "cuda" else None,
+        store=HashStore() if alone else None,
+        rank=0 if alone else -1,
+        world_size=1 if alone else -1,
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Exit without the interpreter's shutdown, in which threads of a group may abort (pytorch PR 179291)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,160 @@
+"""Two profiled steps: where the time goes on rank 0, and whether anything of parameter size was copied.
+
+    torchrun --nproc-per-node 4 -m lamella_integration.profile
+
+The default size is made for the proof: no shard of it has as many elements as a whole parameter, and the number of
+tokens is prime, so that sizes alone tell what was copied.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Training, Workload
+from lamella_integration.launch import leave, process_group
+from lamella_integration.llama import SIZES, Llama, LlamaConfig
+from lamella_integration.trace import (
+    Breakdown,
+    Kernel,
+    Kind,
+    ParameterSizes,
+    breakdown,
+    check_zero_copy,
+    kernels_of,
+    operators_of,
+)
+
+PROOF = LlamaConfig(dim=1536, num_layers=4, num_heads=12, num_kv_heads=4, ffn_dim=4096, vocab_size=5120)
+PROOF_SMALL = LlamaConfig(dim=96, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=256, vocab_size=320)
+NUM_TOKENS = 1021
+NUM_STEPS = 2
+SLOT_PADDING = 256  # Elements between the parameters of a flat shard, at most.
+NUM_WARMUP_STEPS = 3
+
+PROFILE_SIZES = {"proof": PROOF, "proof_small": PROOF_SMALL, **SIZES}
+
+
+def profile_steps(
+    training: Training, tokens: torch.Tensor, labels: torch.Tensor, keep: Path | None = None
+) -> list[Kernel]:
+    """The kernels of `NUM_STEPS` steps on this rank, after a warm-up; operators where there is no GPU.
+
+    Every rank must call it.
+
+    Args:
+        keep: Where to leave the trace, for Perfetto.
+
+    Raises:
+        RuntimeError: The profiler saw no kernel.
+    """
+    for _ in range(NUM_WARMUP_STEPS):
+        training.step(tokens, labels)
+    activities = [ProfilerActivity.CPU]
+    if tokens.is_cuda:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with torch_profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+        for _ in range(NUM_STEPS):
+            training.step(tokens, labels)
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    kernels = kernels_of(trace) if tokens.is_cuda else operators_of(trace)
+    if not kernels:
+        raise RuntimeError("Expected kernels in the profile, got none. Does CUPTI work on this machine?")
+    return kernels
+
+
+def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
+    """What `check_zero_copy` needs to know of a decoder sharded over the default group.
+
+    Casts of shards: every unit's to the wire before forward, every block's again before backward, and every reduced
+    gradient's back to fp32. On a CPU they are not counted: gloo copies what it reduced once more.
+
+    Raises:
+        ValueError: Sizes cannot tell a shard from a whole parameter, or a parameter from an activation.
+    """
+    with torch.device("meta"):
+        model = Llama(workload.config)
+    num_ranks = dist.get_world_size()
+    blocks = [list(unit.parameters()) for unit in model.units()]
+    root = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    full = {parameter.numel() for parameter in matrices if parameter.shape[0] % num_ranks == 0}
+    shards = {_shard_numel([parameter], num_ranks, padding=0) for parameter in matrices}
+    ambiguous = full & shards | {numel for numel in full | shards if numel % num_tokens == 0}
+    if ambiguous:
+        raise ValueError(
+            f"Expected sizes that tell shards, whole parameters and activations apart on {num_ranks} ranks, got "
+            f"{sorted(ambiguous)} for two of them. Use the size 'proof' and a prime number of tokens."
+        )
+    in_blocks, in_root = sum(_shard_numel(block, num_ranks) for block in blocks), _shard_numel(root, num_ranks)
+    return ParameterSizes(
+        full_numels=frozenset(full),
+        largest_shard_numel=max(_shard_numel(unit, num_ranks) for unit in (*blocks, root)),
+        cast_numel=NUM_STEPS * (3 * in_blocks + 2 * in_root) if workload.device.type == "cuda" else None,
+        num_tokens=num_tokens,
+    )
+
+
+def _shard_numel(parameters: Iterable[torch.Tensor], num_ranks: int, padding: int = SLOT_PADDING) -> int:
+    return sum(math.ceil(parameter.numel() / num_ranks) + padding for parameter in parameters)
+
+
+def markdown(name: str, found: Breakdown) -> str:
+    """One row of the table of where a step goes, in milliseconds a step."""
+    columns = [Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.COPY, Kind.FILL, Kind.OPTIMIZER]
+    columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
+    header = ["backend", "span", *(kind.name.lower() for kind in columns), "collectives", "exposed", "idle"]
+    figures = [found.span, *(found.by_kind[kind] for kind in columns), found.collectives, found.exposed, found.idle]
+    row = [name, *(f"{figure / NUM_STEPS:.1f}" for figure in figures)]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), row)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Profile a backend. 1 if a size made for the proof shows a copied parameter, else 0."""
+    parser = argparse.ArgumentParser(prog="lamella_integration.profile", description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=PROFILE_SIZES, default="proof", help="other sizes are profiled, not proved")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
+    parser.add_argument("--backend", choices=BACKENDS, default="lamella")
+    parser.add_argument("--reduce", choices=REDUCE_DTYPES, default="bf16")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--out", type=Path, help="where to leave rank 0's trace, for Perfetto")
+    options = parser.parse_args(arguments)
+    config = PROFILE_SIZES[options.size]
+    with process_group(options.device) as device:
+        workload = Workload(config=config, device=device, reduce_dtype=REDUCE_DTYPES[options.reduce])
+        keep = options.out if dist.get_rank() == 0 else None
+        kernels = profile_steps(BACKENDS[options.backend](workload), *workload.batch(options.tokens), keep)
+        is_zero_copy = True
+        if dist.get_rank() == 0:
+            print(markdown(options.backend, breakdown(kernels)), flush=True)
+            if options.size.startswith("proof"):
+                is_zero_copy = _is_zero_copy(kernels, parameter_sizes(workload, options.tokens))
+        dist.barrier()
+    return 0 if is_zero_copy else 1
+
+
+def _is_zero_copy(kernels: list[Kernel], sizes: ParameterSizes) -> bool:
+    try:
+        check_zero_copy(kernels, sizes)
+    except RuntimeError as error:
+        print(error, flush=True)
+        return False
+    print("Zero-copy: nothing of parameter size was copied.", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,82 @@
+"""Nothing of parameter size is copied: shown on a CPU by operators (on GPUs by kernels, in test_nccl).
+
+gloo's transport packs each unit's gradients into one tensor before it reduces them, which NCCL's does not: those
+packings are counted apart, one a unit and step.
+"""
+
+import pytest
+import torch
+import torch._dynamo  # The optimizer imports it: once here instead of once a rank.
+from torch import nn
+
+from lamella_integration.backends import BACKENDS, Training, Workload
+from lamella_integration.profile import PROOF, PROOF_SMALL, parameter_sizes, profile_steps
+from lamella_integration.trace import Kernel, parameter_copies
+from lamella_testing import run_ranks
+
+NUM_TOKENS = 61
+
+
+def _workload() -> Workload:
+    return Workload(config=PROOF_SMALL, device=torch.device("cpu"))
+
+
+def _copies(training: Training, workload: Workload) -> list[Kernel]:
+    kernels = profile_steps(training, *workload.batch(NUM_TOKENS))
+    return parameter_copies(kernels, parameter_sizes(workload, NUM_TOKENS))
+
+
+def _num_copies(training: Training, workload: Workload) -> int:
+    return sum(not _is_packing(kernel) for kernel in _copies(training, workload))
+
+
+def _is_packing(kernel: Kernel) -> bool:
+    return kernel.name == "aten::cat" and len(kernel.numels) > 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_lamella_copies_no_parameter_and_no_gradient(num_ranks: int) -> None:
+    def num_copies() -> int:
+        return _num_copies(BACKENDS["lamella"](_workload()), _workload())
+
+    assert run_ranks(num_copies, num_ranks) == [0] * num_ranks
+
+
+def test_gloo_packs_each_units_gradients_once() -> None:
+    def num_packings() -> int:
+        return sum(map(_is_packing, _copies(BACKENDS["lamella"](_workload()), _workload())))
+
+    num_units, num_steps = PROOF_SMALL.num_layers + 1, 2
+    assert run_ranks(num_packings, 2) == [num_units * num_steps] * 2
+
+
+def test_the_same_measure_finds_the_copies_of_fsdp2() -> None:
+    assert min(run_ranks(lambda: _num_copies(BACKENDS["fsdp2"](_workload()), _workload()), 2)) > 20
+
+
+def _clone_a_weight(block: nn.Module, _: object) -> None:
+    block.get_parameter("ffn.up.weight").detach().clone()
+
+
+def test_the_same_measure_finds_one_planted_copy() -> None:
+    def num_copies() -> int:
+        training = BACKENDS["lamella"](_workload())
+        training.model.get_submodule("blocks.1").register_forward_pre_hook(_clone_a_weight)
+        return _num_copies(training, _workload())
+
+    assert run_ranks(num_copies, 2) == [2, 2]  # one a step
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_sizes_of_the_proof_are_unambiguous_on_gpus_too(num_ranks: int) -> None:
+    workload = Workload(config=PROOF, device=torch.device("cuda"))
+    for sizes in run_ranks(lambda: parameter_sizes(workload, 1021), num_ranks):
+        assert sizes.cast_numel is not None
+
+
+def test_sizes_that_prove_nothing_are_refused() -> None:
+    def refuse() -> None:
+        with pytest.raises(ValueError, match="Expected sizes that tell shards"):
+            parameter_sizes(_workload(), 64)
+
+    run_ranks(refuse, 2)
