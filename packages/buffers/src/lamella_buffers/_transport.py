@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 
 ReduceOp = dist.ReduceOp.RedOpType
 Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions)
@@ -105,8 +109,8 @@ class LocalTransport:
         return Done()
 
 
-class _GroupTransport(ABC):
-    """What both backends of `torch.distributed` share: one grouped (coalesced) collective a call.
+class _GroupTransport:
+    """What the transports of both backends know of their process group.
 
     Args:
         group: The axis's process group.
@@ -125,101 +129,105 @@ class _GroupTransport(ABC):
         """The group's size."""
         return self._group.size()
 
+
+class NcclTransport(_GroupTransport):
+    """NCCL. Grouping per-parameter calls costs nothing against one flat call, and nothing has to be packed for it."""
+
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
         """Gather all payloads in one call, of whatever dtypes.
 
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
-        options = self._options(AllgatherOptions())
         full, shards = [full for _, full in payloads], [shard for shard, _ in payloads]
-        if len({shard.dtype for shard in shards}) > 1:
-            # A grouped call must be of one dtype. NCCL says so; gloo mixes up the bytes without a word.
-            full, shards = [x.view(torch.uint8) for x in full], [x.view(torch.uint8) for x in shards]
-        return self._started(self._group.allgather_into_tensor_coalesced(full, shards, options))
-
-    @abstractmethod
-    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Reduce and scatter all payloads."""
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
-        """Reduce all tensors in one call.
-
-        Effects: one collective on the group, on the current stream.
-        """
-        options = self._options(AllreduceCoalescedOptions())
-        options.reduceOp = dist.ReduceOp(op)
-        return self._started(self._group.allreduce_coalesced(list(tensors), options))
-
-    @abstractmethod
-    def _options(self, options: Options) -> Options: ...
-
-    @abstractmethod
-    def _started(self, work: dist.Work | None) -> Pending: ...
-
-
-class NcclTransport(_GroupTransport):
-    """NCCL. Grouping per-parameter calls costs nothing against one flat call, and nothing has to be packed for it."""
+        if len({shard.dtype for shard in shards}) > 1:  # a grouped call must be of one dtype
+            full, shards = _bytes(full), _bytes(shards)
+        self._group.allgather_into_tensor_coalesced(full, shards, _on_current_stream(AllgatherOptions()))
+        return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads of a dtype in one call.
 
         Effects: one collective a dtype on the group, on the current stream.
         """
-        options = self._options(ReduceScatterOptions())
+        options = _on_current_stream(ReduceScatterOptions())
         options.reduceOp = dist.ReduceOp(op)
         for same in _by_dtype(payloads):
             full, shards = [full for _, full in same], [shard for shard, _ in same]
             self._group.reduce_scatter_tensor_coalesced(shards, full, options)
         return Done()
 
-    def _options(self, options: Options) -> Options:
-        options.asyncOp = False  # on the current stream, which keeps the order: there is no handle to wait for
-        return options
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
+        """Reduce all tensors in one call.
 
-    def _started(self, work: dist.Work | None) -> Pending:
+        Effects: one collective on the group, on the current stream.
+        """
+        options = _on_current_stream(AllreduceCoalescedOptions())
+        options.reduceOp = dist.ReduceOp(op)
+        self._group.allreduce_coalesced(list(tensors), options)
         return Done()
 
 
 class GlooTransport(_GroupTransport):
-    """gloo, on threads of its own. Its grouped reduction takes tensors one by one, so reductions are packed instead."""
+    """gloo, on threads of its own. All payloads of a call are packed into one.
+
+    gloo's grouped calls pack too, but on its threads, and two of its grouped gathers in flight corrupt the heap (torch
+    2.13; `docs/design/0001-engine.md`). Here its threads see nothing but the packed tensors.
+    """
+
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
+        """Gather all payloads in one call, as bytes.
+
+        Effects: one collective on the group, whose result is copied into place when it is waited for.
+        """
+        packed = torch.cat(_bytes([shard for shard, _ in payloads]))
+        gathered = packed.new_empty(self.num_ranks * packed.numel())
+        work = self._group._allgather_base(gathered, packed, AllgatherOptions())
+        return _GlooGather(work, gathered.view(self.num_ranks, -1), _bytes([full for _, full in payloads]))
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads.
 
         Effects: one collective a dtype on the group; a copy of every payload on both sides; blocks the host.
         """
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(op)
         for same in _by_dtype(payloads):
-            self._reduce_scatter_packed(same, op)
+            packed = torch.cat([full.view(self.num_ranks, -1) for _, full in same], dim=1)
+            mine = packed.new_empty(packed.shape[1])
+            self._group._reduce_scatter_base(mine, packed.view(-1), options).wait()
+            _split(mine, [shard for shard, _ in same])
         return Done()
 
-    def _reduce_scatter_packed(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        packed = torch.cat([full.view(self.num_ranks, -1) for _, full in payloads], dim=1)
-        mine = packed.new_empty(packed.shape[1])
-        options = self._options(ReduceScatterOptions())
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
+        """Reduce all tensors.
+
+        Effects: one collective a dtype on the group; a copy of every tensor on both sides; blocks the host.
+        """
+        options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        self._group._reduce_scatter_base(mine, packed.view(-1), options).wait()
-        for (shard, _), piece in zip(
-            payloads, torch.split(mine, [shard.numel() for shard, _ in payloads]), strict=True
-        ):
-            shard.copy_(piece)
-
-    def _options(self, options: Options) -> Options:
-        return options
-
-    def _started(self, work: dist.Work | None) -> Pending:
-        return Done() if work is None else _GlooWork(work)
+        for same in _by_dtype([Payload(tensor, tensor) for tensor in tensors]):
+            packed = torch.cat([tensor.reshape(-1) for tensor, _ in same])
+            self._group.allreduce([packed], options).wait()
+            _split(packed, [tensor for tensor, _ in same])
+        return Done()
 
 
-class _GlooWork:
-    """Waits on the host, once."""
+class _GlooGather:
+    """Waits on the host, once, and unpacks."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, gathered: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
         self._work: dist.Work | None = work
+        self._gathered = gathered  # (num_ranks, bytes of a rank)
+        self._into = into
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        wholes = [full.view(len(self._gathered), -1) for full in self._into]
+        pieces = torch.split(self._gathered, [whole.shape[1] for whole in wholes], dim=1)
+        torch._foreach_copy_(wholes, list(pieces))
 
 
 def transport_for(group: dist.ProcessGroup) -> Transport:
@@ -237,6 +245,21 @@ def _by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
     for payload in payloads:
         groups.setdefault(payload.shard.dtype, []).append(payload)
     return list(groups.values())
+
+
+def _on_current_stream(options: Options) -> Options:
+    options.asyncOp = False  # the stream keeps the order: there is no handle to wait for
+    return options
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def _split(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    """Copy a flat tensor's consecutive pieces into tensors of any shape."""
+    pieces = torch.split(packed, [tensor.numel() for tensor in into])
+    torch._foreach_copy_(list(into), [p.view(t.shape) for p, t in zip(pieces, into, strict=True)])
 
 
 def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:

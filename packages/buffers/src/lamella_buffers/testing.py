@@ -80,7 +80,7 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
     """Assert what an engine relies on in a transport. A collective: every rank of the axis must call it.
 
     Several payloads of different sizes and dtypes go in one call; a gather in place equals one that is not;
-    sums and means over the ranks are right; every rank agrees.
+    several gathers may be in flight at once; sums and means over the ranks are right; every rank agrees.
 
     Args:
         transport: What to test.
@@ -89,11 +89,15 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
     Raises:
         AssertionError: A property does not hold; the message says which.
 
-    Effects: nine small collectives on the axis; synchronises with the host.
+    Effects: a dozen small collectives on the axis; synchronises with the host.
     """
     where = torch.device(device)
-    for in_place, payloads in product((False, True), (_PAYLOADS, _PAYLOADS[::-1])):
-        _check_all_gather(transport, where, payloads, in_place=in_place)
+    started = [
+        _start_all_gather(transport, where, payloads, in_place=in_place)
+        for in_place, payloads in product((False, True), (_PAYLOADS, _PAYLOADS[::-1]))
+    ]
+    for check in reversed(started):
+        check()
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         _check_reduce_scatter(transport, where, op)
         _check_all_reduce(transport, where, op)
@@ -103,9 +107,10 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
 _PAYLOADS = ((5, torch.float32), (16, torch.uint8), (3, torch.bfloat16), (3, torch.int64))
 
 
-def _check_all_gather(
+def _start_all_gather(
     transport: Transport, device: torch.device, kinds: Sequence[tuple[int, torch.dtype]], *, in_place: bool
-) -> None:
+) -> Callable[[], None]:
+    """Start a gather; what is returned waits for it and asserts what it brought."""
     ranks, me = transport.num_ranks, transport.rank
     payloads = []
     for numel, dtype in kinds:
@@ -113,10 +118,15 @@ def _check_all_gather(
         own = full[me * numel : (me + 1) * numel]
         shard = own if in_place else torch.empty_like(own)
         payloads.append(Payload(shard.fill_(me + 1), full))
-    transport.all_gather(payloads).wait()
-    for (_, full), (numel, dtype) in zip(payloads, kinds, strict=True):
-        expected = torch.arange(1, ranks + 1, device=device).repeat_interleave(numel).to(dtype)
-        assert torch.equal(full, expected), f"rank {me}: gathered {full.tolist()}, expected {expected.tolist()}"
+    pending = transport.all_gather(payloads)
+
+    def check() -> None:
+        pending.wait()
+        for (_, full), (numel, dtype) in zip(payloads, kinds, strict=True):
+            expected = torch.arange(1, ranks + 1, device=device).repeat_interleave(numel).to(dtype)
+            assert torch.equal(full, expected), f"rank {me}: gathered {full.tolist()}, expected {expected.tolist()}"
+
+    return check
 
 
 def _check_reduce_scatter(transport: Transport, device: torch.device, op: dist.ReduceOp.RedOpType) -> None:

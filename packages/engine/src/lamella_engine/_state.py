@@ -127,8 +127,8 @@ class FSDPState:
             self.adopt_replaced_shards()
             context.order_gathers_after_compute()
         self._check_materialized()
-        # Autograd may hold views of the buffers: filling them again with the same values is no modification. gloo
-        # counts its writes whenever it makes them, so the counters are put back when the gather is over.
+        # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
+        # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
         label = record_function(f"FSDP::all_gather ({self.name})")
