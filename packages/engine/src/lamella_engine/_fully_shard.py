@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,17 +24,13 @@ from lamella_engine._parameter_group import (
     dtypes_of,
     name_of_sharded_original,
 )
+from lamella_engine._policies import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
 from lamella_engine._state import FSDPState
 from lamella_precision import MixedPrecisionPolicy
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Where shards rest. This one, the only one yet, leaves them on the mesh's device."""
 
 
 def fully_shard(
@@ -47,7 +42,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -66,7 +61,10 @@ def fully_shard(
     before it computes.
 
     Args:
-        module: What to shard. Containers without a forward are refused: their hooks would never fire.
+        module: What to shard. Containers without a forward are refused: their hooks would never fire. Several modules
+            in a list or tuple make one unit: it is gathered before the first of them runs, and freed after the last. Of
+            modules nested in one another the outer one counts. Where a forward runs only some of them (`[norm, head]`,
+            with the head called on chunks later), the unit is freed at the end of the outermost unit's forward.
         mesh: 1-D. None makes one over all ranks.
         reshard_after_forward: True frees the parameters between forward and backward; False keeps them, for memory
             against a second gather. None means True but for the outermost unit, whose backward comes next.
@@ -77,11 +75,11 @@ def fully_shard(
         dp_mesh_dims: Not supported yet.
 
     Returns:
-        `module`, changed.
+        `module`, changed; every module of a list is a unit's module then, and they share one state.
 
     Raises:
-        ValueError: The module has no forward, was sharded before, is inside a unit already, or shares a parameter
-            with another unit; a parameter is 0-D, or its gradient would be sparse.
+        ValueError: No modules, or one twice; a module has no forward, was sharded before, is inside a unit already, or
+            shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse.
         NotImplementedError: An argument that FSDP2 has and lamella does not support yet; the message says what is.
         RuntimeError: A unit below is in the middle of a step.
 
@@ -91,46 +89,88 @@ def fully_shard(
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
-    _check_arguments(module, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    modules = _outer_modules(module)
+    _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh = _default_mesh() if mesh is None else mesh
     if mesh.ndim != 1:
         raise NotImplementedError(f"Expected a 1-D mesh, got {mesh.ndim} axes ({mesh}). Pass one axis: mesh['name'].")
     policy = _as_policy(mp_policy)
-    owners = [inner for _, inner in _own_modules(module)]
-    candidates = _candidates(module, ignored_params or set())
+    owners = [inner for _, inner in _own_modules(modules)]
+    candidates = _candidates(modules, ignored_params or set())
     device = _device_of(mesh)
-    _move_to(module, device, ignored_params or set())
+    _move_to(modules, device, ignored_params or set())
 
     context = Context(device)
-    inner = [(name, state) for name, m in module.named_modules() if m is not module and (state := find_state(m))]
-    for name, state in inner:
-        _check_resting(name, state)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        _check_resting(name, below)
     allocator = CachingAllocator()
     groups = [ParameterGroup(members, mesh, policy, allocator) for members in _by_dtypes(candidates, policy)]
     state = FSDPState(groups, context, policy, _as_flag(reshard_after_forward))
-    for name, below in inner:
+    for below, name in inner.items():
         below.name, below.is_outermost = name, False
         context.add(below)
 
-    module.__class__ = _unit_class(type(module))  # type: ignore[assignment,arg-type]
-    attach_state(module, state)
-    register_hooks(module, owners, state)
+    for each in modules:
+        each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
+        attach_state(each, state)
+    register_hooks(modules, owners, state)
     return module
 
 
+def _outer_modules(module: object) -> list[nn.Module]:
+    """The module, or those of several that are inside no other."""
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    if not modules:
+        raise ValueError("Expected `module` to be a module or several, got an empty list.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"Expected `module` to be an nn.Module or a list of them, got {type(each).__name__}.")
+    if len(set(modules)) < len(modules):
+        raise ValueError("Expected different modules in `module`, got one of them twice. Name each once.")
+    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
+    """The units below, each once, with the names of their modules."""
+    names: dict[FSDPState, list[str]] = {}
+    for module in modules:
+        for name, inner in module.named_modules():
+            if (state := find_state(inner)) is not None:
+                names.setdefault(state, []).append(name)
+    return {state: ", ".join(found) for state, found in names.items()}
+
+
 def _check_arguments(
-    module: nn.Module,
+    modules: list[nn.Module],
     reshard_after_forward: bool | int | None,
     shard_placement_fn: object | None,
     offload_policy: object | None,
     dp_mesh_dims: object | None,
 ) -> None:
-    if isinstance(module, list | tuple):
+    for module in modules:
+        _check_module(module)
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise NotImplementedError(
-            "Expected `module` to be one module, got a list: one unit of several is not supported yet."
+            f"Expected `reshard_after_forward` to be a bool or None, got {reshard_after_forward!r}. Resharding to a "
+            "smaller mesh is not supported yet."
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected `module` to be an nn.Module, got {type(module).__name__}.")
+    unsupported = {
+        "shard_placement_fn": shard_placement_fn is not None,
+        "offload_policy": isinstance(offload_policy, CPUOffloadPolicy),
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    for name, was_given in unsupported.items():
+        if was_given:
+            raise NotImplementedError(f"Expected `{name}` to be left at its default: it is not supported yet.")
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(
+            f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
+        )
+
+
+def _check_module(module: nn.Module) -> None:
     if find_state(module) is not None:
         raise ValueError(
             f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once."
@@ -140,19 +180,6 @@ def _check_arguments(
             f"Expected a module with a forward, got {type(module).__name__}, whose hooks would never fire. Shard what "
             "it holds, one by one."
         )
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise NotImplementedError(
-            f"Expected `reshard_after_forward` to be a bool or None, got {reshard_after_forward!r}. Resharding to a "
-            "smaller mesh is not supported yet."
-        )
-    unsupported = {
-        "shard_placement_fn": shard_placement_fn is not None,
-        "offload_policy": offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy",
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
-    for name, was_given in unsupported.items():
-        if was_given:
-            raise NotImplementedError(f"Expected `{name}` to be left at its default: it is not supported yet.")
 
 
 def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -194,8 +221,11 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and those below it that are in no inner unit, with dotted prefixes; each once."""
+def _own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules and those below them that are in no inner unit, with dotted prefixes; each once.
+
+    One module is where names begin; of several, each begins with its place in the list.
+    """
     seen: set[int] = set()
 
     def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -206,14 +236,15 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
         for name, child in inner.named_children():
             yield from walk(child, f"{prefix}{name}.")
 
-    yield from walk(module, prefix)
+    for i, module in enumerate(modules):
+        yield from walk(module, f"{i}." if len(modules) > 1 else "")
 
 
-def _candidates(module: nn.Module, ignored: set[nn.Parameter]) -> list[Candidate]:
+def _candidates(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Candidate]:
     """The unit's parameters, each once with every place that holds it."""
     found: dict[int, Candidate] = {}
     ignored_ids = {id(parameter) for parameter in ignored}
-    for prefix, inner in _own_modules(module):
+    for prefix, inner in _own_modules(modules):
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
@@ -256,10 +287,10 @@ def _by_dtypes(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> lis
     return list(groups.values())
 
 
-def _move_to(module: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
+def _move_to(modules: list[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
     """Move the unit's own parameters and buffers, but those on meta."""
     ignored_ids = {id(parameter) for parameter in ignored}
-    for _, inner in _own_modules(module):
+    for _, inner in _own_modules(modules):
         for tensor in (*inner._parameters.values(), *inner._buffers.values()):
             if tensor is None or id(tensor) in ignored_ids or tensor.device == device or tensor.is_meta:
                 continue
