@@ -17,7 +17,7 @@ import torch.distributed.tensor._random
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_buffers import Payload, Pending, ReduceOp, Transport, transport_for
+from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import FSDPModule, fully_shard
 from lamella_engine._module import find_state
 from lamella_engine._state import FSDPState, Residency
@@ -263,8 +263,8 @@ def record(model: nn.Module) -> Log:
     """Log every unit's collectives from now on, and its forward computations between them."""
     log = Log()
     for name, state in units(model):
-        real = transport_for(state.groups[0].mesh.get_group())
-        state._transport = _LoggingTransport(name, real, log)  # type: ignore[assignment]
+        for group in state.groups:
+            group.transport = _LoggingTransport(name, group.transport, log)  # type: ignore[assignment]
         _log_computation(name, model if name == "root" else model.get_submodule(name), log)
     return log
 

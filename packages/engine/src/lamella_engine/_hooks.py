@@ -76,7 +76,7 @@ def post_forward(state: FSDPState, output: object) -> object:
     is_watched = _watch_outputs(state, output)
     if not _in_backward():
         if state.reshards_after_forward and is_watched:
-            state.reshard()
+            state.reshard(keep_parts=torch.is_grad_enabled())
         state.context.leave_forward(state)
     return output
 
