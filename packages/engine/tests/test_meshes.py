@@ -18,18 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs(24)
 Apply = Callable[[Any], None]
-
-
-class _Dims:
-    """What FSDP2's DataParallelMeshDims says; torch has the class from 2.13 on."""
-
-    def __init__(self, shard: tuple[str, ...] = (), replicate: tuple[str, ...] = ()) -> None:
-        self.shard_names, self.replicate_names = shard, replicate
 
 
 def _net() -> Net:
@@ -309,12 +302,12 @@ class _WideNet(Net):
 @pytest.mark.parametrize(
     ("dims", "placements"),
     [
-        (_Dims(("outer",), ("inner",)), (Shard(0), Replicate())),
-        (_Dims(("outer", "inner")), (Shard(0),)),
-        (_Dims((), ("outer", "inner")), (Replicate(), Replicate())),
+        (DataParallelMeshDims("outer", "inner"), (Shard(0), Replicate())),
+        (DataParallelMeshDims(("outer", "inner")), (Shard(0),)),
+        (DataParallelMeshDims(None, ("outer", "inner")), (Replicate(), Replicate())),
     ],
 )
-def test_the_data_axes_of_a_whole_mesh_can_be_named(dims: _Dims, placements: tuple[object, ...]) -> None:
+def test_the_data_axes_of_a_whole_mesh_can_be_named(dims: DataParallelMeshDims, placements: tuple[object, ...]) -> None:
     def on_each_rank() -> None:
         mesh = _two_by_two()
 
@@ -353,10 +346,9 @@ def test_meshes_that_name_no_data_axes_are_refused() -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({"mesh": named}, "1D or 2D DeviceMesh, got 3 axes"),
             ({"mesh": unnamed}, "whose axes have names, got none"),
-            ({"mesh": named, "dp_mesh_dims": _Dims()}, "at least one of shard or replicate"),
-            ({"mesh": named, "dp_mesh_dims": _Dims(("d",))}, "got 'd'"),
-            ({"mesh": unnamed, "dp_mesh_dims": _Dims(("a",))}, "to have mesh_dim_names"),
-            ({"mesh": named, "dp_mesh_dims": _Dims(("a",))}, "'weight' to be a DTensor on the whole mesh"),
+            ({"mesh": named, "dp_mesh_dims": DataParallelMeshDims("d")}, "got 'd'"),
+            ({"mesh": unnamed, "dp_mesh_dims": DataParallelMeshDims("a")}, "to have mesh_dim_names"),
+            ({"mesh": named, "dp_mesh_dims": DataParallelMeshDims("a")}, "'weight' to be a DTensor on the whole mesh"),
         ]
         for options, message in cases:
             with case(message), pytest.raises(ValueError, match=message):

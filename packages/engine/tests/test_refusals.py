@@ -12,7 +12,7 @@ from engine_models import Net, shard, unit
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from lamella_testing import run_ranks
 
 
@@ -24,17 +24,9 @@ def test_arguments_of_fsdp2_that_are_not_supported_are_named() -> None:
     def check() -> None:
         module = nn.Linear(2, 2)
         with pytest.raises(NotImplementedError, match="`offload_policy`"):
-            fully_shard(module, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))  # type: ignore[arg-type]
+            fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
         assert type(module) is nn.Linear
         assert type(module.weight) is nn.Parameter
-
-    _on_one_rank(check)
-
-
-def test_a_list_of_modules_is_not_supported_and_the_message_says_so() -> None:
-    def check() -> None:
-        with pytest.raises(NotImplementedError, match="`module`"):
-            fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[type-var]
 
     _on_one_rank(check)
 
@@ -44,12 +36,14 @@ def test_torchs_own_policies_are_taken() -> None:
         model = fully_shard(
             nn.Linear(2, 2),
             mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64),
-            offload_policy=fsdp2.OffloadPolicy(),  # type: ignore[arg-type]
+            offload_policy=fsdp2.OffloadPolicy(),
         )
         assert model(torch.ones(1, 2)).dtype == torch.float64
         fully_shard(nn.Linear(2, 2), offload_policy=OffloadPolicy())
         with pytest.raises(TypeError, match=r"`mp_policy`.*got dtype"):
             fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"`offload_policy`.*got bool"):
+            fully_shard(nn.Linear(2, 2), offload_policy=True)  # type: ignore[arg-type]
 
     _on_one_rank(check)
 
@@ -139,7 +133,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 def test_setters_check_what_they_are_given() -> None:
     def check() -> None:
         model = unit(shard(Net()))
-        with pytest.raises(TypeError, match=r"`reshard_after_forward` to be a bool, got 2"):
+        with pytest.raises(ValueError, match=r"`reshard_after_forward` to be a bool, got 2"):
             model.set_reshard_after_forward(2)  # type: ignore[arg-type]
         for factor in (0.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match=r"positive gradient divide factor"):
@@ -150,7 +144,7 @@ def test_setters_check_what_they_are_given() -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     def check() -> None:
-        with pytest.raises(TypeError, match=r"`module` to be an nn\.Module, got str"):
+        with pytest.raises(TypeError, match=r"`module` to be an nn\.Module or a list of them, got str"):
             fully_shard("model")  # type: ignore[type-var]
 
     _on_one_rank(check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch.autograd import Variable
+from torch.profiler import record_function
 
 from lamella_engine._order import LearnedOrders, ReplayedOrder
 
@@ -30,6 +31,8 @@ class Member(Protocol):
 
     context: Context
     index: int
+    max_reductions_in_flight: int
+    unshards_in_backward: bool
 
     @property
     def is_unsharding(self) -> bool:
@@ -44,8 +47,12 @@ class Member(Protocol):
         """Free what was gathered."""
         ...
 
-    def adopt_replaced_shards(self) -> None:
-        """Take back what somebody replaced."""
+    def begin_pass(self) -> None:
+        """Get ready for another forward pass of the tree."""
+        ...
+
+    def finish_forward(self) -> None:
+        """End a forward that not all of the unit's modules took part in."""
         ...
 
     def finish_backward(self) -> None:
@@ -69,6 +76,16 @@ class Reduction:
     reads: list[torch.Tensor]
 
 
+def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
+    """A range in a profile, named as FSDP2 names it.
+
+    Effects: none unless a profiler runs: a range that nobody sees costs several microseconds.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(f"FSDP::{phase} ({unit})" if unit else f"FSDP::{phase}")
+
+
 class Context:
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
@@ -89,12 +106,14 @@ class Context:
         self.device = device
         self._accelerator = torch.get_device_module(device)  # torch.cuda, or torch.cpu with streams that do nothing
         self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
         self._phase = Phase.RESTING
         # Weak: modules own their states. A strong reference back would keep a deleted model's memory until the cyclic
         # collector runs.
         self._states: list[weakref.ref[Member]] = []
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
+        self._max_reductions = 1
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
         self._forward_root: int | None = None
@@ -154,6 +173,26 @@ class Context:
         """Make what comes on the gather stream wait for what was put on the compute stream so far."""
         self.all_gather_stream.wait_stream(self.compute_stream)
 
+    def _order_gathers_after_updates(self) -> None:
+        """The same, or only for the event after which the optimizer was said to be done."""
+        if self.post_optim_event is None:
+            self.order_gathers_after_compute()
+        else:
+            self.all_gather_stream.wait_event(self.post_optim_event)
+            self.post_optim_event = None
+
+    def share_communication(self, other: Context) -> None:
+        """Use another tree's streams from now on, and let its reductions in flight and ours count as one.
+
+        Effects: the compute stream waits for the reductions that this tree has in flight.
+        """
+        self._finish_reductions()
+        self.all_gather_stream = other.all_gather_stream
+        self.reduce_scatter_stream = other.reduce_scatter_stream
+        self.all_reduce_stream = other.all_reduce_stream
+        self._reductions = other._reductions
+        self._all_reductions = other._all_reductions
+
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def enter_forward(self, state: Member) -> Member | None:
@@ -167,14 +206,22 @@ class Context:
             self._forward_root = state.index
             self._order = self._learned.begin_forward(state.index)
             for member in self.states:
-                member.adopt_replaced_shards()
-            self.order_gathers_after_compute()
+                member.begin_pass()
+            self._order_gathers_after_updates()
         return self._state(self._order.visit(state.index))
+
+    def is_forward_root(self, state: Member) -> bool:
+        """Whether the pass under way is a forward, and began with this unit."""
+        return self._phase is Phase.FORWARD and self._forward_root == state.index
 
     def leave_forward(self, state: Member) -> None:
         """Note that a unit's forward is over; that of the first one ends the pass."""
+        is_root = self.is_forward_root(state)
+        if is_root:
+            for member in self.states:
+                member.finish_forward()
         self._order.leave(state.index)
-        if self._phase is Phase.FORWARD and self._forward_root == state.index:
+        if is_root:
             self._learned.end_forward(state.index, self._order, backward_follows=torch.is_grad_enabled())
             self._drop_unused_gathers()
             self._phase = Phase.RESTING
@@ -188,18 +235,27 @@ class Context:
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             self._order = self._learned.begin_backward()
+            self._max_reductions = max(member.max_reductions_in_flight for member in self.states)
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._state(self._order.visit(state.index))
 
     def _end_backward(self) -> None:
-        """Leave every unit at rest, whether or not autograd reached it."""
+        with label("root_post_backward_callback"):
+            self.finish_backward()
+        self._learned.end_backward(self._order)
+        self._phase = Phase.RESTING
+
+    def finish_backward(self) -> None:
+        """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
+
+        Effects: those of the units' `reduce_gradients`; the compute stream waits for all reductions if this was the
+            step's last backward.
+        """
         for state in self.states:
             state.finish_backward()
         self._drop_unused_gathers()
         if self.is_last_backward:
             self._finish_reductions()
-        self._learned.end_backward(self._order)
-        self._phase = Phase.RESTING
 
     def reset(self) -> None:
         """Return to rest after an exception."""
@@ -223,14 +279,26 @@ class Context:
         self._reductions.append(reduction)
 
     def retire_reductions(self) -> None:
-        """Let go of the gradients of earlier reductions.
+        """Let go of the gradients of earlier reductions, all but as many as may stay in flight beside a new one.
 
-        Called before each new reduction, so at most two units' gradients are alive: those being reduced, and those
-        being made.
+        Called before each new reduction. One may be in flight unless a unit asked for more, so at most two units'
+        gradients are alive: those being reduced, and those being made.
 
         Effects: the compute stream waits for the reductions; no host sync.
         """
-        while self._reductions:
+        with label("post_backward_rs_wait"):
+            self._retire_all_but(self._max_reductions - 1)
+
+    def _finish_reductions(self) -> None:
+        """Order the compute stream after every reduction, and let go of what they read."""
+        self._retire_all_but(0)
+        while self._all_reductions:
+            event = self._all_reductions.popleft().event
+            self.compute_stream.wait_event(event)
+            self.reduce_scatter_stream.wait_event(event)
+
+    def _retire_all_but(self, num_left: int) -> None:
+        while len(self._reductions) > num_left:
             self.compute_stream.wait_event(self._reductions.popleft().event)
 
     def hold_all_reduce(self, reduction: Reduction) -> None:
@@ -238,11 +306,3 @@ class Context:
         self._all_reductions.append(reduction)
         if len(self._all_reductions) > 2:
             self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)
-
-    def _finish_reductions(self) -> None:
-        """Order the compute stream after every reduction, and let go of what they read."""
-        self.retire_reductions()
-        while self._all_reductions:
-            event = self._all_reductions.popleft().event
-            self.compute_stream.wait_event(event)
-            self.reduce_scatter_stream.wait_event(event)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,18 +25,14 @@ from lamella_engine._parameter_group import (
     is_sharded,
     name_of_sharded_original,
 )
-from lamella_engine._sharding import DataAxes, MeshDims, PlacementFn, local_of, sharding_of
+from lamella_engine._policies import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
 from lamella_precision import MixedPrecisionPolicy
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Where shards rest. This one, the only one yet, leaves them on the mesh's device."""
 
 
 def fully_shard(
@@ -49,7 +44,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: MeshDims | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -68,7 +63,10 @@ def fully_shard(
     before it computes.
 
     Args:
-        module: What to shard. Containers without a forward are refused: their hooks would never fire.
+        module: What to shard. Containers without a forward are refused: their hooks would never fire. Several modules
+            in a list or tuple make one unit: it is gathered before the first of them runs, and freed after the last. Of
+            modules nested in one another the outer one counts. Where a forward runs only some of them (`[norm, head]`,
+            with the head called on chunks later), the unit is freed at the end of the outermost unit's forward.
         mesh: 1-D: parameters are sharded over it. 2-D with names: replicated over its first axis and sharded over its
             second (HSDP). None makes a 1-D one over all ranks. Parameters may come as DTensors on other axes of the
             same root mesh (tensor or expert parallel).
@@ -85,12 +83,12 @@ def fully_shard(
             it, replicated over the data axes.
 
     Returns:
-        `module`, changed.
+        `module`, changed; every module of a list is a unit's module then, and they share one state.
 
     Raises:
-        ValueError: The module has no forward, was sharded before, is inside a unit already, or shares a parameter
-            with another unit; a parameter is 0-D, or its gradient would be sparse.
-            The mesh or `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may.
+        ValueError: No modules, or one twice; a module has no forward, was sharded before, is inside a unit already, or
+            shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
+            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may.
         NotImplementedError: An argument that FSDP2 has and lamella does not support yet, or a dim other than the first
             that does not divide.
         RuntimeError: A unit below is in the middle of a step.
@@ -101,19 +99,20 @@ def fully_shard(
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
-    _check_arguments(module, reshard_after_forward, offload_policy)
+    modules = _outer_modules(module)
+    _check_arguments(modules, reshard_after_forward, offload_policy)
     axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
     policy = _as_policy(mp_policy)
-    owners = [inner for _, inner in _own_modules(module)]
+    owners = [inner for _, inner in _own_modules(modules)]
     device = _device_of(axes.mesh)
-    candidates = _candidates(module, ignored_params or set(), axes, shard_placement_fn)
+    candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn)
     neighbours = _neighbours(candidates, reshard_after_forward)
-    _move_to(module, device, ignored_params or set())
+    _move_to(modules, device, ignored_params or set())
 
     context = Context(device)
-    inner = [(name, state) for name, m in module.named_modules() if m is not module and (state := find_state(m))]
-    for name, state in inner:
-        _check_resting(name, state)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        _check_resting(name, below)
     allocator = CachingAllocator()
     groups = [ParameterGroup(members, policy, allocator) for members in _by_kind(candidates, policy)]
     for group in groups:
@@ -121,27 +120,63 @@ def fully_shard(
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag)
-    for name, below in inner:
+    for below, name in inner.items():
         below.name, below.is_outermost = name, False
         context.add(below)
 
-    module.__class__ = _unit_class(type(module))  # type: ignore[assignment,arg-type]
-    attach_state(module, state)
-    register_hooks(module, owners, state)
+    for each in modules:
+        each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
+        attach_state(each, state)
+    register_hooks(modules, owners, state)
     return module
 
 
+def _outer_modules(module: object) -> list[nn.Module]:
+    """The module, or those of several that are inside no other."""
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    if not modules:
+        raise ValueError("Expected `module` to be a module or several, got an empty list.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"Expected `module` to be an nn.Module or a list of them, got {type(each).__name__}.")
+    if len(set(modules)) < len(modules):
+        raise ValueError("Expected different modules in `module`, got one of them twice. Name each once.")
+    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
+    """The units below, each once, with the names of their modules."""
+    names: dict[FSDPState, list[str]] = {}
+    for module in modules:
+        for name, inner in module.named_modules():
+            if (state := find_state(inner)) is not None:
+                names.setdefault(state, []).append(name)
+    return {state: ", ".join(found) for state, found in names.items()}
+
+
 def _check_arguments(
-    module: nn.Module,
+    modules: list[nn.Module],
     reshard_after_forward: object,
     offload_policy: object | None,
 ) -> None:
-    if isinstance(module, list | tuple):
-        raise NotImplementedError(
-            "Expected `module` to be one module, got a list: one unit of several is not supported yet."
+    for module in modules:
+        _check_module(module)
+    is_count = isinstance(reshard_after_forward, int) and reshard_after_forward >= 1
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool) or is_count):
+        raise ValueError(
+            f"Expected `reshard_after_forward` to be a bool, a number of ranks or None, got {reshard_after_forward!r}: "
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to."
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected `module` to be an nn.Module, got {type(module).__name__}.")
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError("Expected `offload_policy` to be left at its default: it is not supported yet.")
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(
+            f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
+        )
+
+
+def _check_module(module: nn.Module) -> None:
     if find_state(module) is not None:
         raise ValueError(
             f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once."
@@ -151,14 +186,6 @@ def _check_arguments(
             f"Expected a module with a forward, got {type(module).__name__}, whose hooks would never fire. Shard what "
             "it holds, one by one."
         )
-    is_count = isinstance(reshard_after_forward, int) and reshard_after_forward >= 1
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool) or is_count):
-        raise ValueError(
-            f"Expected `reshard_after_forward` to be a bool, a number of ranks or None, got {reshard_after_forward!r}: "
-            "reshard_after_forward should be a bool or an int representing the group size to reshard to."
-        )
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotImplementedError("Expected `offload_policy` to be left at its default: it is not supported yet.")
 
 
 def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -206,8 +233,11 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and those below it that are in no inner unit, with dotted prefixes; each once."""
+def _own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules and those below them that are in no inner unit, with dotted prefixes; each once.
+
+    One module is where names begin; of several, each begins with its place in the list.
+    """
     seen: set[int] = set()
 
     def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -218,16 +248,17 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
         for name, child in inner.named_children():
             yield from walk(child, f"{prefix}{name}.")
 
-    yield from walk(module, prefix)
+    for i, module in enumerate(modules):
+        yield from walk(module, f"{i}." if len(modules) > 1 else "")
 
 
 def _candidates(
-    module: nn.Module, ignored: set[nn.Parameter], axes: DataAxes, placement_fn: PlacementFn | None
+    modules: list[nn.Module], ignored: set[nn.Parameter], axes: DataAxes, placement_fn: PlacementFn | None
 ) -> list[Candidate]:
     """The unit's parameters, each once with every place that holds it."""
     found: dict[int, Candidate] = {}
     ignored_ids = {id(parameter) for parameter in ignored}
-    for prefix, inner in _own_modules(module):
+    for prefix, inner in _own_modules(modules):
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
@@ -269,10 +300,10 @@ def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[
     return list(groups.values())
 
 
-def _move_to(module: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
+def _move_to(modules: list[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
     """Move the unit's own parameters and buffers, but those on meta."""
     ignored_ids = {id(parameter) for parameter in ignored}
-    for _, inner in _own_modules(module):
+    for _, inner in _own_modules(modules):
         for tensor in (*inner._parameters.values(), *inner._buffers.values()):
             if tensor is None or id(tensor) in ignored_ids or tensor.device == device or tensor.is_meta:
                 continue

@@ -178,6 +178,7 @@ class ParameterGroup:
         divisor: What the sum of the ranks' gradients is divided by.
         sums_only: Divide after a sum, where the collective itself could have made the mean.
         transport: The axis that the parameters are sharded over.
+        reduce_transport: The same axis, for reductions, where they have a communicator of their own.
         replicas: The axis that the shards are replicated over, or None.
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
         parts: This rank's of those parts, while there are any.
@@ -192,6 +193,7 @@ class ParameterGroup:
         self.divisor = float(self._num_ranks)
         self.sums_only = False
         self.transport, self.replicas = _transports(self.axes)
+        self.reduce_transport: Transport | None = None
         self.neighbours: Transport | None = None
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lamella_engine._policies import DataParallelMeshDims
 from lamella_layout import strided_placements
 
 if TYPE_CHECKING:
@@ -38,15 +39,6 @@ class PlacementResult(Protocol):
 PlacementFn = Callable[[nn.Parameter], "Shard | PlacementResult | None"]
 
 
-class MeshDims(Protocol):
-    """FSDP2's `DataParallelMeshDims`: which axes of a whole mesh are data axes."""
-
-    @property
-    def shard_names(self) -> tuple[str, ...]: ...
-    @property
-    def replicate_names(self) -> tuple[str, ...]: ...
-
-
 @dataclass(frozen=True)
 class DataAxes:
     """The mesh axes along which ranks hold different data.
@@ -66,7 +58,7 @@ class DataAxes:
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, dims: MeshDims | None = None) -> DataAxes:
+    def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataAxes:
         """The axes of the mesh that a user gives.
 
         Args:
@@ -74,7 +66,7 @@ class DataAxes:
             dims: Which axes of `mesh` are data axes.
 
         Raises:
-            ValueError: The mesh has another number of axes or no names, or `dims` names none, or one that it has not.
+            ValueError: The mesh has another number of axes or no names, or `dims` names one that it has not.
 
         Effects: several shard or replicate axes are flattened into one, which is a collective on the mesh's ranks.
         """
@@ -95,10 +87,8 @@ class DataAxes:
         return cls(mesh, 1, 0)
 
     @classmethod
-    def _named(cls, mesh: DeviceMesh, dims: MeshDims) -> DataAxes:
-        shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
-        if not shard and not replicate:
-            raise ValueError("Expected at least one of shard or replicate in `dp_mesh_dims`, got neither.")
+    def _named(cls, mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
+        shard, replicate = dims.shard_names, dims.replicate_names
         if mesh.mesh_dim_names is None:
             raise ValueError("Expected `mesh` to have mesh_dim_names with `dp_mesh_dims`, got none.")
         for name in shard + replicate:

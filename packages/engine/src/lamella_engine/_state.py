@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch.profiler import record_function
 
 from lamella_buffers import Pending, all_gather, all_reduce, reduce_scatter
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, Reduction
+from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_precision import MixedPrecisionPolicy
 
@@ -73,7 +73,14 @@ class FSDPState:
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.reduces_unused_parameters = False
+        self.unshards_in_backward = True
+        self.max_reductions_in_flight = 1
+        self.forward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
+        self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
+        self.module_ids: frozenset[int] = frozenset()
+        self._awaited: set[int] = set()
+        self._forward_is_watched = True
         self._residency = Residency.SHARDED
         self._gather: _Gather | None = None
         self._gathered_at = -1
@@ -128,8 +135,7 @@ class FSDPState:
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
-        label = record_function(f"FSDP::all_gather ({self.name})")
-        with label, torch.no_grad(), context.on(context.all_gather_stream):
+        with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
             pending = [_start_gather(same) for same in _by_axes(self.groups)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
         self._gathered_at = updates.count
@@ -205,6 +211,76 @@ class FSDPState:
                 f'`model.to_empty(device="{self.context.device.type}")` and initialise them first.'
             )
 
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Get ready for another forward pass of the tree: forget one that an exception ended, take shards back.
+
+        Effects: see `ParameterGroup.adopt_replaced_shards`.
+        """
+        self._awaited.clear()
+        self.adopt_replaced_shards()
+
+    def begin_forward(self, *, is_recomputed: bool) -> bool:
+        """Unshard for the forward of one of the unit's modules, and gather units ahead.
+
+        Args:
+            is_recomputed: It runs again inside backward: nothing is gathered ahead.
+
+        Returns:
+            Whether the unit's forward begins here. That of a unit of several modules begins with the first of them to
+            run, and is over when each has run.
+        """
+        begins = not self._awaited or len(self.module_ids) == 1
+        ahead: Sequence[Member] = ()
+        if begins and not is_recomputed:
+            ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
+            self.drop_stale_weights()
+        if begins:
+            self._awaited = set(self.module_ids)
+            self._forward_is_watched = True
+        for member in (self, *ahead):
+            member.unshard()
+        self.wait_for_unshard()
+        return begins
+
+    def end_forward(self, module_id: int, *, is_watched: bool, is_recomputed: bool) -> None:
+        """Reshard, if all of the unit's modules have run.
+
+        A pass that began with one of several modules ends with it. If it has a backward, that is likely to come next,
+        and the parameters stay for it.
+
+        Args:
+            module_id: Whose forward ended.
+            is_watched: Whether its outputs will say when the unit's backward begins; else the parameters must stay.
+            is_recomputed: It ran again inside backward, which reshards when it ends.
+        """
+        self._awaited.discard(module_id)
+        self._forward_is_watched &= is_watched
+        if is_recomputed or (self._awaited and not self.context.is_forward_root(self)):
+            return
+        if not (self._awaited and torch.is_grad_enabled()):
+            self._reshard_after_forward()
+        self._awaited.clear()
+        self.context.leave_forward(self)
+
+    def finish_forward(self) -> None:
+        """End a forward that not all of the unit's modules took part in."""
+        if self._awaited and not self.context.is_forward_root(self):
+            self._awaited.clear()
+            self._reshard_after_forward()
+            self.context.leave_forward(self)
+
+    def _reshard_after_forward(self) -> None:
+        if self.reshards_after_forward and self._forward_is_watched:
+            self.reshard(keep_parts=torch.is_grad_enabled())
+
+    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Member | None) -> list[Member]:
+        """The units to gather ahead, so that their gathers overlap with this unit's compute."""
+        if asked:
+            return [state for ref in asked if (state := ref()) is not None]
+        return [] if learned is None else [learned]
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
@@ -226,12 +302,12 @@ class FSDPState:
         gradients = {group: group.take_gradients() for group in groups}
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
-        with record_function(f"FSDP::post_backward_reduce ({self.name})"), torch.no_grad():
+        with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
                 reduced = {group: self._reduced(group, taken) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
                     moves = [(gradients[group], reduced[group].shards) for group in same]
-                    reduce_scatter(moves, same[0].transport, same[0].reduce_op).wait()
+                    reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
             context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
@@ -269,13 +345,20 @@ class FSDPState:
         if self.awaits_backward_end:
             return  # another output of the same forward
         self.awaits_backward_end = True
-        self.unshard_with(self.context.enter_backward(self))
+        with label("pre_backward", self.name):
+            ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
+            for member in (self, *ahead):
+                if member.unshards_in_backward:
+                    member.unshard()
+            self.wait_for_unshard()
 
     def end_backward(self) -> None:
         """Reshard, and reduce the gradients or keep them for a later microbatch."""
         self.awaits_backward_end = False
+        self._awaited.clear()
         if self.reshard_after_backward:
-            self.reshard()
+            with label("post_backward_reshard", self.name):
+                self.reshard()
         if self.requires_gradient_sync:
             self.reduce_gradients()
         else:
@@ -289,13 +372,6 @@ class FSDPState:
         elif self.reshard_after_backward:
             self.reshard()
 
-    def unshard_with(self, successor: Member | None) -> None:
-        """Unshard now, and gather `successor` ahead so that its gather overlaps with this unit's compute."""
-        self.unshard()
-        if successor is not None:
-            successor.unshard()
-        self.wait_for_unshard()
-
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         for group in self.groups:
@@ -305,6 +381,7 @@ class FSDPState:
 
     def abandon(self) -> None:
         """Drop this pass: gradients that were not reduced, and the unsharded parameters."""
+        self._awaited.clear()
         self.awaits_backward_end = False
         self.drop_gradients()
         self.reshard()
