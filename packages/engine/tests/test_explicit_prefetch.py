@@ -102,8 +102,9 @@ def test_an_empty_list_restores_the_learned_order() -> None:
 def test_a_unit_that_was_gathered_for_nothing_is_freed() -> None:
     def check() -> None:
         reference, model = twins()
-        unit(model.layers[2]).set_modules_to_forward_prefetch([unit(model.layers[0])])
-        unit(model.layers[0]).set_modules_to_backward_prefetch([unit(model.layers[2])])
+        first, last = (unit(model.get_submodule(f"layers.{i}")) for i in (0, 2))
+        last.set_modules_to_forward_prefetch([first])
+        first.set_modules_to_backward_prefetch([last])
         assert_trains_alike(reference, model, LOSS)
 
     run_ranks(check, 2)

@@ -12,6 +12,7 @@ from engine_models import Residual, assert_at_rest, assert_shard_equals
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 
 from lamella_engine import fully_shard, share_comm_ctx
 from lamella_testing import run_ranks
@@ -56,21 +57,23 @@ def _check(make_schedule: Callable[..., Any], num_local: int) -> None:
         for model in (*references, *(stages[i] for i in mine)):
             model.zero_grad()
         schedule.step(*([x] if place == 0 else []), target=target)
-        _loss(nn.Sequential(*references)(x), target).backward()
+        loss: Any = _loss(nn.Sequential(*references)(x), target)
+        loss.backward()
         for i in mine:
             assert_at_rest(stages[i])
             pairs = zip(references[i].named_parameters(), stages[i].parameters(), strict=True)
             for (name, expected), got in pairs:
                 assert got.grad is not None
                 assert expected.grad is not None
-                assert_shard_equals_on(mesh["data"], got.grad, expected.grad, f"{step}: {i}.{name}")
+                _assert_shard_equals(mesh["data"], got.grad, expected.grad, f"{step}: {i}.{name}")
 
 
-def assert_shard_equals_on(mesh: Any, got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+def _assert_shard_equals(mesh: Any, got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     chunks = expected.chunk(mesh.size())
     rank = mesh.get_local_rank()
     mine = chunks[rank] if rank < len(chunks) else expected[:0]
-    assert_shard_equals(got.to_local(), mine, name, rtol=1e-4, atol=1e-6)  # type: ignore[operator]
+    assert isinstance(got, DTensor)
+    assert_shard_equals(got.to_local(), mine, name, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_engine import fully_shard, share_comm_ctx
-from lamella_engine._context import Context
+from lamella_engine._context import Context, Reduction
 from lamella_engine._module import find_state
 from lamella_testing import run_ranks
 
@@ -42,12 +42,12 @@ def _most_in_flight(model: nn.Module) -> int:
     context, most = _context(model), 0
     hold = context.hold
 
-    def count(reduction: object) -> None:
+    def count(reduction: Reduction) -> None:
         nonlocal most
-        hold(reduction)  # type: ignore[arg-type]
+        hold(reduction)
         most = max(most, len(context._reductions))
 
-    context.hold = count  # type: ignore[method-assign, assignment]
+    context.hold = count  # type: ignore[method-assign]
     LOSS(model).backward()
     context.hold = hold  # type: ignore[method-assign]
     return most
@@ -69,7 +69,7 @@ def test_as_many_are_in_flight_as_asked_for_and_none_after_backward(num: int) ->
 def test_the_largest_number_in_the_tree_counts() -> None:
     def check() -> None:
         model = Net()
-        fully_shard(model.layers[0]).set_reduce_scatter_max_input_buffers(3)
+        unit(fully_shard(model.layers[0])).set_reduce_scatter_max_input_buffers(3)
         shard_rest(model)
         assert _most_in_flight(model) == 3
         unit(model).set_reduce_scatter_max_input_buffers(2)
@@ -106,11 +106,10 @@ def test_reductions_may_have_a_communicator_of_their_own() -> None:
         unit(model).set_separate_reduce_scatter_group()
         unit(model).set_separate_reduce_scatter_group(True)
         assert len(dist.distributed_c10d._world.pg_map) == num_groups + 1, "units on the same ranks share one, once"
-        transports = {id(state.reduce_transport) for _, state in units(model)}
-        assert len(transports) == 1
+        assert len({id(group.reduce_transport) for _, state in units(model) for group in state.groups}) == 1
         assert_trains_alike(reference, model, LOSS)
         unit(model).set_separate_reduce_scatter_group(False, recurse=False)
-        assert [state.reduce_transport is None for _, state in units(model)] == [True, False, False, False]
+        assert [state.groups[0].reduce_transport is None for _, state in units(model)] == [True, False, False, False]
         assert_trains_alike(reference, model, LOSS)
 
     run_ranks(check, 2)
@@ -121,7 +120,7 @@ def test_a_communicator_for_a_part_of_the_ranks_is_made_by_that_part_alone() -> 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "shard"))["shard"]
         model = fully_shard(Net(), mesh=mesh)
         if dist.get_rank() < 2:
-            model.set_separate_reduce_scatter_group()
+            unit(model).set_separate_reduce_scatter_group()
         LOSS(model).backward()
         assert_at_rest(model)
 
@@ -175,13 +174,13 @@ def test_what_cannot_share_streams_is_refused() -> None:
     def check() -> None:
         model = shard(Net())
         share_comm_ctx([])
-        share_comm_ctx([model])
-        share_comm_ctx([model, unit(model.layers[0])])
+        share_comm_ctx([unit(model)])
+        share_comm_ctx([unit(model), unit(model.layers[0])])
         with pytest.raises(ValueError, match=r"`modules` to be a list of units, got Linear"):
-            share_comm_ctx([model, model.stem])
+            share_comm_ctx([unit(model), model.stem])  # type: ignore[list-item]
         other = shard(Net())
         _context(other).device = torch.device("meta")
         with pytest.raises(ValueError, match=r"units on one device, got cpu and meta"):
-            share_comm_ctx([model, other])
+            share_comm_ctx([unit(model), unit(other)])
 
     run_ranks(check, 1)

@@ -67,14 +67,14 @@ class Member(Protocol):
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter that was put on its stream.
+    """A collective that was put on a stream, and the tensors of another stream that it reads.
 
-    The gradients it reads were allocated on the compute stream. They are held here, and dropped only after that
-    stream was made to wait for `event`: freed earlier, their memory would be written while it is still read.
+    They are held here, and dropped only after the stream that allocated them was made to wait for `event`: freed
+    earlier, their memory would be written while it is still read.
     """
 
     event: torch.Event
-    gradients: list[torch.Tensor]
+    reads: list[torch.Tensor]
 
 
 def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
@@ -98,6 +98,8 @@ class Context:
        the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
        memory: a gather cannot run ahead of the compute that frees its place.
     3. The reduce stream waits for the compute stream before it reads gradients (and before it adds to earlier ones).
+    4. The all-reduce stream waits for each reduction; the reduce stream waits for the all-reduce before the last before
+       what that read is freed; the compute stream waits for all of them at the end of the backward.
     On CPU torch's own null streams stand in, and the same code runs.
     """
 
@@ -111,6 +113,7 @@ class Context:
         # collector runs.
         self._states: list[weakref.ref[Member]] = []
         self._reductions: deque[Reduction] = deque()
+        self._all_reductions: deque[Reduction] = deque()
         self._max_reductions = 1
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
@@ -144,6 +147,11 @@ class Context:
     @cached_property
     def reduce_scatter_stream(self) -> torch.Stream:
         """Where gradients are staged, reduced and cast."""
+        return self._new_stream()
+
+    @cached_property
+    def all_reduce_stream(self) -> torch.Stream:
+        """Where reduced gradients are reduced again, over the replicas."""
         return self._new_stream()
 
     @property
@@ -182,7 +190,9 @@ class Context:
         self._finish_reductions()
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
+        self.all_reduce_stream = other.all_reduce_stream
         self._reductions = other._reductions
+        self._all_reductions = other._all_reductions
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +297,17 @@ class Context:
     def _finish_reductions(self) -> None:
         """Order the compute stream after every reduction, and let go of what they read."""
         self._retire_all_but(0)
+        while self._all_reductions:
+            event = self._all_reductions.popleft().event
+            self.compute_stream.wait_event(event)
+            self.reduce_scatter_stream.wait_event(event)
 
     def _retire_all_but(self, num_left: int) -> None:
         while len(self._reductions) > num_left:
             self.compute_stream.wait_event(self._reductions.popleft().event)
+
+    def hold_all_reduce(self, reduction: Reduction) -> None:
+        """Keep what an all-reduce reads alive until the reduce stream, which allocated it, has waited for the next."""
+        self._all_reductions.append(reduction)
+        if len(self._all_reductions) > 2:
+            self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)

@@ -115,7 +115,7 @@ class FSDPModule(fsdp2.FSDPModule):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether the parameters go after forward and are gathered again for backward.
+        """Say whether the parameters go after forward and are gathered again for backward, from all ranks.
 
         Raises:
             ValueError: Not a bool.
@@ -124,6 +124,8 @@ class FSDPModule(fsdp2.FSDPModule):
             raise ValueError(f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}.")
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.neighbours = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether the parameters go after backward.
@@ -143,6 +145,41 @@ class FSDPModule(fsdp2.FSDPModule):
             raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
         for group in state_of(self).groups:
             group.divisor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce with sums only and divide after, at the cost of a pass over the shards; not for units below."""
+        for group in state_of(self).groups:
+            group.sums_only = enable
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients over the replicas (HSDP) too, or keeps each replica's own sum.
+
+        A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
+        """
+        for state in _states(self, recurse):
+            state.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
+
+        Args:
+            hook: Given the flat shards of a group of parameters, in the reduce dtype, to change in place.
+            stream: Where it runs. None means the stream of the all-reduces.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes, or it has replicas and a stream was given.
+        """
+        state = state_of(self)
+        if len({group.axes for group in state.groups}) > 1:
+            raise ValueError(
+                "Expected a unit whose parameters lie on one mesh, got several: what the hook is given would be "
+                "ambiguous. Give parameters on other meshes (`shard_placement_fn`) units of their own."
+            )
+        if stream is not None and any(group.replicas is not None for group in state.groups):
+            raise ValueError(
+                "Expected no `stream` for a unit with replicas, got one: stream cannot be set when using native HSDP."
+            )
+        state.all_reduce_hook, state.all_reduce_hook_stream = hook, stream
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether a parameter without a gradient here gets the other ranks'.
@@ -232,11 +269,11 @@ class FSDPModule(fsdp2.FSDPModule):
             already, or lies on a single rank.
         """
         made: dict[tuple[int, ...], Transport] = {}
-        for state in _states(self, recurse):
+        for group in (group for state in _states(self, recurse) for group in state.groups):
             if not enable:
-                state.reduce_transport = None
-            elif state.groups and state.reduce_transport is None:
-                state.reduce_transport = _separate_transport(state.groups[0].mesh.get_group(), made)
+                group.reduce_transport = None
+            elif (shared := group.axes.shard_group) is not None and shared.size() > 1:
+                group.reduce_transport = _separate_transport(shared, group.reduce_transport, made)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
@@ -385,9 +422,14 @@ def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
 
 
-def _separate_transport(group: dist.ProcessGroup, made: dict[tuple[int, ...], Transport]) -> Transport:
-    """A transport over the same ranks with a communicator of its own, made once for each set of ranks."""
-    ranks = tuple(dist.get_process_group_ranks(group))
+def _separate_transport(
+    shared: dist.ProcessGroup, existing: Transport | None, made: dict[tuple[int, ...], Transport]
+) -> Transport:
+    """A transport over the same ranks with a communicator of its own, one for each set of ranks."""
+    ranks = tuple(dist.get_process_group_ranks(shared))
+    if existing is not None:
+        made.setdefault(ranks, existing)
+        return existing
     if ranks not in made:
         own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
         made[ranks] = transport_for(own)

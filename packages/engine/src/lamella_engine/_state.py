@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-from lamella_buffers import Pending, Transport, all_gather, reduce_scatter, transport_for
+from lamella_buffers import Pending, all_gather, all_reduce, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
-from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_precision import MixedPrecisionPolicy
 
 
@@ -36,7 +36,7 @@ _LEGAL = {
 class _Gather(NamedTuple):
     """A gather in flight: what the host waits for (gloo), what a stream waits for (CUDA), and what to put back."""
 
-    pending: Pending
+    pending: list[Pending]
     event: torch.Event
     versions: AbstractContextManager[None]
 
@@ -52,7 +52,7 @@ class FSDPState:
         groups: Its parameters.
         context: Shared with the rest of the tree.
         policy: Number formats; here only those of inputs and outputs.
-        reshard_after_forward: FSDP2's; None means "unless I am the outermost unit".
+        reshard_after_forward: FSDP2's flag; None means "unless I am the outermost unit".
     """
 
     def __init__(
@@ -84,16 +84,10 @@ class FSDPState:
         self._residency = Residency.SHARDED
         self._gather: _Gather | None = None
         self._gathered_at = -1
-        self._transport: Transport | None = None
-        self.reduce_transport: Transport | None = None  # None: the one that gathers
+        self.requires_all_reduce = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: torch.Stream | None = None
         context.add(self)
-
-    @property
-    def transport(self) -> Transport:
-        """The axis that the unit's groups share."""
-        if self._transport is None:
-            self._transport = transport_for(self.groups[0].mesh.get_group())
-        return self._transport
 
     @property
     def residency(self) -> Residency:
@@ -125,12 +119,14 @@ class FSDPState:
         Raises:
             RuntimeError: The parameters are on the meta device.
 
-        Effects: collective on the unit's axis, one for all of its groups; allocates the unsharded buffers on the gather
-            stream and casts this rank's shards there; no host sync.
+        Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
+            buffers on the gather stream and casts this rank's shards there; no host sync.
         """
         if self._residency is not Residency.SHARDED or not self.groups:
             return
         context = self.context
+        if self._gathered_at != updates.count:
+            self._drop_parts()
         if context.is_resting:
             self.adopt_replaced_shards()
             context.order_gathers_after_compute()
@@ -140,7 +136,7 @@ class FSDPState:
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
         with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
-            pending = all_gather([group.prepare_gather() for group in self.groups], self.transport)
+            pending = [_start_gather(same) for same in _by_axes(self.groups)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
         self._gathered_at = updates.count
         self.residency = Residency.UNSHARDING
@@ -157,18 +153,26 @@ class FSDPState:
             group.install_unsharded()
         self.residency = Residency.UNSHARDED
 
-    def reshard(self) -> None:
+    def reshard(self, *, keep_parts: bool = False) -> None:
         """Make the modules hold the DTensors, and free the unsharded buffers; nothing if they are free.
+
+        Args:
+            keep_parts: Keep what the neighbours need to gather again among themselves, where there are any
+                (`reshard_after_forward` was a number).
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
+        if not keep_parts:
+            self._drop_parts()
         if self._residency is Residency.SHARDED:
             return
         self._finish_gather()
-        for group in self.groups:
-            group.install_sharded()
         self.context.order_gathers_after_compute()
         for group in self.groups:
+            group.install_sharded()
+            if keep_parts and group.neighbours is not None:
+                with torch.no_grad(), self.context.on(self.context.all_gather_stream):
+                    group.keep_part()
             group.unsharded_weight.free()
         self.residency = Residency.SHARDED
 
@@ -179,16 +183,24 @@ class FSDPState:
         """
         if self._residency is Residency.SHARDED:
             for group in self.groups:
+                before = group.main_weight
                 group.adopt_replaced_shards(keep_parameters=keep_parameters)
+                if group.main_weight is not before:
+                    self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
-        if self._residency is not Residency.SHARDED and self._gathered_at != updates.count:
+        if self._gathered_at != updates.count:
             self.reshard()
+
+    def _drop_parts(self) -> None:
+        for group in self.groups:
+            group.parts = None
 
     def _finish_gather(self) -> None:
         if self._gather is not None:
-            self._gather.pending.wait()
+            for pending in self._gather.pending:
+                pending.wait()
             self._gather.versions.__exit__(None, None, None)
             self.context.compute_stream.wait_event(self._gather.event)
             self._gather = None
@@ -264,7 +276,7 @@ class FSDPState:
 
     def _reshard_after_forward(self) -> None:
         if self.reshards_after_forward and self._forward_is_watched:
-            self.reshard()
+            self.reshard(keep_parts=torch.is_grad_enabled())
 
     def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Member | None) -> list[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
@@ -281,24 +293,55 @@ class FSDPState:
         `reduces_unused_parameters`), and then with all of its members: one without a gradient sends zeros, and gets
         none unless `reduces_unused_parameters`.
 
-        Effects: collective on the unit's axis, one for all of its groups, on the reduce stream; the compute stream
-            waits for the unit reduced before, whose gradients are then freed; no host sync on CUDA.
+        Effects: collective on the unit's shard axis, one for all groups on the same axes, on the reduce stream; the
+            compute stream waits for the unit reduced before, whose gradients are then freed. With replicas, another
+            collective on their axis, on its own stream. No host sync on CUDA.
         """
         groups = [g for g in self.groups if g.has_gradients or (self.reduces_unused_parameters and g.is_trainable)]
         if not groups:
             return
         context = self.context
         context.retire_reductions()
-        gradients = [group.take_gradients() for group in groups]
+        gradients = {group: group.take_gradients() for group in groups}
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
-        with label("post_backward_reduce", self.name), torch.no_grad(), context.on(stream):
-            reduced = [group.new_reduced() for group in groups]
-            moves = list(zip(gradients, reduced, strict=True))
-            reduce_scatter(moves, self.reduce_transport or self.transport, groups[0].reduce_op).wait()
-            for group, taken, shards in zip(groups, gradients, reduced, strict=True):
-                group.install_gradients(shards, [self.reduces_unused_parameters or g is not None for g in taken])
-            context.hold(Reduction(stream.record_event(), [g for taken in gradients for g in taken if g is not None]))
+        with label("post_backward_reduce", self.name), torch.no_grad():
+            with context.on(stream):
+                reduced = {group: self._reduced(group, taken) for group, taken in gradients.items()}
+                for same in _by_axes(groups):
+                    moves = [(gradients[group], reduced[group].shards) for group in same]
+                    reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
+                reduced = {group: group.add_partial(part) for group, part in reduced.items()}
+                event = stream.record_event()
+            context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
+            for same in _by_axes(groups):
+                self._finish_reduction({group: reduced[group] for group in same}, event)
+
+    def _reduced(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> Reduced:
+        return Reduced(group.new_reduced(), [self.reduces_unused_parameters or g is not None for g in gradients])
+
+    def _finish_reduction(self, reduced: dict[ParameterGroup, Reduced], event: torch.Event) -> None:
+        """Reduce over the replicas if there are any, and install the gradients."""
+        context, replicas = self.context, next(iter(reduced)).replicas
+        if replicas is not None and not self.requires_all_reduce:
+            for group, part in reduced.items():
+                group.partial = part
+            return
+        stream = context.reduce_scatter_stream
+        if replicas is not None or self.all_reduce_hook is not None:
+            stream = self.all_reduce_hook_stream or context.all_reduce_stream
+            stream.wait_event(event)
+        with context.on(stream):
+            flats = [part.shards.flat for part in reduced.values()]
+            if replicas is not None:
+                all_reduce(flats, replicas, next(iter(reduced)).reduce_op).wait()
+            if self.all_reduce_hook is not None:
+                for flat in flats:
+                    self.all_reduce_hook(flat)
+            for group, part in reduced.items():
+                group.install_gradients(part)
+            if stream is not context.reduce_scatter_stream:
+                context.hold_all_reduce(Reduction(stream.record_event(), flats))
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
@@ -335,6 +378,7 @@ class FSDPState:
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         for group in self.groups:
+            group.partial = None
             for parameter in group.parameters:
                 parameter.drop_gradient()
 
@@ -350,3 +394,18 @@ def _gather_ahead(members: Sequence[Member], direction: str) -> None:
     for member in members:
         with label(f"{direction}_prefetch for {member.name}"):
             member.unshard()
+
+
+def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:
+    first = groups[0]
+    if first.parts is not None and first.neighbours is not None:
+        return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
+    return all_gather([group.prepare_gather() for group in groups], first.transport)
+
+
+def _by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
+    """The groups that travel together, in an order that follows from the program alone."""
+    together: dict[object, list[ParameterGroup]] = {}
+    for group in groups:
+        together.setdefault((group.axes, group.reduce_op), []).append(group)
+    return list(together.values())
