@@ -237,9 +237,9 @@ class ParameterGroup:
         self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
         (dtype,) = self._recipe.payload_dtypes(main_dtype)
         self._sends_main = dtype == main_dtype
-        self.unsharded_weight = UnshardedBuffer(
-            self.layout, self._rank, dtype, self.main_weight.device, self._allocator
-        )
+        is_main_itself = self._sends_main and self.axes.shard_axis is None
+        allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self._allocator
+        self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.main_weight.device, allocator)
         self.unsharded_weight.allocate()
         slots = zip(self.parameters, self.unsharded_weight.slots, self.layout.shapes, strict=True)
         for parameter, slot, shape in slots:
@@ -257,6 +257,11 @@ class ParameterGroup:
         """The members that have no storage yet."""
         return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody replaced a shard, or its storage; the group must be sharded."""
+        return any(parameter.is_replaced for parameter in self.parameters)
+
     def adopt_replaced_shards(self, *, keep_parameters: bool) -> None:
         """Take the shards back into one buffer if somebody replaced them, or their storage.
 
@@ -273,7 +278,7 @@ class ParameterGroup:
 
         Effects: none if nothing was replaced; else allocates the shards anew and copies them. Not a collective.
         """
-        if not any(parameter.is_replaced for parameter in self.parameters):
+        if not self.is_replaced:
             return
         given = [_local(parameter.replacement()) for parameter in self.parameters]
         if any(shard.is_meta for shard in given):
@@ -428,6 +433,22 @@ class ParameterGroup:
         for parameter, wanted in zip(self.parameters, present, strict=True):
             if wanted:
                 parameter.run_hooks()
+
+
+class _Borrowed:
+    """The allocator of an unsharded buffer that is the main weights: replicated, and in the same dtype."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._flat
+
+    def allocate(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: they are there."""
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: they stay."""
 
 
 def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
