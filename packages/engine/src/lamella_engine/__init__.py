@@ -6,6 +6,7 @@ from lamella_engine._module import UnshardHandle as UnshardHandle
 from lamella_engine._module import register_fsdp_forward_method as register_fsdp_forward_method
 from lamella_engine._module import share_comm_ctx as share_comm_ctx
 from lamella_engine._placements import DDP as DDP
+from lamella_engine._placements import HFSDP as HFSDP
 from lamella_engine._placements import HSDP as HSDP
 from lamella_engine._placements import ZERO1 as ZERO1
 from lamella_engine._placements import ZERO2 as ZERO2

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lamella_buffers import Pending, all_gather, all_reduce, reduce_scatter
+from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._parameter_group import ParameterGroup, Reduced
@@ -138,7 +138,7 @@ class FSDPState:
             return
         context = self.context
         if self._gathered_at != updates.count:
-            self._drop_parts()
+            self._drop_stale()
         if context.is_resting:
             self.adopt_replaced_shards()
             context.order_gathers_after_compute()
@@ -199,10 +199,11 @@ class FSDPState:
         self.residency = Residency.SHARDED
 
     def drop_copy(self) -> None:
-        """Free a copy of the parameters that was kept: somebody may be about to write main weights.
+        """Free copies of the parameters that were kept: somebody may be about to write main weights.
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
+        self._drop_stale()
         if self._residency is Residency.KEPT:
             self.context.order_gathers_after_compute()
             for group in self.groups:
@@ -228,6 +229,11 @@ class FSDPState:
     def _drop_parts(self) -> None:
         for group in self.groups:
             group.parts = None
+
+    def _drop_stale(self) -> None:
+        self._drop_parts()
+        for group in self.groups:
+            group.model_weight = None
 
     def _finish_gather(self) -> None:
         if self._gather is not None:
@@ -346,35 +352,31 @@ class FSDPState:
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
             context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
-            for same in _by_axes(groups):
-                self._finish_reduction({group: reduced[group] for group in same}, event)
+            for group, part in reduced.items():
+                self._finish_reduction(group, part, event)
 
     def _reduced(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> Reduced:
         return Reduced(group.new_reduced(), [self.reduces_unused_parameters or g is not None for g in gradients])
 
-    def _finish_reduction(self, reduced: dict[ParameterGroup, Reduced], event: torch.Event) -> None:
-        """Reduce over the replicas if there are any, and install the gradients."""
-        context, replicas = self.context, next(iter(reduced)).replicas
-        waits = self.strategy.all_reduces_once and not context.is_last_backward
-        if replicas is not None and (waits or not self.requires_all_reduce):
-            for group, part in reduced.items():
-                group.partial = part
+    def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> None:
+        """Reduce over the axes that are left, or keep that for a later microbatch; and install the gradients."""
+        context = self.context
+        has_outer = group.replicas is not None or group.outer is not None
+        waits = self.strategy.reduces_outer_once and not context.is_last_backward
+        if has_outer and (waits or not self.requires_all_reduce):
+            group.partial = reduced
             return
         stream = context.reduce_scatter_stream
-        if replicas is not None or self.all_reduce_hook is not None:
+        if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
         with context.on(stream):
-            flats = [part.shards.flat for part in reduced.values()]
-            if replicas is not None:
-                all_reduce(flats, replicas, next(iter(reduced)).reduce_op).wait()
+            total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
-                for flat in flats:
-                    self.all_reduce_hook(flat)
-            for group, part in reduced.items():
-                group.install_gradients(part)
+                self.all_reduce_hook(total.shards.flat)
+            group.install_gradients(total)
             if stream is not context.reduce_scatter_stream:
-                context.hold_all_reduce(Reduction(stream.record_event(), flats))
+                context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
@@ -401,7 +403,7 @@ class FSDPState:
                 group.accumulate_gradients()
             return
         self.reduce_gradients()
-        if self.strategy.keeps_copy and is_last:
+        if is_last and (self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)):
             self._gathered_at = -1  # an optimizer of any kind is likely to write now
 
     def finish_backward(self) -> None:
