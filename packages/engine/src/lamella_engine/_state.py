@@ -219,7 +219,10 @@ class FSDPState:
             self.drop_copy()
         if self._residency is Residency.SHARDED:
             for group in self.groups:
+                before = group.main_weight
                 group.adopt_replaced_shards(keep_parameters=keep_parameters)
+                if group.main_weight is not before:
+                    self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
@@ -280,8 +283,8 @@ class FSDPState:
         if begins:
             self._awaited = set(self.module_ids)
             self._forward_is_watched = True
-        for member in (self, *ahead):
-            member.unshard()
+        self.unshard()
+        _gather_ahead(ahead, "forward")
         self.wait_for_unshard()
         return begins
 
@@ -385,9 +388,9 @@ class FSDPState:
         self.awaits_backward_end = True
         with label("pre_backward", self.name):
             ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
-            for member in (self, *ahead):
-                if member.unshards_in_backward:
-                    member.unshard()
+            if self.unshards_in_backward:
+                self.unshard()
+            _gather_ahead([member for member in ahead if member.unshards_in_backward], "backward")
             self.wait_for_unshard()
 
     def end_backward(self) -> None:
@@ -426,6 +429,12 @@ class FSDPState:
         self.awaits_backward_end = False
         self.drop_gradients()
         self.reshard()
+
+
+def _gather_ahead(members: Sequence[Member], direction: str) -> None:
+    for member in members:
+        with label(f"{direction}_prefetch for {member.name}"):
+            member.unshard()
 
 
 def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:
