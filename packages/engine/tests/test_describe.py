@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from engine_models import Net, shard, unit
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lamella_engine import MixedPrecisionPolicy, describe, fully_shard, fully_shard_model
 from lamella_testing import run_ranks
@@ -41,13 +42,14 @@ def test_dtypes_frozen_groups_and_states_are_told() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, main_dtype=torch.float64)
 
     def check() -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(512, 4), nn.Linear(512, 4))
         model[0].requires_grad_(False)
         fully_shard(model, mp_policy=policy)
         text = describe(model)
         assert "2 groups, sharded now" in text
-        assert "at rest     float64" in text
-        assert "unsharded   bfloat16" in text
+        # Half of four rows of 512, and half of a bias behind it; unsharded all of them.
+        assert text.count("at rest     float64, 8.0 KiB a rank with padding") == 2
+        assert text.count("unsharded   bfloat16, 4.0 KiB with padding") == 2
         assert "gradients   none: frozen" in text
         assert "gradients   reduced in float32" in text
         unit(model).unshard()
@@ -65,6 +67,19 @@ def test_a_model_on_meta_is_described() -> None:
         assert describe(model.to_empty(device="cpu")) == describe(shard(Net()))
 
     run_ranks(check, 2)
+
+
+def test_names_are_the_models_own() -> None:
+    def check() -> None:
+        model = Net()
+        model.layers[0] = checkpoint_wrapper(model.layers[0])
+        fully_shard(model.get_submodule("layers.0._checkpoint_wrapped_module"))
+        fully_shard(model)
+        text = describe(model)
+        assert "layers.0: FSDPResidual" in text
+        assert "_checkpoint_wrapped_module" not in text
+
+    run_ranks(check, 1)
 
 
 def test_what_has_no_units_is_refused() -> None:

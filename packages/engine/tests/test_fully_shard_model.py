@@ -199,6 +199,7 @@ def test_a_module_that_two_units_would_hold_is_left_to_the_unit_around_both() ->
 def test_a_unit_that_is_held_twice_is_planned_once() -> None:
     model = Net()
     model.layers[2] = model.layers[0]
+    model.again = nn.Sequential(model.layers[1])
     assert _names(plan_units(model, units=Residual)) == ["layers.0", "layers.1"]
 
 
