@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -399,9 +399,10 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.accumulate(self.reduce_dtype)
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """One gradient a member; None where backward made none."""
-        return [parameter.take_gradient() for parameter in self.parameters]
+    def take_gradients(self) -> dict[int, torch.Tensor | None]:
+        """The gradients of the members that train, by index; None where backward made none."""
+        taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
+        return {i: parameter.take_gradient() for i, parameter in taking.items()}
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -409,12 +410,18 @@ class ParameterGroup:
         is_mean = self.divisor == self.axes.num_ranks and not self.sums_only
         return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
 
-    def new_reduced(self) -> ShardedBuffer:
+    def new_reduced(self, present: Mapping[int, bool]) -> Reduced:
         """A buffer for reduced gradients, in the reduce dtype.
 
-        Effects: allocates it on the current stream.
+        Args:
+            present: Of the members that take part in the reduction, which have a gradient.
+
+        Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
-        return ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
+        shards = ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
+        if len(present) < len(self.parameters):
+            shards.flat.zero_()
+        return Reduced(shards, [present.get(i, False) for i in range(len(self.parameters))])
 
     def add_partial(self, reduced: Reduced) -> Reduced:
         """Add what earlier microbatches left to be reduced over the replicas.

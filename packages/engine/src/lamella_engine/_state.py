@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
@@ -348,18 +348,19 @@ class FSDPState:
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
-                reduced = {group: self._reduced(group, taken) for group, taken in gradients.items()}
+                reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
                     moves = [(gradients[group], reduced[group].shards) for group in same]
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
-            context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
+            reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
+            context.hold(Reduction(event, reads))
             for group, part in reduced.items():
                 self._finish_reduction(group, part, event)
 
-    def _reduced(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> Reduced:
-        return Reduced(group.new_reduced(), [self.reduces_unused_parameters or g is not None for g in gradients])
+    def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
+        return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
 
     def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> None:
         """Reduce over the axes that are left, or keep that for a later microbatch; and install the gradients."""
