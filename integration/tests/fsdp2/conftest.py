@@ -1,7 +1,7 @@
 """One suite, two implementations: what torch's FSDP2 does here, lamella must do with nothing but the import changed.
 
 A test takes `api`, a namespace with `fully_shard` and what goes with it. The run on torch says that the test is right,
-the run on lamella that lamella is.
+the run on lamella that lamella is. What it lacks is in `not_yet.py`.
 """
 
 from pathlib import Path
@@ -9,14 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch.distributed.fsdp
+from not_yet import NOT_YET
 
 import lamella_engine
 
 API = {"torch": torch.distributed.fsdp, "lamella": lamella_engine}
-
-# What lamella lacks: a test, or one case of it, and why it fails. A test that begins to pass turns the suite red until
-# its line here goes.
-NOT_YET: dict[str, str] = {}
 
 
 @pytest.fixture(params=API)
@@ -29,20 +26,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
     known = set()
     for item in ours:
-        case, names_lamella = _case_of(item)
-        keys = {case, case.partition("[")[0]} & NOT_YET.keys()
-        known |= keys
-        if names_lamella and keys:
-            item.add_marker(pytest.mark.xfail(strict=True, reason=NOT_YET[max(keys)]))
+        test, case, implementation = _name_of(item)
+        lacks = NOT_YET.get(item.path.stem, {})
+        for key in {f"{test}[{case}]", test} & lacks.keys():
+            known.add((item.path.stem, key))
+            if implementation == "lamella":
+                item.add_marker(pytest.mark.xfail(strict=True, reason=lacks[key]))
     files = {item.path.stem for item in ours}
-    stale = {key for key in NOT_YET if key.partition("::")[0] in files} - known
+    stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - known
     if stale and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"Expected NOT_YET to name tests that exist, got {sorted(stale)}.")
+        raise pytest.UsageError(f"Expected not_yet.py to name tests that exist, got {sorted(stale)}.")
 
 
-def _case_of(item: pytest.Item) -> tuple[str, bool]:
-    """What NOT_YET calls a test, `file::test[case]` without the implementation, and whether it runs on lamella."""
-    name, _, case = item.name.rstrip("]").partition("[")
-    parts = case.split("-")
-    others = "-".join(part for part in parts if part not in API)
-    return f"{item.path.stem}::{name}" + (f"[{others}]" if others else ""), "lamella" in parts
+def _name_of(item: pytest.Item) -> tuple[str, str, str]:
+    """A test's name, its case, and the implementation it runs on: "test_x[torch-case]" is made of the three."""
+    test, _, parameters = item.name.removesuffix("]").partition("[")
+    parts = parameters.split("-")
+    case = "-".join(part for part in parts if part not in API)
+    return test, case, next((part for part in parts if part in API), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -102,6 +103,7 @@ def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*(shape or (4, DIM)), generator=generator)
 
 
+@cache  # DTensor caches by equality and would hand back parameters on an equal mesh made before
 def grid(*names: str) -> DeviceMesh:
     """Four ranks as two by two."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)

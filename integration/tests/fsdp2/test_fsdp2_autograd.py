@@ -1,8 +1,8 @@
 """What autograd does with units: outputs that nobody uses, containers, parts of a graph, and parts of a model."""
 
-import collections
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,10 @@ def test_ranks_may_use_different_parts_if_told_so(api: Api) -> None:
 
 # -- containers -------------------------------------------------------------------------------------------------------
 
-_Named = collections.namedtuple("_Named", "x extra")
+
+class _Named(NamedTuple):
+    x: torch.Tensor
+    extra: torch.Tensor
 
 
 @dataclasses.dataclass

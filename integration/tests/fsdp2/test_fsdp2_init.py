@@ -173,7 +173,7 @@ class _Buffered(nn.Linear):
             nn.init.zeros_(self.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.offset
+        return super().forward(x) + self.offset.to(x.dtype)
 
 
 def _linears(dim: int) -> nn.Module:
@@ -412,7 +412,7 @@ REFUSED: dict[str, Refused] = {
     "true_input_buffers": (
         lambda api: api.fully_shard(Block()).set_reduce_scatter_max_input_buffers(True), TypeError, "must be an int",
     ),
-    "dims_of_data_parallelism_that_the_mesh_lacks": (
+    "dp_mesh_dims_that_the_mesh_lacks": (
         lambda api: api.fully_shard(
             Block(),
             mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
@@ -420,13 +420,13 @@ REFUSED: dict[str, Refused] = {
         ),
         ValueError, "'other' not found in mesh.mesh_dim_names",
     ),
-    "dims_of_data_parallelism_without_names": (
+    "dp_mesh_dims_without_names": (
         lambda api: api.fully_shard(
             Block(), mesh=init_device_mesh("cpu", (1,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
         ),
         ValueError, "mesh must have mesh_dim_names when dp_mesh_dims is provided",
     ),
-    "plain_parameters_under_dims_of_data_parallelism": (
+    "dp_mesh_dims_over_plain_parameters": (
         lambda api: api.fully_shard(
             Block(),
             mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
@@ -442,7 +442,7 @@ REFUSED: dict[str, Refused] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_fsdp2_refuses_is_refused_with_its_exception_and_its_words(api: Api, case: str) -> None:
+def test_a_refusal_has_fsdp2s_exception_and_words(api: Api, case: str) -> None:
     """The words too: callers, and FSDP2's own tests, match on them."""
     attempt, error, words = REFUSED[case]
 

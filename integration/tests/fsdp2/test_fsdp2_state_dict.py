@@ -152,7 +152,7 @@ def test_an_optimizers_state_is_sharded_and_travels_by_name(api: Api) -> None:
         assert set(state["state"]) == set(dict(model.named_parameters()))
         other, fresh = trained()
         set_model_state_dict(other, get_model_state_dict(model))
-        set_optimizer_state_dict(other, fresh, state)
+        set_optimizer_state_dict(other, fresh, copy.deepcopy(state))  # torch would alias it
         for each, stepping in ((model, optimizer), (other, fresh)):
             each(inputs(seed=1)).square().sum().backward()
             stepping.step()
