@@ -14,9 +14,9 @@ from typing import Any
 class Kind(Enum):
     """What a kernel does, told by its name. The order is the order of the tests: the first that matches wins."""
 
-    ALL_GATHER = r"nccl.*all_?gather|c10d::.*all_?gather"
-    REDUCE_SCATTER = r"nccl.*reduce_?scatter|c10d::.*reduce_?scatter"
-    COLLECTIVE = r"nccl|c10d::"
+    ALL_GATHER = r"(nccl|c10d::|gloo::).*all_?gather"
+    REDUCE_SCATTER = r"(nccl|c10d::|gloo::).*reduce_?scatter"
+    COLLECTIVE = r"nccl|c10d::|gloo::"
     ATTENTION = r"flash|fmha|sdpa|attention"
     MATMUL = r"gemm|nvjet|xmma|splitkreduce|cutlass|cublas|aten::(add)?mm|aten::bmm"
     OPTIMIZER = r"adam"
@@ -98,11 +98,12 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 def operators_of(trace: dict[str, Any]) -> list[Kernel]:
     """What stands in for kernels on a CPU: the main thread's operators that call no other.
 
-    Collectives count as such and other threads are left out, because what gloo copies is its own affair.
+    Collectives count as such and other threads are left out, because what gloo and its transport copy is their affair.
     """
     leaves: list[dict[str, Any]] = []
     opaque_until = -math.inf
-    ours = (event for event in _events(trace, "cpu_op") if event["tid"] == event["pid"])
+    labels = (event for event in _events(trace, "user_annotation") if event["name"].startswith("gloo::"))
+    ours = (event for event in (*_events(trace, "cpu_op"), *labels) if event["tid"] == event["pid"])
     for event in sorted(ours, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] < opaque_until:
             continue

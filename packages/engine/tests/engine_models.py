@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed.tensor._random
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_buffers import Payload, Pending, ReduceOp, Transport, transport_for
+from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import FSDPModule, fully_shard
 from lamella_engine._module import find_state
 from lamella_engine._state import FSDPState, Residency
@@ -242,18 +242,18 @@ class _LoggingTransport:
     def num_ranks(self) -> int:
         return self._inner.num_ranks
 
-    def all_gather(self, payloads: list[Payload]) -> Pending:
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
         self._write("gather", payloads)
         return self._inner.all_gather(payloads)
 
-    def reduce_scatter(self, payloads: list[Payload], op: ReduceOp) -> Pending:
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         self._write("reduce", payloads)
         return self._inner.reduce_scatter(payloads, op)
 
-    def all_reduce(self, tensors: list[torch.Tensor], op: ReduceOp) -> Pending:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         raise AssertionError("a ZeRO-3 step on one axis reduces nothing everywhere")
 
-    def _write(self, kind: str, payloads: list[Payload]) -> None:
+    def _write(self, kind: str, payloads: Sequence[Payload]) -> None:
         nbytes = sum(payload.full.nbytes for payload in payloads)
         dtypes = frozenset(payload.full.dtype for payload in payloads)
         self._log.events.append(Collective(kind, self._name, nbytes, dtypes))
@@ -263,8 +263,10 @@ def record(model: nn.Module) -> Log:
     """Log every unit's collectives from now on, and its forward computations between them."""
     log = Log()
     for name, state in units(model):
-        real = transport_for(state.groups[0].mesh.get_group())
-        state._transport = _LoggingTransport(name, real, log)  # type: ignore[assignment]
+        for group in state.groups:
+            # Of several modules that are one unit, the last names it.
+            real = group.transport._inner if isinstance(group.transport, _LoggingTransport) else group.transport
+            group.transport = _LoggingTransport(name, real, log)
         _log_computation(name, model if name == "root" else model.get_submodule(name), log)
     return log
 

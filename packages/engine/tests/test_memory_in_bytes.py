@@ -137,7 +137,8 @@ def _build(num_layers: int, policy: MixedPrecisionPolicy, **options: Any) -> _Wi
         fully_shard(layer, mp_policy=policy, **options)
     fully_shard(model, mp_policy=policy, mesh=options.get("mesh"))
     for _, state in units(model):
-        state._transport = _Still()
+        for group in state.groups:
+            group.transport = _Still()
     return model
 
 

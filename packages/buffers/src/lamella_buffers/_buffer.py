@@ -75,7 +75,7 @@ class UnshardedBuffer:
         views  | tensor 0                                |           | tensor 1
 
     Args:
-        layout: Where each tensor lies. Every tensor's chunks must be contiguous in it.
+        layout: Where each tensor lies. A tensor whose chunks are not contiguous in it must divide over the ranks.
         rank: This rank, whose pieces are `own`.
         dtype: Dtype of all tensors.
         device: Where they lie.
@@ -88,7 +88,7 @@ class UnshardedBuffer:
         tensors: For each tensor a view of its slot in the tensor's own shape.
 
     Raises:
-        NotImplementedError: A tensor's chunks are not contiguous (a dim other than the first).
+        NotImplementedError: A tensor's chunks are neither contiguous nor equal (a dim other than the first).
 
     Effects: born without bytes, but for a moment during construction.
     """
@@ -97,10 +97,10 @@ class UnshardedBuffer:
         self, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device, allocator: Allocator
     ) -> None:
         for i in range(layout.num_tensors):
-            if not layout.is_contiguous(i):
+            if not layout.is_contiguous(i) and not layout.divides(i):
                 raise NotImplementedError(
-                    f"Expected tensors sharded along dim 0, got dim {layout.dims[i]} of shape {layout.shapes[i]}. "
-                    "A gather along another dim needs a staging copy, which is not supported yet."
+                    f"Expected dim {layout.dims[i]} of shape {layout.shapes[i]} to divide over {layout.num_shards} "
+                    "ranks. Shard along dim 0, which need not."
                 )
         self.layout = layout
         self._allocator = allocator
@@ -137,6 +137,15 @@ class UnshardedBuffer:
             RuntimeError: The buffer has no bytes.
         """
         self._allocator.free(self.flat)
+
+
+def by_rank(tensor: torch.Tensor, layout: EvenLayout, i: int) -> torch.Tensor:
+    """A view of whole tensor `i` of a layout, one rank's chunk after another: (num_shards, *chunk's shape).
+
+    Effects: none.
+    """
+    shape, dim = tensor.shape, layout.dims[i]
+    return tensor.view(*shape[:dim], layout.num_shards, -1, *shape[dim + 1 :]).movedim(dim, 0)
 
 
 def standalone(view: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer
+from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer, by_rank
 from lamella_buffers._transport import Done, Payload, Pending, ReduceOp, Transport
 
 
@@ -29,15 +29,24 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
             gather in place. The buffers must have their bytes.
         transport: The axis.
 
-    Effects: one collective on the axis for all moves, on the current stream. No copy on either side.
+    Effects: one collective on the axis for all moves, on the current stream. No copy on either side, but for tensors
+        whose chunks are not contiguous: those are gathered beside their place and copied there, and the call waits.
     """
-    payloads = [
-        Payload(shard, full)
-        for slots, into in moves
-        for shard, full in zip(slots, into.slots, strict=True)
-        if shard.numel() > 0
-    ]
-    return transport.all_gather(payloads) if payloads else Done()
+    payloads, copies = [], []
+    for slots, into in moves:
+        for i, (shard, full) in enumerate(zip(slots, into.slots, strict=True)):
+            if shard.numel() == 0:
+                continue
+            gathered = full if into.layout.is_contiguous(i) else torch.empty_like(full)
+            payloads.append(Payload(shard, gathered))
+            if gathered is not full:
+                place = by_rank(into.tensors[i], into.layout, i)
+                copies.append((place, gathered.view(place.shape)))
+    pending = transport.all_gather(payloads) if payloads else Done()
+    if copies:
+        pending.wait()
+        torch._foreach_copy_([place for place, _ in copies], [gathered for _, gathered in copies])
+    return pending
 
 
 def reduce_scatter(
@@ -45,8 +54,8 @@ def reduce_scatter(
 ) -> Pending:
     """Reduce whole gradients into shards.
 
-    A gradient is read where it lies if it is contiguous, has the buffer's dtype, and its dim 0 divides over the ranks.
-    Others, and missing ones (None: zeros), are staged in one temporary buffer.
+    A gradient is read where it lies if it is contiguous, has the buffer's dtype, and is made of equal chunks, one after
+    another in it. Others, and missing ones (None: zeros), are staged in one temporary buffer.
 
     Args:
         moves: For each buffer one gradient a tensor, in the tensor's shape. They must stay alive until the current
@@ -82,7 +91,9 @@ def _wire(gradients: Sequence[torch.Tensor | None], into: ShardedBuffer) -> list
     layout = into.layout
     wholes: dict[int, torch.Tensor] = {}
     for i, gradient in enumerate(gradients):
-        if gradient is not None and gradient.dtype == into.dtype and gradient.is_contiguous() and layout.divides(i):
+        if gradient is None or gradient.dtype != into.dtype or not gradient.is_contiguous():
+            continue
+        if layout.divides(i) and layout.is_contiguous(i):
             wholes[i] = gradient.view(-1)
     staged = [i for i in range(layout.num_tensors) if i not in wholes]
     if staged:
@@ -96,11 +107,12 @@ def _stage(gradients: list[torch.Tensor | None], indices: list[int], into: Shard
     numels = [layout.full_slot(i).numel for i in indices]
     slots = torch.split(torch.empty(sum(numels), dtype=into.dtype, device=into.device), numels)
     copies, sources, zeros = [], [], []
-    for slot, gradient in zip(slots, gradients, strict=True):
+    for i, slot, gradient in zip(indices, slots, gradients, strict=True):
         filled = 0 if gradient is None else gradient.numel()
         if gradient is not None and filled:
-            copies.append(slot[:filled].view(gradient.shape))
-            sources.append(gradient)
+            source = gradient if layout.is_contiguous(i) else by_rank(gradient, layout, i)
+            copies.append(slot[:filled].view(source.shape))
+            sources.append(source)
         if filled < slot.numel():
             zeros.append(slot[filled:])
     if copies:

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     ReduceScatterOptions,
 )
+from torch.profiler import record_function
 
 ReduceOp = dist.ReduceOp.RedOpType
 Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions)
@@ -179,8 +180,9 @@ class GlooTransport(_GroupTransport):
 
         Effects: one collective on the group, whose result is copied into place when it is waited for.
         """
-        packed = torch.cat(_bytes([shard for shard, _ in payloads]))
-        gathered = packed.new_empty(self.num_ranks * packed.numel())
+        with record_function("gloo::all_gather"):
+            packed = torch.cat(_bytes([shard for shard, _ in payloads]))
+            gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = self._group._allgather_base(gathered, packed, AllgatherOptions())
         return _GlooGather(work, gathered.view(self.num_ranks, -1), _bytes([full for _, full in payloads]))
 
@@ -192,10 +194,11 @@ class GlooTransport(_GroupTransport):
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(op)
         for same in _by_dtype(payloads):
-            packed = torch.cat([full.view(self.num_ranks, -1) for _, full in same], dim=1)
-            mine = packed.new_empty(packed.shape[1])
-            self._group._reduce_scatter_base(mine, packed.view(-1), options).wait()
-            _split(mine, [shard for shard, _ in same])
+            with record_function("gloo::reduce_scatter"):
+                packed = torch.cat([full.view(self.num_ranks, -1) for _, full in same], dim=1)
+                mine = packed.new_empty(packed.shape[1])
+                self._group._reduce_scatter_base(mine, packed.view(-1), options).wait()
+                _split(mine, [shard for shard, _ in same])
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -206,9 +209,10 @@ class GlooTransport(_GroupTransport):
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         for same in _by_dtype([Payload(tensor, tensor) for tensor in tensors]):
-            packed = torch.cat([tensor.reshape(-1) for tensor, _ in same])
-            self._group.allreduce([packed], options).wait()
-            _split(packed, [tensor for tensor, _ in same])
+            with record_function("gloo::all_reduce"):
+                packed = torch.cat([tensor.reshape(-1) for tensor, _ in same])
+                self._group.allreduce([packed], options).wait()
+                _split(packed, [tensor for tensor, _ in same])
         return Done()
 
 
@@ -225,9 +229,10 @@ class _GlooGather:
             return
         self._work.wait()
         self._work = None
-        wholes = [full.view(len(self._gathered), -1) for full in self._into]
-        pieces = torch.split(self._gathered, [whole.shape[1] for whole in wholes], dim=1)
-        torch._foreach_copy_(wholes, list(pieces))
+        with record_function("gloo::all_gather"):
+            wholes = [full.view(len(self._gathered), -1) for full in self._into]
+            pieces = torch.split(self._gathered, [whole.shape[1] for whole in wholes], dim=1)
+            torch._foreach_copy_(wholes, list(pieces))
 
 
 def transport_for(group: dist.ProcessGroup) -> Transport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch.autograd import Variable
+from torch.profiler import record_function
 
 from lamella_engine._order import LearnedOrders, ReplayedOrder
 
@@ -30,6 +31,8 @@ class Member(Protocol):
 
     context: Context
     index: int
+    max_reductions_in_flight: int
+    unshards_in_backward: bool
 
     @property
     def is_unsharding(self) -> bool:
@@ -44,8 +47,12 @@ class Member(Protocol):
         """Free what was gathered."""
         ...
 
-    def adopt_replaced_shards(self) -> None:
-        """Take back what somebody replaced."""
+    def begin_pass(self) -> None:
+        """Get ready for another forward pass of the tree."""
+        ...
+
+    def finish_forward(self) -> None:
+        """End a forward that not all of the unit's modules took part in."""
         ...
 
     def finish_backward(self) -> None:
@@ -59,14 +66,24 @@ class Member(Protocol):
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduce-scatter that was put on its stream.
+    """A collective that was put on a stream, and the tensors of another stream that it reads.
 
-    The gradients it reads were allocated on the compute stream. They are held here, and dropped only after that
-    stream was made to wait for `event`: freed earlier, their memory would be written while it is still read.
+    They are held here, and dropped only after the stream that allocated them was made to wait for `event`: freed
+    earlier, their memory would be written while it is still read.
     """
 
     event: torch.Event
-    gradients: list[torch.Tensor]
+    reads: list[torch.Tensor]
+
+
+def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
+    """A range in a profile, named as FSDP2 names it.
+
+    Effects: none unless a profiler runs: a range that nobody sees costs several microseconds.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(f"FSDP::{phase} ({unit})" if unit else f"FSDP::{phase}")
 
 
 class Context:
@@ -80,6 +97,8 @@ class Context:
        the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
        memory: a gather cannot run ahead of the compute that frees its place.
     3. The reduce stream waits for the compute stream before it reads gradients (and before it adds to earlier ones).
+    4. The all-reduce stream waits for each reduction; the reduce stream waits for the all-reduce before the last before
+       what that read is freed; the compute stream waits for all of them at the end of the backward.
     On CPU torch's own null streams stand in, and the same code runs.
     """
 
@@ -87,11 +106,14 @@ class Context:
         self.device = device
         self._accelerator = torch.get_device_module(device)  # torch.cuda, or torch.cpu with streams that do nothing
         self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
         self._phase = Phase.RESTING
         # Weak: modules own their states. A strong reference back would keep a deleted model's memory until the cyclic
         # collector runs.
         self._states: list[weakref.ref[Member]] = []
         self._reductions: deque[Reduction] = deque()
+        self._all_reductions: deque[Reduction] = deque()
+        self._max_reductions = 1
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
         self._forward_root: int | None = None
@@ -126,6 +148,11 @@ class Context:
         """Where gradients are staged, reduced and cast."""
         return self._new_stream()
 
+    @cached_property
+    def all_reduce_stream(self) -> torch.Stream:
+        """Where reduced gradients are reduced again, over the replicas."""
+        return self._new_stream()
+
     @property
     def compute_stream(self) -> torch.Stream:
         """The stream that the caller runs on."""
@@ -146,6 +173,26 @@ class Context:
         """Make what comes on the gather stream wait for what was put on the compute stream so far."""
         self.all_gather_stream.wait_stream(self.compute_stream)
 
+    def _order_gathers_after_updates(self) -> None:
+        """The same, or only for the event after which the optimizer was said to be done."""
+        if self.post_optim_event is None:
+            self.order_gathers_after_compute()
+        else:
+            self.all_gather_stream.wait_event(self.post_optim_event)
+            self.post_optim_event = None
+
+    def share_communication(self, other: Context) -> None:
+        """Use another tree's streams from now on, and let its reductions in flight and ours count as one.
+
+        Effects: the compute stream waits for the reductions that this tree has in flight.
+        """
+        self._finish_reductions()
+        self.all_gather_stream = other.all_gather_stream
+        self.reduce_scatter_stream = other.reduce_scatter_stream
+        self.all_reduce_stream = other.all_reduce_stream
+        self._reductions = other._reductions
+        self._all_reductions = other._all_reductions
+
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def enter_forward(self, state: Member) -> Member | None:
@@ -159,14 +206,22 @@ class Context:
             self._forward_root = state.index
             self._order = self._learned.begin_forward(state.index)
             for member in self.states:
-                member.adopt_replaced_shards()
-            self.order_gathers_after_compute()
+                member.begin_pass()
+            self._order_gathers_after_updates()
         return self._state(self._order.visit(state.index))
+
+    def is_forward_root(self, state: Member) -> bool:
+        """Whether the pass under way is a forward, and began with this unit."""
+        return self._phase is Phase.FORWARD and self._forward_root == state.index
 
     def leave_forward(self, state: Member) -> None:
         """Note that a unit's forward is over; that of the first one ends the pass."""
+        is_root = self.is_forward_root(state)
+        if is_root:
+            for member in self.states:
+                member.finish_forward()
         self._order.leave(state.index)
-        if self._phase is Phase.FORWARD and self._forward_root == state.index:
+        if is_root:
             self._learned.end_forward(state.index, self._order, backward_follows=torch.is_grad_enabled())
             self._drop_unused_gathers()
             self._phase = Phase.RESTING
@@ -180,24 +235,33 @@ class Context:
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             self._order = self._learned.begin_backward()
+            self._max_reductions = max(member.max_reductions_in_flight for member in self.states)
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._state(self._order.visit(state.index))
 
     def _end_backward(self) -> None:
-        """Leave every unit at rest, whether or not autograd reached it."""
+        with label("root_post_backward_callback"):
+            self.finish_backward()
+        self._learned.end_backward(self._order)
+        self._phase = Phase.RESTING
+
+    def finish_backward(self) -> None:
+        """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
+
+        Effects: those of the units' `reduce_gradients`; the compute stream waits for all reductions if this was the
+            step's last backward.
+        """
         for state in self.states:
             state.finish_backward()
         self._drop_unused_gathers()
         if self.is_last_backward:
-            self.retire_reductions()
-        self._learned.end_backward(self._order)
-        self._phase = Phase.RESTING
+            self._finish_reductions()
 
     def reset(self) -> None:
         """Return to rest after an exception."""
         for state in self.states:
             state.abandon()
-        self.retire_reductions()
+        self._finish_reductions()
         self._phase = Phase.RESTING
 
     def _state(self, index: int | None) -> Member | None:
@@ -215,12 +279,30 @@ class Context:
         self._reductions.append(reduction)
 
     def retire_reductions(self) -> None:
-        """Let go of the gradients of earlier reductions.
+        """Let go of the gradients of earlier reductions, all but as many as may stay in flight beside a new one.
 
-        Called before each new reduction, so at most two units' gradients are alive: those being reduced, and those
-        being made.
+        Called before each new reduction. One may be in flight unless a unit asked for more, so at most two units'
+        gradients are alive: those being reduced, and those being made.
 
         Effects: the compute stream waits for the reductions; no host sync.
         """
-        while self._reductions:
+        with label("post_backward_rs_wait"):
+            self._retire_all_but(self._max_reductions - 1)
+
+    def _finish_reductions(self) -> None:
+        """Order the compute stream after every reduction, and let go of what they read."""
+        self._retire_all_but(0)
+        while self._all_reductions:
+            event = self._all_reductions.popleft().event
+            self.compute_stream.wait_event(event)
+            self.reduce_scatter_stream.wait_event(event)
+
+    def _retire_all_but(self, num_left: int) -> None:
+        while len(self._reductions) > num_left:
             self.compute_stream.wait_event(self._reductions.popleft().event)
+
+    def hold_all_reduce(self, reduction: Reduction) -> None:
+        """Keep what an all-reduce reads alive until the reduce stream, which allocated it, has waited for the next."""
+        self._all_reductions.append(reduction)
+        if len(self._all_reductions) > 2:
+            self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lamella_buffers import CachingAllocator
+from lamella_buffers import CachingAllocator, Transport, transport_for
 from lamella_engine._context import Context
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule, attach_state, find_state
@@ -23,19 +22,18 @@ from lamella_engine._parameter_group import (
     Owner,
     ParameterGroup,
     dtypes_of,
+    is_sharded,
     name_of_sharded_original,
 )
+from lamella_engine._placements import AxisPlacement, strategy_of
+from lamella_engine._policies import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
 from lamella_precision import MixedPrecisionPolicy
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Where shards rest. This one, the only one yet, leaves them on the mesh's device."""
 
 
 def fully_shard(
@@ -43,11 +41,12 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    placements: AxisPlacement | tuple[AxisPlacement, ...] | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -66,23 +65,38 @@ def fully_shard(
     before it computes.
 
     Args:
-        module: What to shard. Containers without a forward are refused: their hooks would never fire.
-        mesh: 1-D. None makes one over all ranks.
+        module: What to shard. Containers without a forward are refused: their hooks would never fire. Several modules
+            in a list or tuple make one unit: it is gathered before the first of them runs, and freed after the last. Of
+            modules nested in one another the outer one counts. Where a forward runs only some of them (`[norm, head]`,
+            with the head called on chunks later), the unit is freed at the end of the outermost unit's forward.
+        mesh: 1-D: parameters are sharded over it. 2-D with names: replicated over its first axis and sharded over its
+            second (HSDP). None makes a 1-D one over all ranks. Parameters may come as DTensors on other axes of the
+            same root mesh (tensor or expert parallel).
         reshard_after_forward: True frees the parameters between forward and backward; False keeps them, for memory
-            against a second gather. None means True but for the outermost unit, whose backward comes next.
-        shard_placement_fn: Dim to shard each parameter along. Only dim 0 is supported.
+            against a second gather. None means True but for the outermost unit, whose backward comes next. A number,
+            a factor of the ranks that share a parameter, keeps 1 / number of each: in backward only so many neighbours
+            gather from each other.
+        shard_placement_fn: Says of each parameter the dim to shard it along (None means dim 0; another dim must divide,
+            and costs a staging copy each way), and with FSDP2's `ShardPlacementResult` its own mesh.
         mp_policy: Number formats; torch's own policy is taken too. None keeps the parameters' own.
         offload_policy: Where shards rest.
         ignored_params: Parameters that are left alone: not sharded, moved or reduced.
-        dp_mesh_dims: Not supported yet.
+        dp_mesh_dims: Names the data axes of `mesh`, which is then the whole mesh: every parameter must be a DTensor on
+            it, replicated over the data axes.
+        placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh, (HSDP, one of
+            the last three) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced over replicas after
+            every microbatch. FSDP2 has no such argument.
 
     Returns:
-        `module`, changed.
+        `module`, changed; every module of a list is a unit's module then, and they share one state.
 
     Raises:
-        ValueError: The module has no forward, was sharded before, is inside a unit already, or shares a parameter
-            with another unit; a parameter is 0-D, or its gradient would be sparse.
-        NotImplementedError: An argument that FSDP2 has and lamella does not support yet; the message says what is.
+        ValueError: No modules, or one twice; a module has no forward, was sharded before, is inside a unit already, or
+            shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
+            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
+            `placements` do not fit the mesh or `reshard_after_forward`.
+        NotImplementedError: An argument that FSDP2 has and lamella does not support yet, or a dim other than the first
+            that does not divide.
         RuntimeError: A unit below is in the middle of a step.
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. Else not
@@ -91,46 +105,90 @@ def fully_shard(
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
-    _check_arguments(module, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
-    mesh = _default_mesh() if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise NotImplementedError(f"Expected a 1-D mesh, got {mesh.ndim} axes ({mesh}). Pass one axis: mesh['name'].")
+    modules = _outer_modules(module)
+    _check_arguments(modules, reshard_after_forward, offload_policy)
+    axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    axes, strategy = strategy_of(placements, axes)
+    if strategy.keeps_copy and reshard_after_forward:
+        raise ValueError(
+            f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
+            f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
+        )
     policy = _as_policy(mp_policy)
-    owners = [inner for _, inner in _own_modules(module)]
-    candidates = _candidates(module, ignored_params or set())
-    device = _device_of(mesh)
-    _move_to(module, device, ignored_params or set())
+    owners = [inner for _, inner in _own_modules(modules)]
+    device = _device_of(axes.mesh)
+    candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn)
+    neighbours = _neighbours(candidates, reshard_after_forward)
+    _move_to(modules, device, ignored_params or set())
 
     context = Context(device)
-    inner = [(name, state) for name, m in module.named_modules() if m is not module and (state := find_state(m))]
-    for name, state in inner:
-        _check_resting(name, state)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        _check_resting(name, below)
     allocator = CachingAllocator()
-    groups = [ParameterGroup(members, mesh, policy, allocator) for members in _by_dtypes(candidates, policy)]
-    state = FSDPState(groups, context, policy, _as_flag(reshard_after_forward))
-    for name, below in inner:
+    groups = [ParameterGroup(members, policy, allocator) for members in _by_kind(candidates, policy)]
+    for group in groups:
+        group.neighbours = neighbours.get(group.axes)
+    keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
+    flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
+    state = FSDPState(groups, context, policy, flag, strategy)
+    for below, name in inner.items():
         below.name, below.is_outermost = name, False
         context.add(below)
 
-    module.__class__ = _unit_class(type(module))  # type: ignore[assignment,arg-type]
-    attach_state(module, state)
-    register_hooks(module, owners, state)
+    for each in modules:
+        each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
+        attach_state(each, state)
+    register_hooks(modules, owners, state)
     return module
 
 
+def _outer_modules(module: object) -> list[nn.Module]:
+    """The module, or those of several that are inside no other."""
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    if not modules:
+        raise ValueError("Expected `module` to be a module or several, got an empty list.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"Expected `module` to be an nn.Module or a list of them, got {type(each).__name__}.")
+    if len(set(modules)) < len(modules):
+        raise ValueError("Expected different modules in `module`, got one of them twice. Name each once.")
+    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
+    """The units below, each once, with the names of their modules."""
+    names: dict[FSDPState, list[str]] = {}
+    for module in modules:
+        for name, inner in module.named_modules():
+            if (state := find_state(inner)) is not None:
+                names.setdefault(state, []).append(name)
+    return {state: ", ".join(found) for state, found in names.items()}
+
+
 def _check_arguments(
-    module: nn.Module,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: object | None,
+    modules: list[nn.Module],
+    reshard_after_forward: object,
     offload_policy: object | None,
-    dp_mesh_dims: object | None,
 ) -> None:
-    if isinstance(module, list | tuple):
-        raise NotImplementedError(
-            "Expected `module` to be one module, got a list: one unit of several is not supported yet."
+    for module in modules:
+        _check_module(module)
+    is_count = isinstance(reshard_after_forward, int) and reshard_after_forward >= 1
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool) or is_count):
+        raise ValueError(
+            f"Expected `reshard_after_forward` to be a bool, a number of ranks or None, got {reshard_after_forward!r}: "
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to."
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected `module` to be an nn.Module, got {type(module).__name__}.")
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError("Expected `offload_policy` to be left at its default: it is not supported yet.")
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(
+            f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
+        )
+
+
+def _check_module(module: nn.Module) -> None:
     if find_state(module) is not None:
         raise ValueError(
             f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once."
@@ -140,19 +198,6 @@ def _check_arguments(
             f"Expected a module with a forward, got {type(module).__name__}, whose hooks would never fire. Shard what "
             "it holds, one by one."
         )
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise NotImplementedError(
-            f"Expected `reshard_after_forward` to be a bool or None, got {reshard_after_forward!r}. Resharding to a "
-            "smaller mesh is not supported yet."
-        )
-    unsupported = {
-        "shard_placement_fn": shard_placement_fn is not None,
-        "offload_policy": offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy",
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
-    for name, was_given in unsupported.items():
-        if was_given:
-            raise NotImplementedError(f"Expected `{name}` to be left at its default: it is not supported yet.")
 
 
 def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -165,8 +210,14 @@ def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None)
     raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
 
 
-def _as_flag(reshard_after_forward: bool | int | None) -> bool | None:
-    return None if reshard_after_forward is None else bool(reshard_after_forward)
+def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:
+    """With whom each group shares larger parts between forward and backward: nobody, unless a number was given."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return {}
+    all_axes = dict.fromkeys(candidate.sharding.axes for candidate in candidates)
+    groups = {axes: axes.group_of(reshard_after_forward) for axes in all_axes}
+    # As many neighbours as ranks is True, and one is False.
+    return {axes: transport_for(group) for axes, group in groups.items() if 1 < group.size() < axes.num_shards}
 
 
 def _check_resting(name: str, state: FSDPState) -> None:
@@ -194,8 +245,11 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and those below it that are in no inner unit, with dotted prefixes; each once."""
+def _own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules and those below them that are in no inner unit, with dotted prefixes; each once.
+
+    One module is where names begin; of several, each begins with its place in the list.
+    """
     seen: set[int] = set()
 
     def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -206,14 +260,17 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
         for name, child in inner.named_children():
             yield from walk(child, f"{prefix}{name}.")
 
-    yield from walk(module, prefix)
+    for i, module in enumerate(modules):
+        yield from walk(module, f"{i}." if len(modules) > 1 else "")
 
 
-def _candidates(module: nn.Module, ignored: set[nn.Parameter]) -> list[Candidate]:
+def _candidates(
+    modules: list[nn.Module], ignored: set[nn.Parameter], axes: DataAxes, placement_fn: PlacementFn | None
+) -> list[Candidate]:
     """The unit's parameters, each once with every place that holds it."""
     found: dict[int, Candidate] = {}
     ignored_ids = {id(parameter) for parameter in ignored}
-    for prefix, inner in _own_modules(module):
+    for prefix, inner in _own_modules(modules):
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
@@ -222,20 +279,19 @@ def _candidates(module: nn.Module, ignored: set[nn.Parameter]) -> list[Candidate
                     f"Expected {prefix + name!r} to have dense gradients, got {type(inner).__name__}(sparse=True). "
                     "Make it with sparse=False."
                 )
-            candidate = found.setdefault(id(parameter), Candidate(prefix + name, parameter, []))
-            candidate.owners.append(Owner(inner._parameters, name))
-    for candidate in found.values():
-        _check_candidate(candidate)
+            if id(parameter) not in found:
+                _check_parameter(prefix + name, parameter)
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn)
+                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding)
+            found[id(parameter)].owners.append(Owner(inner._parameters, name))
     return list(found.values())
 
 
-def _check_candidate(candidate: Candidate) -> None:
-    name, parameter, _ = candidate
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"Expected {name!r} to be a plain parameter, got a DTensor {parameter.placements}. Shard inner modules "
-            "before outer ones, and leave a module that two units share to the unit around both. Tensor-parallel "
-            "parameters are not supported yet."
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_sharded(parameter):
+        raise ValueError(
+            f"Expected {name!r} to be in one unit only, got one that another unit sharded. Shard inner modules before "
+            "outer ones, and leave a module that two units share to the unit around both."
         )
     if (before := name_of_sharded_original(parameter)) is not None:
         raise ValueError(
@@ -246,24 +302,27 @@ def _check_candidate(candidate: Candidate) -> None:
         raise ValueError(f"Expected {name!r} to have at least one dim, got a 0-D parameter. Make it of shape (1,).")
 
 
-def _by_dtypes(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[list[Candidate]]:
-    """Group what can share buffers: equal dtypes, and frozen apart from trainable, which alone needs gradients."""
+def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[list[Candidate]]:
+    """Group what can share buffers: equal axes and dtypes, and frozen apart from trainable, which has gradients."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in candidates:
         parameter = candidate.parameter
-        key = (*dtypes_of(parameter, policy), parameter.requires_grad, parameter.device.type == "meta")
-        groups.setdefault(key, []).append(candidate)
+        kind = (parameter.requires_grad, parameter.device.type == "meta")
+        groups.setdefault((candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
     return list(groups.values())
 
 
-def _move_to(module: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
+def _move_to(modules: list[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
     """Move the unit's own parameters and buffers, but those on meta."""
     ignored_ids = {id(parameter) for parameter in ignored}
-    for _, inner in _own_modules(module):
+    for _, inner in _own_modules(modules):
         for tensor in (*inner._parameters.values(), *inner._buffers.values()):
             if tensor is None or id(tensor) in ignored_ids or tensor.device == device or tensor.is_meta:
                 continue
-            tensor.data = tensor.data.to(device)
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor = local_of(tensor).to(device)
+            else:
+                tensor.data = tensor.data.to(device)
 
 
 @cache

@@ -1,6 +1,6 @@
 """What happens at a unit's boundaries: each hook is a few calls of the state's verbs.
 
-    forward   pre_forward    cast inputs, unshard, gather the next unit ahead
+    forward   pre_forward    unshard, gather the next unit ahead, cast inputs, watch them for the end of backward
               post_forward   reshard, watch the outputs for the beginning of backward, cast them
     backward  an output's gradient arrives     FSDPState.begin_backward
               all inputs' gradients are made   FSDPState.end_backward
@@ -10,16 +10,21 @@ Note [Recomputed forwards]. Activation checkpointing runs forward again inside b
 backward by then, or must be now, and stays so until its backward ends: a recomputed forward unshards if needed, gathers
 nothing ahead and does not reshard. It is recognised by autograd's running graph task, which both kinds of
 checkpointing have.
+
+Note [Units of several modules]. Their hooks run for each module. Every output is watched; of the inputs only those of
+the first module to run, as whatever autograd does for the others comes before. A module that is called again while
+others have not run is part of the same forward; one that is called after all have run begins another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 
+from lamella_engine._context import label
 from lamella_engine._state import FSDPState
 from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
 
@@ -28,56 +33,59 @@ Kwargs = dict[str, Any]
 T = TypeVar("T")
 
 
-def register_hooks(module: nn.Module, owners: Iterable[nn.Module], state: FSDPState) -> None:
-    """Make a module drive its state.
+def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], state: FSDPState) -> None:
+    """Make the modules of a unit drive its state.
 
     Args:
-        module: The unit.
-        owners: It, and the modules below that hold its parameters: asked for a state dict, each must hold DTensors.
+        modules: The unit: one module as a rule.
+        owners: They, and the modules below that hold its parameters: asked for a state dict, each must hold DTensors.
         state: What the unit's hooks call.
 
-    Effects: registers forward hooks on the unit, and state-dict hooks on the owners.
+    Effects: registers forward hooks on the modules, and state-dict hooks on the owners.
     """
 
-    def before(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return pre_forward(state, args, kwargs)
 
-    def after(_: nn.Module, args: Args, output: object) -> object:
-        return post_forward(state, output)
+    def after(module: nn.Module, args: Args, output: object) -> object:
+        return post_forward(state, module, output)
 
-    def reshard(*_: object) -> None:
+    def leave_nothing_but_shards(*_: object) -> None:
         state.reshard()
+        state.drop_copy()
 
     def adopt(*_: object) -> None:
         state.adopt_replaced_shards(keep_parameters=True)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after)
+    state.module_ids = frozenset(id(module) for module in modules)
+    for module in modules:
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
     for owner in owners:
-        owner.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-        owner.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+        owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
 
 
 def pre_forward(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Unshard, and prepare the inputs."""
-    if _in_backward():
-        state.unshard_with(None)
-    else:
-        successor = state.context.enter_forward(state)
-        state.drop_stale_weights()
-        state.unshard_with(successor)
-    return _watch_inputs(state, *_cast((args, kwargs), state.input_dtype))
+    with label("pre_forward", state.name):
+        begins = state.begin_forward(is_recomputed=_in_backward())
+    if state.context.is_forward_root(state):
+        with label("inputs_to_device"):
+            args, kwargs = _move((args, kwargs), state.context.device)
+    with label("cast_forward_inputs"):
+        args, kwargs = _cast((args, kwargs), state.input_dtype)
+    return _watch_inputs(state, args, kwargs) if begins else (args, kwargs)
 
 
-def post_forward(state: FSDPState, output: object) -> object:
+def post_forward(state: FSDPState, module: nn.Module, output: object) -> object:
     """Reshard, and prepare the outputs."""
-    output = _cast(output, state.output_dtype)
-    is_watched = _watch_outputs(state, output)
-    if not _in_backward():
-        if state.reshards_after_forward and is_watched:
-            state.reshard()
-        state.context.leave_forward(state)
+    with label("cast_forward_outputs"):
+        output = _cast(output, state.output_dtype)
+    with label("post_forward", state.name):
+        is_watched = _watch_outputs(state, output)
+        state.end_forward(id(module), is_watched=is_watched, is_recomputed=_in_backward())
     return output
 
 
@@ -124,6 +132,11 @@ class _EndBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.end()
         return (None, *gradients)
+
+
+def _move(tree: T, device: torch.device) -> T:
+    """Move the tensors of a nest. On CPU they are there already."""
+    return tree if device.type == "cpu" else map_tensors(lambda tensor: tensor.to(device), tree)
 
 
 def _cast(tree: T, dtype: torch.dtype | None) -> T:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self, cast
 
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
+from torch.distributed._composable.contract import STATE_KEY
 
+from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
+from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
 
 
-class UnshardHandle:
-    """An unshard that was started."""
+class UnshardHandle(fsdp2.UnshardHandle):
+    """An unshard that was started. The unit's forward waits for it too."""
 
     def __init__(self, state: FSDPState) -> None:
         self._state = state
@@ -27,15 +37,18 @@ class UnshardHandle:
         self._state.wait_for_unshard()
 
 
-class FSDPModule:
+class FSDPModule(fsdp2.FSDPModule):
     """Mixed into a module's class by `fully_shard`; never made by itself.
 
-    Methods with `recurse=True` reach the units below too. Meanings are FSDP2's.
+    A subclass of torch's, so that whoever asks for FSDP2's modules finds these. Nothing of torch's is used: every
+    method is defined here. Those with `recurse=True` reach the units below too. Meanings are FSDP2's.
     """
+
+    _orig_cls_mro_index = 3  # torch's: where the class stands that the module had before
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Slicing a container makes a new one of the same class: it is no unit, so it gets the class it had before.
-        original: Any = cls.__mro__[2]
+        original: Any = cls.__mro__[cls._orig_cls_mro_index]
         takes_arguments = original.__new__ is not object.__new__
         made = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
         made.__init__(*args, **kwargs)
@@ -45,7 +58,8 @@ class FSDPModule:
         """Gather this unit's parameters; not those of units below.
 
         Args:
-            async_op: Return a handle at once, and make the module hold the parameters when it is waited for.
+            async_op: Return a handle at once, and make the module hold the parameters when it is waited for, by the
+                caller or by the unit's next forward.
 
         Effects: collective on the unit's axis; allocates the unsharded parameters; no host sync on CUDA.
         """
@@ -101,15 +115,17 @@ class FSDPModule:
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether the parameters go after forward and are gathered again for backward.
+        """Say whether the parameters go after forward and are gathered again for backward, from all ranks.
 
         Raises:
-            TypeError: Not a bool.
+            ValueError: Not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}.")
+            raise ValueError(f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}.")
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.neighbours = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether the parameters go after backward.
@@ -130,7 +146,42 @@ class FSDPModule:
         for group in state_of(self).groups:
             group.divisor = float(factor)
 
-    def set_reduce_scatter_unused_params(self, reduce_unused: bool, *, recurse: bool = True) -> None:
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce with sums only and divide after, at the cost of a pass over the shards; not for units below."""
+        for group in state_of(self).groups:
+            group.sums_only = enable
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients over the replicas (HSDP) too, or keeps each replica's own sum.
+
+        A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
+        """
+        for state in _states(self, recurse):
+            state.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
+
+        Args:
+            hook: Given the flat shards of a group of parameters, in the reduce dtype, to change in place.
+            stream: Where it runs. None means the stream of the all-reduces.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes, or it has replicas and a stream was given.
+        """
+        state = state_of(self)
+        if len({group.axes for group in state.groups}) > 1:
+            raise ValueError(
+                "Expected a unit whose parameters lie on one mesh, got several: what the hook is given would be "
+                "ambiguous. Give parameters on other meshes (`shard_placement_fn`) units of their own."
+            )
+        if stream is not None and any(group.replicas is not None for group in state.groups):
+            raise ValueError(
+                "Expected no `stream` for a unit with replicas, got one: stream cannot be set when using native HSDP."
+            )
+        state.all_reduce_hook, state.all_reduce_hook_stream = hook, stream
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether a parameter without a gradient here gets the other ranks'.
 
         False (the default) is right when every rank uses the same parameters: `.grad` stays None as without
@@ -139,7 +190,133 @@ class FSDPModule:
         run and take part in backward on every rank all the same.
         """
         for state in _states(self, recurse):
-            state.reduces_unused_parameters = reduce_unused
+            state.reduces_unused_parameters = reduce_scatter_unused_params
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
+        """Say which units to gather ahead when this one's forward begins, instead of the one that came next last time.
+
+        Args:
+            modules: Units, in the order to gather them; their unsharded parameters are alive together. Empty restores
+                the learned order. An order that ranks do not share is a deadlock.
+
+        Raises:
+            ValueError: One of them is no unit.
+        """
+        state_of(self).forward_prefetch = _references(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
+        """Say which units to gather ahead when this one's backward begins, instead of the one that came next last time.
+
+        Args:
+            modules: As for `set_modules_to_forward_prefetch`.
+
+        Raises:
+            ValueError: One of them is no unit.
+        """
+        state_of(self).backward_prefetch = _references(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward needs this unit's parameters; not for units below.
+
+        An embedding's backward makes a gradient without looking at the weight. A forward that is recomputed inside
+        backward gathers them all the same.
+        """
+        state_of(self).unshards_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for an event, not for all that was put on the compute stream before.
+
+        Args:
+            event: Recorded after whatever wrote the parameters. It serves one forward of the whole tree.
+
+        Raises:
+            ValueError: Not an event.
+        """
+        if not hasattr(event, "record"):
+            raise ValueError(f"Expected `event` to be a recorded torch.Event, got {type(event).__name__}.")
+        state_of(self).context.post_optim_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Say how many units' reductions may be in flight before the compute stream waits for the oldest.
+
+        Args:
+            max_input_buffers: 1 is the default. Each one more keeps another unit's unreduced gradients alive, and helps
+                where reductions take longer than the backward that should hide them.
+            recurse: For units below too. The largest number in the tree counts for all of it, from the next backward
+                on.
+
+        Raises:
+            TypeError: Not an int.
+            ValueError: Less than one.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"Expected `max_input_buffers` to be an int, got {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise ValueError(f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}.")
+        for state in _states(self, recurse):
+            state.max_reductions_in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give gradient reductions a communicator of their own, so that they need not take turns with gathers.
+
+        NCCL runs the collectives of one communicator one after another, on whatever streams they are.
+
+        Args:
+            enable: False goes back to the shared one.
+            recurse: For units below too. Units on the same ranks share one.
+
+        Effects: creates a process group for each set of ranks, which is a collective on them; none where a unit has one
+            already, or lies on a single rank.
+        """
+        made: dict[tuple[int, ...], Transport] = {}
+        for group in (group for state in _states(self, recurse) for group in state.groups):
+            if not enable:
+                group.reduce_transport = None
+            elif group.reduce_transport is None and group.axes.shard_group is not None:
+                group.reduce_transport = _separate_transport(group.axes.shard_group, made)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
+
+        Raises:
+            NotImplementedError: It was to be enabled.
+        """
+        if enable:
+            raise NotImplementedError(
+                "Expected `enable` to be False, got True. Collectives work in the memory of parameters and gradients "
+                "here, there are no staging buffers for a process group to allocate: leave the call out."
+            )
+
+    def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
+        """Not supported yet.
+
+        Raises:
+            NotImplementedError: Any backend was given; None is taken.
+        """
+        if backend is not None:
+            raise NotImplementedError(
+                f"Expected `backend` to be None, got {backend!r}. Symmetric memory is not supported yet: leave the "
+                "call out, and the gathers stay in place in ordinary memory."
+            )
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        warnings.warn("Call set_gradient_divide_factor(factor) instead.", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Taken and not used.
+
+        FSDP2 chooses between streams of its own, which fragment memory, and no gathering ahead. Here the unsharded
+        parameters are allocated where they are gathered, on the gather stream, and nothing is copied out of them.
+        """
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """What torch's methods begin with: one that a later torch has and this class has not ends here."""
+        raise NotImplementedError(
+            f"Expected a method that lamella's FSDPModule has, got one of torch's on {type(self).__name__}: lamella "
+            "does not support it yet."
+        )
 
     def mark_updated(self) -> None:
         """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
@@ -163,7 +340,8 @@ class FSDPModule:
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
         state = state_of(self)
         state.reshard()
-        module: nn.Module = super()._apply(fn, recurse)  # type: ignore[misc]
+        state.drop_copy()
+        module: nn.Module = super(fsdp2.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced_shards(keep_parameters=True)
         return module
 
@@ -174,9 +352,110 @@ class FSDPModule:
         )
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a unit unshard before and reshard after, as `forward` does.
+
+    Args:
+        module: A unit; nothing happens to another module, so that the same code runs without sharding.
+        method_name: Such as "generate" or "encode".
+
+    Raises:
+        ValueError: The module has no such method.
+
+    Effects: replaces the method on this module.
+    """
+    if find_state(module) is None:
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"Expected `method_name` to be a method of {type(module).__name__}, got {method_name!r}.")
+    setattr(module, method_name, _with_hooks(module, getattr(module, method_name)))
+
+
+def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..., object]:
+    # The module will hold the result. A strong reference back, such as the one in a bound method, would keep a deleted
+    # model's memory until the cyclic collector runs.
+    ref = weakref.ref(module)
+    function: Any = getattr(method, "__func__", None) if getattr(method, "__self__", None) is module else None
+    call = method if function is None else lambda *args, **kwargs: function(ref(), *args, **kwargs)
+
+    def wrapped(*args: Any, **kwargs: Any) -> object:
+        module = ref()
+        state = state_of(module)
+        args, kwargs = pre_forward(state, args, kwargs)
+        return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
+
+    functools.update_wrapper(wrapped, function or method)
+    vars(wrapped).update(__signature__=inspect.signature(method))
+    return wrapped
+
+
+def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
+    """Let several outermost units share streams, and the limit on reductions in flight: pipeline stages of one rank.
+
+    Each stays the outermost unit of its own tree. Call it after the last `fully_shard` on any of them.
+
+    Args:
+        modules: Units, on one device.
+
+    Raises:
+        ValueError: One of them is no unit, or they lie on different devices.
+    """
+    contexts = [_unit_state(module).context for module in modules]
+    for context in contexts[1:]:
+        if context.device != contexts[0].device:
+            raise ValueError(f"Expected units on one device, got {contexts[0].device} and {context.device}.")
+    for context in contexts[1:]:
+        if context is not contexts[0]:
+            context.share_communication(contexts[0])
+
+
+def _unit_state(module: object) -> FSDPState:
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. Call fully_shard on it."
+        )
+    return state
+
+
+def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
+    # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
+    return tuple(weakref.ref(_unit_state(module)) for module in modules)
+
+
+def _separate_transport(group: dist.ProcessGroup, made: dict[tuple[int, ...], Transport]) -> Transport:
+    """A transport over the same ranks with a communicator of its own, made once for each set of ranks."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks not in made:
+        own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+        made[ranks] = transport_for(own)
+    return made[ranks]
+
+
+class _StateForTorch:
+    """What `torch.distributed.pipelining` asks of FSDP2's own state after a step's last microbatch: to reduce.
+
+    It lists a tree's states to call each one's `post_backward`, and then the root's last callback. That does all of it
+    here, so none are listed.
+    """
+
+    all_states = ()
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+
+    @property
+    def _state_ctx(self) -> Self:
+        return self
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._state.context.finish_backward()
+
+
 def attach_state(module: nn.Module, state: FSDPState) -> None:
-    """Give a module its state, past `nn.Module.__setattr__`."""
+    """Give a module its state, past `nn.Module.__setattr__`; torch's `fully_shard.state` finds what it needs of it."""
     module.__dict__[_STATE] = state
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = _StateForTorch(state)
 
 
 def find_state(module: object) -> FSDPState | None:
@@ -193,6 +472,5 @@ def state_of(module: object) -> FSDPState:
 
 def _states(module: object, recurse: bool) -> Iterator[FSDPState]:
     assert isinstance(module, nn.Module)
-    for inner in module.modules() if recurse else (module,):
-        if (state := find_state(inner)) is not None:
-            yield state
+    found = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
+    yield from dict.fromkeys(state for state in found if state is not None)  # several modules may share one

@@ -9,17 +9,28 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lamella_buffers import Allocator, ReduceOp, ShardedBuffer, UnshardedBuffer, standalone
+from lamella_buffers import (
+    Allocator,
+    LocalTransport,
+    Payload,
+    ReduceOp,
+    ShardedBuffer,
+    Transport,
+    UnshardedBuffer,
+    standalone,
+    transport_for,
+)
+from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
 # Originals that were sharded, to their names. One that is still found in a module later was tied to the sharded one.
 # (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
 _sharded_originals = WeakIdKeyDictionary()
+_MARK = "_is_lamella_shard"
 
 
 class Owner(NamedTuple):
@@ -38,6 +49,7 @@ class ShardedParameter:
         owners: Every place that holds it.
         sharded: What rests and what the optimizer updates: a DTensor over `shard`.
         shard: This rank's part, a view of the group's `main_weight`.
+        sharding: How it lies.
         trains: Whether it takes a gradient, as last seen on both forms.
         marks: What libraries put on the parameter (`sequence_parallel`, `allreduce`, ...); both forms carry it.
         unsharded: What computes: a view of the unsharded buffer. Autograd leaves the gradient on it.
@@ -49,6 +61,7 @@ class ShardedParameter:
     owners: list[Owner]
     sharded: nn.Parameter
     shard: torch.Tensor
+    sharding: Sharding
     trains: bool
     marks: dict[str, object]
     unsharded: nn.Parameter
@@ -119,7 +132,7 @@ class ShardedParameter:
         if self.accumulated is not None:
             gradient = self.accumulated if gradient is None else self.accumulated.add_(gradient)
         self.drop_gradient()
-        return gradient
+        return None if gradient is None else self.sharding.unwrap(gradient)
 
     def drop_gradient(self) -> None:
         """Forget what was not reduced."""
@@ -138,62 +151,81 @@ class Candidate(NamedTuple):
     name: str
     parameter: nn.Parameter
     owners: list[Owner]
+    sharding: Sharding
+
+
+class Reduced(NamedTuple):
+    """Gradients that were reduced over the shard axis, in the reduce dtype."""
+
+    shards: ShardedBuffer
+    present: list[bool]  # which members have one; the others' are not installed
 
 
 class ParameterGroup:
-    """Parameters of one unit with the same dtypes, on one mesh axis.
+    """Parameters of one unit with the same dtypes, on the same data axes.
 
     A group's members and its divisor are fixed when it is built: what is communicated never depends on which gradients
     happen to be present on this rank.
 
     Args:
-        candidates: The parameters, whole, on `mesh`'s device or on meta. Their storage is not kept.
-        mesh: The one axis that they are sharded along.
+        candidates: The parameters, of one set of data axes, on their mesh's device or on meta. Their storage is not
+            kept.
         policy: Number formats.
         allocator: Gives the unsharded buffer its bytes.
 
     Attributes:
         main_weight: This rank's shards, which the DTensors are views of.
         divisor: What the sum of the ranks' gradients is divided by.
+        sums_only: Divide after a sum, where the collective itself could have made the mean.
+        transport: The axis that the parameters are sharded over.
+        reduce_transport: The same axis, for reductions, where they have a communicator of their own.
+        replicas: The axis that the shards are replicated over, or None.
+        neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
+        parts: This rank's of those parts, while there are any.
+        partial: Gradients that still have to be reduced over `replicas`.
 
     Effects: allocates the shards, and for a moment the unsharded buffer, on the current stream; not a collective.
     """
 
-    def __init__(
-        self, candidates: Sequence[Candidate], mesh: DeviceMesh, policy: MixedPrecisionPolicy, allocator: Allocator
-    ) -> None:
-        self.mesh = mesh
+    def __init__(self, candidates: Sequence[Candidate], policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
+        self.axes = candidates[0].sharding.axes
         self.policy = policy
-        self.divisor = float(mesh.size())
-        self._rank = mesh.get_local_rank()
+        self.divisor = float(self._num_ranks)
+        self.sums_only = False
+        self.transport, self.replicas = _transports(self.axes)
+        self.reduce_transport: Transport | None = None
+        self.neighbours: Transport | None = None
+        self.parts: list[torch.Tensor] | None = None
+        self.partial: Reduced | None = None
+        self._rank = self.axes.shard_rank
         self._allocator = allocator
-        originals = [candidate.parameter for candidate in candidates]
-        self.layout = EvenLayout.build([p.shape for p in originals], mesh.size())
-        main_dtype, _, self.reduce_dtype = dtypes_of(originals[0], policy)
-        self.main_weight = ShardedBuffer.empty(self.layout, self._rank, main_dtype, originals[0].device)
-        self.main_weight.copy_from(originals)
+        wholes = [local_of(candidate.parameter) for candidate in candidates]
+        self.layout = EvenLayout.build(
+            [whole.shape for whole in wholes], self.axes.num_shards, dims=[c.sharding.dim for c in candidates]
+        )
+        main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, policy)
+        self.main_weight = ShardedBuffer.empty(self.layout, self._rank, main_dtype, wholes[0].device)
+        self.main_weight.copy_from(wholes)
         self.parameters = [self._shard(i, candidate) for i, candidate in enumerate(candidates)]
         self._build_unsharded()
         self.install_sharded()
 
     def _shard(self, i: int, candidate: Candidate) -> ShardedParameter:
         original, shard = candidate.parameter, standalone(self.main_weight.shards[i])
-        sharded = nn.Parameter(self._dtensor(shard, original), requires_grad=original.requires_grad)
-        vars(sharded).update(vars(original))
+        sharded = nn.Parameter(_dtensor(shard, original, candidate.sharding), requires_grad=original.requires_grad)
+        marks = {**vars(original), _MARK: True}
+        vars(sharded).update(marks)
         _sharded_originals[original] = candidate.name
         return ShardedParameter(
             name=candidate.name,
             owners=candidate.owners,
             sharded=sharded,
             shard=_local(sharded),
+            sharding=candidate.sharding,
             trains=original.requires_grad,
-            marks=dict(vars(original)),
+            marks=marks,
             unsharded=sharded,
         )
-
-    def _dtensor(self, shard: torch.Tensor, whole: torch.Tensor) -> DTensor:
-        stride = torch.empty(whole.shape, device="meta").stride()
-        return DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=stride)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -205,12 +237,13 @@ class ParameterGroup:
         self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
         (dtype,) = self._recipe.payload_dtypes(main_dtype)
         self._sends_main = dtype == main_dtype
-        self.unsharded_weight = UnshardedBuffer(
-            self.layout, self._rank, dtype, self.main_weight.device, self._allocator
-        )
+        is_main_itself = self._sends_main and self.axes.shard_axis is None
+        allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self._allocator
+        self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.main_weight.device, allocator)
         self.unsharded_weight.allocate()
-        for parameter, slot in zip(self.parameters, self.unsharded_weight.slots, strict=True):
-            whole = self._recipe.decode([slot], parameter.sharded.shape)
+        slots = zip(self.parameters, self.unsharded_weight.slots, self.layout.shapes, strict=True)
+        for parameter, slot, shape in slots:
+            whole = parameter.sharding.wrap(self._recipe.decode([slot], torch.Size(shape)))
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
@@ -223,6 +256,11 @@ class ParameterGroup:
     def meta_names(self) -> list[str]:
         """The members that have no storage yet."""
         return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody replaced a shard, or its storage; the group must be sharded."""
+        return any(parameter.is_replaced for parameter in self.parameters)
 
     def adopt_replaced_shards(self, *, keep_parameters: bool) -> None:
         """Take the shards back into one buffer if somebody replaced them, or their storage.
@@ -240,7 +278,7 @@ class ParameterGroup:
 
         Effects: none if nothing was replaced; else allocates the shards anew and copies them. Not a collective.
         """
-        if not any(parameter.is_replaced for parameter in self.parameters):
+        if not self.is_replaced:
             return
         given = [_local(parameter.replacement()) for parameter in self.parameters]
         if any(shard.is_meta for shard in given):
@@ -264,7 +302,7 @@ class ParameterGroup:
             sharded._local_tensor = shard  # type: ignore[attr-defined]
         else:
             # dtype and device are the wrapper's own, and fixed: only an exchange of contents changes them.
-            fresh = nn.Parameter(self._dtensor(shard, sharded), requires_grad=sharded.requires_grad)
+            fresh = nn.Parameter(_dtensor(shard, sharded, parameter.sharding), requires_grad=sharded.requires_grad)
             vars(fresh).update(vars(sharded))
             torch.utils.swap_tensors(sharded, fresh)  # type: ignore[no-untyped-call]
         parameter.shard = _local(sharded)
@@ -289,6 +327,26 @@ class ParameterGroup:
             return self.main_weight.slots, into
         self._recipe.encode(self.main_weight.slots, [into.own])
         return into.own, into
+
+    def keep_part(self) -> None:
+        """Keep the part of the unsharded parameters from which the neighbours can put them together again.
+
+        Effects: on the current stream: allocates and copies 1 / neighbours of the unsharded buffer.
+        """
+        assert self.neighbours is not None
+        share, rank = self.neighbours.num_ranks, self.neighbours.rank
+        pieces = [slot.view(share, -1)[rank] for slot in self.unsharded_weight.slots]
+        self.parts = list(torch.split(torch.cat(pieces), [piece.numel() for piece in pieces]))
+
+    def take_parts(self) -> list[Payload]:
+        """Allocate the unsharded buffer, and say what the neighbours gather into it. The parts are used up.
+
+        Effects: on the current stream, which allocates the buffer.
+        """
+        parts, self.parts = self.parts or [], None
+        self.unsharded_weight.allocate()
+        wholes = self.unsharded_weight.slots
+        return [Payload(part, whole) for part, whole in zip(parts, wholes, strict=True) if part.numel() > 0]
 
     def install_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters."""
@@ -322,7 +380,12 @@ class ParameterGroup:
     @property
     def reduce_op(self) -> ReduceOp:
         """How the ranks' gradients become one: their mean where the divisor is their number, else their sum."""
-        return dist.ReduceOp.AVG if self.divisor == self.mesh.size() else dist.ReduceOp.SUM
+        is_mean = self.divisor == self._num_ranks and not self.sums_only
+        return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+
+    @property
+    def _num_ranks(self) -> int:
+        return self.axes.num_shards * self.axes.num_replicas
 
     def new_reduced(self) -> ShardedBuffer:
         """A buffer for reduced gradients, in the reduce dtype.
@@ -331,22 +394,33 @@ class ParameterGroup:
         """
         return ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
 
-    def install_gradients(self, reduced: ShardedBuffer, present: Sequence[bool]) -> None:
+    def add_partial(self, reduced: Reduced) -> Reduced:
+        """Add what earlier microbatches left to be reduced over the replicas.
+
+        Effects: on the current stream: one add if there is anything.
+        """
+        if self.partial is None:
+            return reduced
+        earlier, self.partial = self.partial, None
+        reduced.shards.flat.add_(earlier.shards.flat)
+        return Reduced(reduced.shards, [a or b for a, b in zip(reduced.present, earlier.present, strict=True)])
+
+    def install_gradients(self, reduced: Reduced) -> None:
         """Put reduced gradients on the sharded parameters, in the main weights' dtype, or add them to those there.
 
         Args:
-            reduced: What `reduce_op` made of the ranks' gradients, in the reduce dtype.
-            present: Which members get theirs; the others' `.grad` is left as it is.
+            reduced: What `reduce_op` made of all ranks' gradients. Members that are not present keep their `.grad`.
 
         Effects: on the current stream: one cast of the shards where the dtypes differ, one add where gradients are
             there already; then the parameters' own hooks.
         """
+        shards, present = reduced
         if self.reduce_op is not dist.ReduceOp.AVG:
-            reduced.flat.div_(self.divisor)
-        if reduced.dtype != self.main_weight.dtype:
-            reduced = ShardedBuffer(self.layout, self._rank, reduced.flat.to(self.main_weight.dtype))
+            shards.flat.div_(self.divisor)
+        if shards.dtype != self.main_weight.dtype:
+            shards = ShardedBuffer(self.layout, self._rank, shards.flat.to(self.main_weight.dtype))
         totals, parts = [], []
-        for parameter, shard, wanted in zip(self.parameters, reduced.shards, present, strict=True):
+        for parameter, shard, wanted in zip(self.parameters, shards.shards, present, strict=True):
             if not wanted:
                 _check_absent_everywhere(parameter, shard)
             elif parameter.sharded.grad is None:
@@ -361,6 +435,22 @@ class ParameterGroup:
                 parameter.run_hooks()
 
 
+class _Borrowed:
+    """The allocator of an unsharded buffer that is the main weights: replicated, and in the same dtype."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._flat
+
+    def allocate(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: they are there."""
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: they stay."""
+
+
 def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """A parameter's main, compute and reduce dtypes; a policy says nothing about integers."""
     own = parameter.dtype
@@ -369,10 +459,30 @@ def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[to
     return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
 
 
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a unit's sharded form."""
+    return bool(getattr(parameter, _MARK, False))
+
+
 def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
     """The name under which this very parameter was sharded before, or None."""
     name: str | None = _sharded_originals.get(parameter)  # type: ignore[no-untyped-call]
     return name
+
+
+def _transports(axes: DataAxes) -> tuple[Transport, Transport | None]:
+    shard, replicate = axes.shard_group, axes.replicate_group
+    return (
+        LocalTransport() if shard is None else transport_for(shard),
+        None if replicate is None else transport_for(replicate),
+    )
+
+
+def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
+    stride = torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(
+        shard, sharding.mesh, sharding.placements, run_check=False, shape=whole.shape, stride=stride
+    )
 
 
 def _check_absent_everywhere(parameter: ShardedParameter, shard: torch.Tensor) -> None:

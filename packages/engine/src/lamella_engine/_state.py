@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch.profiler import record_function
 
-from lamella_buffers import Pending, Transport, all_gather, reduce_scatter, transport_for
+from lamella_buffers import Pending, all_gather, all_reduce, reduce_scatter
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, Reduction
-from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._context import Context, Member, Reduction, label
+from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
 
 
@@ -23,6 +24,7 @@ class Residency(Enum):
     SHARDED = "shards only"
     UNSHARDING = "shards and the unsharded buffer, which a gather is filling; modules hold DTensors"
     UNSHARDED = "shards and the unsharded buffer; modules hold plain tensors"
+    KEPT = "shards and the unsharded buffer, whose contents may still be used; modules hold DTensors"
 
 
 _LEGAL = {
@@ -30,13 +32,20 @@ _LEGAL = {
     (Residency.UNSHARDING, Residency.UNSHARDED),
     (Residency.UNSHARDING, Residency.SHARDED),  # gathered ahead, never used
     (Residency.UNSHARDED, Residency.SHARDED),
+    (Residency.UNSHARDING, Residency.KEPT),
+    (Residency.UNSHARDED, Residency.KEPT),
+    (Residency.KEPT, Residency.UNSHARDING),
+    (Residency.KEPT, Residency.SHARDED),
 }
+
+
+_AS_FSDP2 = Strategy()
 
 
 class _Gather(NamedTuple):
     """A gather in flight: what the host waits for (gloo), what a stream waits for (CUDA), and what to put back."""
 
-    pending: Pending
+    pending: list[Pending]
     event: torch.Event
     versions: AbstractContextManager[None]
 
@@ -52,7 +61,8 @@ class FSDPState:
         groups: Its parameters.
         context: Shared with the rest of the tree.
         policy: Number formats; here only those of inputs and outputs.
-        reshard_after_forward: FSDP2's; None means "unless I am the outermost unit".
+        reshard_after_forward: FSDP2's flag; None means "unless I am the outermost unit".
+        strategy: What its ZeRO stage makes it do.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class FSDPState:
         context: Context,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        strategy: Strategy = _AS_FSDP2,
     ) -> None:
         self.name = ""
         self.groups = tuple(groups)
@@ -70,22 +81,25 @@ class FSDPState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
         self.reshard_after_forward = reshard_after_forward
+        self.strategy = strategy
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.reduces_unused_parameters = False
+        self.unshards_in_backward = True
+        self.max_reductions_in_flight = 1
+        self.forward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
+        self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
+        self.module_ids: frozenset[int] = frozenset()
+        self._awaited: set[int] = set()
+        self._forward_is_watched = True
         self._residency = Residency.SHARDED
         self._gather: _Gather | None = None
         self._gathered_at = -1
-        self._transport: Transport | None = None
+        self.requires_all_reduce = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: torch.Stream | None = None
         context.add(self)
-
-    @property
-    def transport(self) -> Transport:
-        """The axis that the unit's groups share."""
-        if self._transport is None:
-            self._transport = transport_for(self.groups[0].mesh.get_group())
-        return self._transport
 
     @property
     def residency(self) -> Residency:
@@ -117,23 +131,29 @@ class FSDPState:
         Raises:
             RuntimeError: The parameters are on the meta device.
 
-        Effects: collective on the unit's axis, one for all of its groups; allocates the unsharded buffers on the gather
-            stream and casts this rank's shards there; no host sync.
+        Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
+            buffers on the gather stream and casts this rank's shards there; no host sync.
         """
-        if self._residency is not Residency.SHARDED or not self.groups:
+        if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
             return
         context = self.context
+        if self._gathered_at != updates.count:
+            self._drop_parts()
         if context.is_resting:
             self.adopt_replaced_shards()
             context.order_gathers_after_compute()
+        if self._residency is Residency.KEPT:
+            if self._gathered_at == updates.count:
+                self.residency = Residency.UNSHARDING
+                return
+            self.drop_copy()
         self._check_materialized()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
-        label = record_function(f"FSDP::all_gather ({self.name})")
-        with label, torch.no_grad(), context.on(context.all_gather_stream):
-            pending = all_gather([group.prepare_gather() for group in self.groups], self.transport)
+        with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
+            pending = [_start_gather(same) for same in _by_axes(self.groups)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
         self._gathered_at = updates.count
         self.residency = Residency.UNSHARDING
@@ -150,38 +170,69 @@ class FSDPState:
             group.install_unsharded()
         self.residency = Residency.UNSHARDED
 
-    def reshard(self) -> None:
-        """Make the modules hold the DTensors, and free the unsharded buffers; nothing if they are free.
+    def reshard(self, *, keep_parts: bool = False) -> None:
+        """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
+
+        Args:
+            keep_parts: Keep what the neighbours need to gather again among themselves, where there are any
+                (`reshard_after_forward` was a number).
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
-        if self._residency is Residency.SHARDED:
+        if not keep_parts:
+            self._drop_parts()
+        if self._residency in (Residency.SHARDED, Residency.KEPT):
             return
         self._finish_gather()
-        for group in self.groups:
-            group.install_sharded()
+        if self.strategy.keeps_copy:
+            for group in self.groups:
+                group.install_sharded()
+            self.residency = Residency.KEPT
+            return
         self.context.order_gathers_after_compute()
         for group in self.groups:
+            group.install_sharded()
+            if keep_parts and group.neighbours is not None:
+                with torch.no_grad(), self.context.on(self.context.all_gather_stream):
+                    group.keep_part()
             group.unsharded_weight.free()
         self.residency = Residency.SHARDED
+
+    def drop_copy(self) -> None:
+        """Free a copy of the parameters that was kept: somebody may be about to write main weights.
+
+        Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
+        """
+        if self._residency is Residency.KEPT:
+            self.context.order_gathers_after_compute()
+            for group in self.groups:
+                group.unsharded_weight.free()
+            self.residency = Residency.SHARDED
 
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage, or whose Parameter, somebody replaced while they were at rest.
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
+        if any(group.is_replaced for group in self.groups):
+            self.drop_copy()
         if self._residency is Residency.SHARDED:
             for group in self.groups:
                 group.adopt_replaced_shards(keep_parameters=keep_parameters)
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
-        if self._residency is not Residency.SHARDED and self._gathered_at != updates.count:
+        if self._gathered_at != updates.count:
             self.reshard()
+
+    def _drop_parts(self) -> None:
+        for group in self.groups:
+            group.parts = None
 
     def _finish_gather(self) -> None:
         if self._gather is not None:
-            self._gather.pending.wait()
+            for pending in self._gather.pending:
+                pending.wait()
             self._gather.versions.__exit__(None, None, None)
             self.context.compute_stream.wait_event(self._gather.event)
             self._gather = None
@@ -195,6 +246,76 @@ class FSDPState:
                 f'`model.to_empty(device="{self.context.device.type}")` and initialise them first.'
             )
 
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Get ready for another forward pass of the tree: forget one that an exception ended, take shards back.
+
+        Effects: see `ParameterGroup.adopt_replaced_shards`.
+        """
+        self._awaited.clear()
+        self.adopt_replaced_shards()
+
+    def begin_forward(self, *, is_recomputed: bool) -> bool:
+        """Unshard for the forward of one of the unit's modules, and gather units ahead.
+
+        Args:
+            is_recomputed: It runs again inside backward: nothing is gathered ahead.
+
+        Returns:
+            Whether the unit's forward begins here. That of a unit of several modules begins with the first of them to
+            run, and is over when each has run.
+        """
+        begins = not self._awaited or len(self.module_ids) == 1
+        ahead: Sequence[Member] = ()
+        if begins and not is_recomputed:
+            ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
+            self.drop_stale_weights()
+        if begins:
+            self._awaited = set(self.module_ids)
+            self._forward_is_watched = True
+        for member in (self, *ahead):
+            member.unshard()
+        self.wait_for_unshard()
+        return begins
+
+    def end_forward(self, module_id: int, *, is_watched: bool, is_recomputed: bool) -> None:
+        """Reshard, if all of the unit's modules have run.
+
+        A pass that began with one of several modules ends with it. If it has a backward, that is likely to come next,
+        and the parameters stay for it.
+
+        Args:
+            module_id: Whose forward ended.
+            is_watched: Whether its outputs will say when the unit's backward begins; else the parameters must stay.
+            is_recomputed: It ran again inside backward, which reshards when it ends.
+        """
+        self._awaited.discard(module_id)
+        self._forward_is_watched &= is_watched
+        if is_recomputed or (self._awaited and not self.context.is_forward_root(self)):
+            return
+        if not (self._awaited and torch.is_grad_enabled()):
+            self._reshard_after_forward()
+        self._awaited.clear()
+        self.context.leave_forward(self)
+
+    def finish_forward(self) -> None:
+        """End a forward that not all of the unit's modules took part in."""
+        if self._awaited and not self.context.is_forward_root(self):
+            self._awaited.clear()
+            self._reshard_after_forward()
+            self.context.leave_forward(self)
+
+    def _reshard_after_forward(self) -> None:
+        if self.reshards_after_forward and self._forward_is_watched:
+            self.reshard(keep_parts=torch.is_grad_enabled())
+
+    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Member | None) -> list[Member]:
+        """The units to gather ahead, so that their gathers overlap with this unit's compute."""
+        if asked:
+            return [state for ref in asked if (state := ref()) is not None]
+        return [] if learned is None else [learned]
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
@@ -204,42 +325,84 @@ class FSDPState:
         `reduces_unused_parameters`), and then with all of its members: one without a gradient sends zeros, and gets
         none unless `reduces_unused_parameters`.
 
-        Effects: collective on the unit's axis, one for all of its groups, on the reduce stream; the compute stream
-            waits for the unit reduced before, whose gradients are then freed; no host sync on CUDA.
+        Effects: collective on the unit's shard axis, one for all groups on the same axes, on the reduce stream; the
+            compute stream waits for the unit reduced before, whose gradients are then freed. With replicas, another
+            collective on their axis, on its own stream. No host sync on CUDA.
         """
         groups = [g for g in self.groups if g.has_gradients or (self.reduces_unused_parameters and g.is_trainable)]
         if not groups:
             return
         context = self.context
         context.retire_reductions()
-        gradients = [group.take_gradients() for group in groups]
+        gradients = {group: group.take_gradients() for group in groups}
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
-        with record_function(f"FSDP::post_backward_reduce ({self.name})"), torch.no_grad(), context.on(stream):
-            reduced = [group.new_reduced() for group in groups]
-            moves = list(zip(gradients, reduced, strict=True))
-            reduce_scatter(moves, self.transport, groups[0].reduce_op).wait()
-            for group, taken, shards in zip(groups, gradients, reduced, strict=True):
-                group.install_gradients(shards, [self.reduces_unused_parameters or g is not None for g in taken])
-            context.hold(Reduction(stream.record_event(), [g for taken in gradients for g in taken if g is not None]))
+        with label("post_backward_reduce", self.name), torch.no_grad():
+            with context.on(stream):
+                reduced = {group: self._reduced(group, taken) for group, taken in gradients.items()}
+                for same in _by_axes(groups):
+                    moves = [(gradients[group], reduced[group].shards) for group in same]
+                    reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
+                reduced = {group: group.add_partial(part) for group, part in reduced.items()}
+                event = stream.record_event()
+            context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
+            for same in _by_axes(groups):
+                self._finish_reduction({group: reduced[group] for group in same}, event)
+
+    def _reduced(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> Reduced:
+        return Reduced(group.new_reduced(), [self.reduces_unused_parameters or g is not None for g in gradients])
+
+    def _finish_reduction(self, reduced: dict[ParameterGroup, Reduced], event: torch.Event) -> None:
+        """Reduce over the replicas if there are any, and install the gradients."""
+        context, replicas = self.context, next(iter(reduced)).replicas
+        waits = self.strategy.all_reduces_once and not context.is_last_backward
+        if replicas is not None and (waits or not self.requires_all_reduce):
+            for group, part in reduced.items():
+                group.partial = part
+            return
+        stream = context.reduce_scatter_stream
+        if replicas is not None or self.all_reduce_hook is not None:
+            stream = self.all_reduce_hook_stream or context.all_reduce_stream
+            stream.wait_event(event)
+        with context.on(stream):
+            flats = [part.shards.flat for part in reduced.values()]
+            if replicas is not None:
+                all_reduce(flats, replicas, next(iter(reduced)).reduce_op).wait()
+            if self.all_reduce_hook is not None:
+                for flat in flats:
+                    self.all_reduce_hook(flat)
+            for group, part in reduced.items():
+                group.install_gradients(part)
+            if stream is not context.reduce_scatter_stream:
+                context.hold_all_reduce(Reduction(stream.record_event(), flats))
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
         if self.awaits_backward_end:
             return  # another output of the same forward
         self.awaits_backward_end = True
-        self.unshard_with(self.context.enter_backward(self))
+        with label("pre_backward", self.name):
+            ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
+            for member in (self, *ahead):
+                if member.unshards_in_backward:
+                    member.unshard()
+            self.wait_for_unshard()
 
     def end_backward(self) -> None:
         """Reshard, and reduce the gradients or keep them for a later microbatch."""
         self.awaits_backward_end = False
+        self._awaited.clear()
         if self.reshard_after_backward:
-            self.reshard()
-        if self.requires_gradient_sync:
-            self.reduce_gradients()
-        else:
+            with label("post_backward_reshard", self.name):
+                self.reshard()
+        is_last = self.context.is_last_backward
+        if not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last):
             for group in self.groups:
                 group.accumulate_gradients()
+            return
+        self.reduce_gradients()
+        if self.strategy.keeps_copy and is_last:
+            self._gathered_at = -1  # an optimizer of any kind is likely to write now
 
     def finish_backward(self) -> None:
         """End what autograd did not reach: inputs that need no gradient, a forward whose output was not used."""
@@ -248,21 +411,31 @@ class FSDPState:
         elif self.reshard_after_backward:
             self.reshard()
 
-    def unshard_with(self, successor: Member | None) -> None:
-        """Unshard now, and gather `successor` ahead so that its gather overlaps with this unit's compute."""
-        self.unshard()
-        if successor is not None:
-            successor.unshard()
-        self.wait_for_unshard()
-
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         for group in self.groups:
+            group.partial = None
             for parameter in group.parameters:
                 parameter.drop_gradient()
 
     def abandon(self) -> None:
         """Drop this pass: gradients that were not reduced, and the unsharded parameters."""
+        self._awaited.clear()
         self.awaits_backward_end = False
         self.drop_gradients()
         self.reshard()
+
+
+def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:
+    first = groups[0]
+    if first.parts is not None and first.neighbours is not None:
+        return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
+    return all_gather([group.prepare_gather() for group in groups], first.transport)
+
+
+def _by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
+    """The groups that travel together, in an order that follows from the program alone."""
+    together: dict[object, list[ParameterGroup]] = {}
+    for group in groups:
+        together.setdefault((group.axes, group.reduce_op), []).append(group)
+    return list(together.values())

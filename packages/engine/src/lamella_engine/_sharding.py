@@ -1,0 +1,315 @@
+"""How a parameter lies: the mesh axes it is sharded and replicated over, and what its DTensor says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from lamella_engine._policies import DataParallelMeshDims
+from lamella_layout import strided_placements
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class MeshInfo(Protocol):
+    """FSDP2's description of data axes: `FSDPMeshInfo` and `HSDPMeshInfo` have these attributes."""
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None
+    replicate_mesh_dim: int | None
+
+
+@runtime_checkable
+class PlacementResult(Protocol):
+    """FSDP2's `ShardPlacementResult`: a dim, and the mesh of this one parameter."""
+
+    placement: Shard | None
+    mesh_info: MeshInfo
+
+
+PlacementFn = Callable[[nn.Parameter], "Shard | PlacementResult | None"]
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The mesh axes along which ranks hold different data.
+
+    Attributes:
+        mesh: 1-D or 2-D, of these axes alone.
+        shard_axis: Axis of `mesh` that parameters are sharded over; None if they are replicated only.
+        replicate_axis: Axis of `mesh` that they are replicated over, or None.
+        whole: The mesh that parameters come as DTensors on, data axes included; None where they do not.
+        names: The data axes in `whole`: those of the shard axis, and those of the replicate axis.
+    """
+
+    mesh: DeviceMesh
+    shard_axis: int | None
+    replicate_axis: int | None = None
+    whole: DeviceMesh | None = None
+    names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataAxes:
+        """The axes of the mesh that a user gives.
+
+        Args:
+            mesh: 1-D (sharded), 2-D with names (replicated, sharded); any where `dims` names its data axes.
+            dims: Which axes of `mesh` are data axes.
+
+        Raises:
+            ValueError: The mesh has another number of axes or no names, or `dims` names one that it has not.
+
+        Effects: several shard or replicate axes are flattened into one, which is a collective on the mesh's ranks.
+        """
+        if dims is not None:
+            return cls._named(mesh, dims)
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"Expected `mesh` to be a 1D or 2D DeviceMesh, got {mesh.ndim} axes ({mesh}). Pass the data axes only "
+                "(mesh['replicate', 'shard']), or the whole mesh with `dp_mesh_dims`."
+            )
+        if mesh.ndim == 1:
+            return cls(mesh, 0)
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                "Expected a 2-D mesh whose axes have names, got none. Make it with mesh_dim_names specified: "
+                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+            )
+        return cls(mesh, 1, 0)
+
+    @classmethod
+    def _named(cls, mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
+        shard, replicate = dims.shard_names, dims.replicate_names
+        if mesh.mesh_dim_names is None:
+            raise ValueError("Expected `mesh` to have mesh_dim_names with `dp_mesh_dims`, got none.")
+        for name in shard + replicate:
+            if name not in mesh.mesh_dim_names:
+                raise ValueError(
+                    f"Expected the axes in `dp_mesh_dims` to be among those of `mesh`, {mesh.mesh_dim_names}, got "
+                    f"{name!r}: not found in mesh.mesh_dim_names."
+                )
+        parts = [_one_axis(mesh, names) for names in (replicate, shard) if names]
+        data = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+        shard_axis = data.ndim - 1 if shard else None
+        return cls(data, shard_axis, 0 if replicate else None, mesh, (shard, replicate))
+
+    @classmethod
+    def from_info(cls, info: MeshInfo) -> DataAxes:
+        """The axes that FSDP2's mesh infos describe.
+
+        Effects: none.
+        """
+        return cls(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share a parameter."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
+
+    @property
+    def shard_rank(self) -> int:
+        """This process's place among those that share a parameter."""
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The process group that shares a parameter."""
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The process group that holds the same shard."""
+        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+
+    def group_of(self, num_ranks: int) -> dist.ProcessGroup:
+        """The process group of the `num_ranks` neighbours on the shard axis that this rank is one of.
+
+        Raises:
+            ValueError: They do not divide the axis.
+
+        Effects: creates process groups, a collective on all ranks.
+        """
+        if self.num_shards % num_ranks != 0:
+            raise ValueError(
+                f"Expected an int `reshard_after_forward` to be a factor of {self.num_shards}, the ranks that share a "
+                f"parameter, got {num_ranks}."
+            )
+        ranks = self.mesh.mesh if self.shard_axis is None else self.mesh.mesh.movedim(self.shard_axis, -1)
+        return DeviceMesh(self.mesh.device_type, ranks.reshape(-1, num_ranks)).get_group(1)
+
+    @property
+    def axes_of_whole(self) -> tuple[int, ...]:
+        """The data axes' places in `whole`; none where there is no whole mesh."""
+        names = () if self.whole is None else self.whole.mesh_dim_names or ()
+        return tuple(names.index(name) for name in (*self.names[1], *self.names[0]))
+
+    def placements(self, dim: int) -> list[Placement]:
+        """One placement for each axis of `mesh`, of a tensor that is sharded along `dim`."""
+        return [Shard(dim) if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim)]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one parameter lies.
+
+    A parameter that comes as a DTensor (tensor or expert parallel) is sharded by data ranks within each model-parallel
+    rank's part: the part is cut first, so along the same dim its DTensor has a strided shard.
+
+    Attributes:
+        axes: The data axes.
+        dim: Tensor dim that it is sharded along.
+        mesh: Of the sharded DTensor: the data axes, and those that the parameter came with.
+        placements: Of the sharded DTensor, one an axis of `mesh`.
+        part: What the parameter came as, if that was a DTensor: the unsharded form is one again.
+    """
+
+    axes: DataAxes
+    dim: int
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    part: DTensorSpec | None = None
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """The unsharded parameter over its local part: a DTensor if it came as one.
+
+        Effects: none.
+        """
+        if self.part is None:
+            return local
+        return DTensor(local, self.part, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def unwrap(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The local part of an unsharded parameter's gradient.
+
+        Effects: where autograd left it placed otherwise than the parameter (a partial sum), the collectives of a
+            redistribution on the model-parallel axes.
+        """
+        if self.part is None:
+            return gradient
+        assert isinstance(gradient, DTensor)
+        wanted = list(self.part.placements)
+        for axis in self.axes.axes_of_whole:
+            wanted[axis] = gradient.placements[axis]  # their sum is the reduction's
+        if list(gradient.placements) != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+        return gradient.to_local()
+
+
+def sharding_of(name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn: PlacementFn | None) -> Sharding:
+    """Decide how a parameter lies.
+
+    Args:
+        name: For messages.
+        parameter: Plain, or a DTensor on other axes of the same root mesh.
+        axes: Where `placement_fn` does not say otherwise.
+        placement_fn: FSDP2's `shard_placement_fn`.
+
+    Raises:
+        ValueError: The function returned something else than a Shard, a placement result or None, or a dim that the
+            parameter has not; the parameter is replicated on no data axis of a whole mesh.
+        NotImplementedError: A dim other than the first does not divide over the ranks.
+
+    Effects: none.
+    """
+    dim, axes = _resolve(name, parameter, axes, placement_fn)
+    _check_dim(name, local_of(parameter), dim, axes.num_shards)
+    if axes.whole is not None:
+        _check_on_whole_mesh(name, parameter, axes)
+    if not isinstance(parameter, DTensor):
+        return Sharding(axes, dim, axes.mesh, tuple(axes.placements(dim)))
+    mesh, placements = _beside_part(parameter, axes, dim)
+    return Sharding(axes, dim, mesh, placements, parameter._spec)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor; any other tensor itself.
+
+    Effects: none.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def _resolve(
+    name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn: PlacementFn | None
+) -> tuple[int, DataAxes]:
+    result = None if placement_fn is None else placement_fn(parameter)
+    if isinstance(result, PlacementResult):
+        axes, result = DataAxes.from_info(result.mesh_info), result.placement
+    if result is None:
+        return 0, axes
+    if not isinstance(result, Shard):
+        raise ValueError(
+            f"Expected `shard_placement_fn` to return a Shard, a ShardPlacementResult or None for {name!r}, got "
+            f"{result!r}: invalid shard_placement_fn result."
+        )
+    ndim = local_of(parameter).ndim
+    if not -ndim <= result.dim < ndim:
+        raise ValueError(
+            f"Expected `shard_placement_fn` to name one of the {ndim} dims of {name!r}, of shape "
+            f"{tuple(parameter.shape)}, got dim {result.dim}: shard dim {result.dim} is invalid."
+        )
+    return result.dim % ndim, axes
+
+
+def _check_dim(name: str, local: torch.Tensor, dim: int, num_shards: int) -> None:
+    if dim > 0 and local.shape[dim] % num_shards != 0:
+        raise NotImplementedError(
+            f"Expected dim {dim} of {name!r}, of shape {tuple(local.shape)}, to divide over {num_shards} ranks. FSDP "
+            f"does not support uneven sharding on dim {dim}: shard it along dim 0, which need not divide."
+        )
+
+
+def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The sharded DTensor's mesh and placements: the data axes cut within what the other axes left."""
+    mesh, placements = parameter.device_mesh, list(parameter.placements)
+    names = mesh.mesh_dim_names or ()
+    if axes.whole is not None and len(axes.names[0]) <= 1:  # the mesh stays what it is
+        data = [names.index(name) for name in axes.names[0]]
+        for axis in data:
+            placements[axis] = Shard(dim)
+        order = [axis for axis in range(mesh.ndim) if axis not in data] + data
+        return mesh, strided_placements(mesh.shape, placements, order=order)
+    others = [axis for axis in range(mesh.ndim) if axis not in axes.axes_of_whole]
+    rest = [mesh[names[axis]] for axis in others] if axes.whole is not None else [mesh]
+    joined = DeviceMesh._concatenate([axes.mesh, *rest])
+    both = [*axes.placements(dim), *(placements[axis] for axis in others)]
+    order = [*range(axes.mesh.ndim, joined.ndim), *range(axes.mesh.ndim)]
+    return joined, strided_placements(joined.shape, both, order=order)
+
+
+def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> None:
+    mesh = axes.whole
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"Expected {name!r} to be a DTensor on the whole mesh, as `dp_mesh_dims` was given, got a plain tensor. "
+            "Distribute the module first (torch.distributed.tensor.distribute_module)."
+        )
+    if parameter.device_mesh != mesh:
+        raise ValueError(
+            f"Expected {name!r} to lie on the same mesh that was passed to fully_shard, {mesh}, got one on "
+            f"{parameter.device_mesh}."
+        )
+    for axis in axes.axes_of_whole:
+        if not parameter.placements[axis].is_replicate():
+            raise ValueError(
+                f"Expected {name!r} to be Replicate() on the data axes before it is sharded, got "
+                f"{parameter.placements[axis]} on axis {axis} of {mesh}."
+            )
