@@ -351,9 +351,20 @@ def test_settings_of_speed_change_no_result(api: Api) -> None:
         model.set_separate_reduce_scatter_group(False)
         for unit in units(api, model):
             unit.set_force_sum_reduction_for_comms(True)
+        assert_trains_as(expected, model)
+
+    on_ranks(scenario)
+
+
+def test_a_trainer_of_any_device_may_hand_over_its_optimizers_event(api: Api) -> None:
+    """On the CPU, `record_event` of the device's own stream gives None, as on no other device."""
+
+    def scenario() -> None:
+        expected, model = twins()
+        shard(api, model)
         for _ in range(2):
             assert_trains_as(expected, model, num_steps=1)
-            model.set_post_optim_event(torch.cpu.current_stream().record_event())
+            model.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
 
     on_ranks(scenario)
 
