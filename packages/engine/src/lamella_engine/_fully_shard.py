@@ -25,6 +25,7 @@ from lamella_engine._parameter_group import (
     is_sharded,
     name_of_sharded_original,
 )
+from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
@@ -45,6 +46,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    placements: AxisPlacement | tuple[AxisPlacement, ...] | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -81,6 +83,9 @@ def fully_shard(
         ignored_params: Parameters that are left alone: not sharded, moved or reduced.
         dp_mesh_dims: Names the data axes of `mesh`, which is then the whole mesh: every parameter must be a DTensor on
             it, replicated over the data axes.
+        placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
+            the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
+            over replicas after every microbatch. FSDP2 has no such argument.
 
     Returns:
         `module`, changed; every module of a list is a unit's module then, and they share one state.
@@ -88,7 +93,8 @@ def fully_shard(
     Raises:
         ValueError: No modules, or one twice; a module has no forward, was sharded before, is inside a unit already, or
             shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
-            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may.
+            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
+            `placements` do not fit the mesh or `reshard_after_forward`.
         NotImplementedError: An argument that FSDP2 has and lamella does not support yet, or a dim other than the first
             that does not divide.
         RuntimeError: A unit below is in the middle of a step.
@@ -102,6 +108,12 @@ def fully_shard(
     modules = _outer_modules(module)
     _check_arguments(modules, reshard_after_forward, offload_policy)
     axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    axes, strategy = strategy_of(placements, axes)
+    if strategy.keeps_copy and reshard_after_forward:
+        raise ValueError(
+            f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
+            f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
+        )
     policy = _as_policy(mp_policy)
     owners = [inner for _, inner in _own_modules(modules)]
     device = _device_of(axes.mesh)
@@ -119,7 +131,7 @@ def fully_shard(
         group.neighbours = neighbours.get(group.axes)
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
-    state = FSDPState(groups, context, policy, flag)
+    state = FSDPState(groups, context, policy, flag, strategy)
     for below, name in inner.items():
         below.name, below.is_outermost = name, False
         context.add(below)

@@ -50,8 +50,9 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
     def after(module: nn.Module, args: Args, output: object) -> object:
         return post_forward(state, module, output)
 
-    def reshard(*_: object) -> None:
+    def leave_nothing_but_shards(*_: object) -> None:
         state.reshard()
+        state.drop_copy()
 
     def adopt(*_: object) -> None:
         state.adopt_replaced_shards(keep_parameters=True)
@@ -61,8 +62,8 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
     for owner in owners:
-        owner.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-        owner.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+        owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
 
 

@@ -340,6 +340,7 @@ class FSDPModule(fsdp2.FSDPModule):
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
         state = state_of(self)
         state.reshard()
+        state.drop_copy()
         module: nn.Module = super(fsdp2.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced_shards(keep_parameters=True)
         return module

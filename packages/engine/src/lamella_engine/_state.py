@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-from lamella_buffers import Pending, all_gather, all_reduce, reduce_scatter
+from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
 
 
@@ -23,6 +24,7 @@ class Residency(Enum):
     SHARDED = "shards only"
     UNSHARDING = "shards and the unsharded buffer, which a gather is filling; modules hold DTensors"
     UNSHARDED = "shards and the unsharded buffer; modules hold plain tensors"
+    KEPT = "shards and the unsharded buffer, whose contents may still be used; modules hold DTensors"
 
 
 _LEGAL = {
@@ -30,7 +32,14 @@ _LEGAL = {
     (Residency.UNSHARDING, Residency.UNSHARDED),
     (Residency.UNSHARDING, Residency.SHARDED),  # gathered ahead, never used
     (Residency.UNSHARDED, Residency.SHARDED),
+    (Residency.UNSHARDING, Residency.KEPT),
+    (Residency.UNSHARDED, Residency.KEPT),
+    (Residency.KEPT, Residency.UNSHARDING),
+    (Residency.KEPT, Residency.SHARDED),
 }
+
+
+_AS_FSDP2 = Strategy()
 
 
 class _Gather(NamedTuple):
@@ -53,6 +62,7 @@ class FSDPState:
         context: Shared with the rest of the tree.
         policy: Number formats; here only those of inputs and outputs.
         reshard_after_forward: FSDP2's flag; None means "unless I am the outermost unit".
+        strategy: What its ZeRO stage makes it do.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class FSDPState:
         context: Context,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        strategy: Strategy = _AS_FSDP2,
     ) -> None:
         self.name = ""
         self.groups = tuple(groups)
@@ -70,6 +81,7 @@ class FSDPState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
         self.reshard_after_forward = reshard_after_forward
+        self.strategy = strategy
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.reduces_unused_parameters = False
@@ -122,14 +134,19 @@ class FSDPState:
         Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
             buffers on the gather stream and casts this rank's shards there; no host sync.
         """
-        if self._residency is not Residency.SHARDED or not self.groups:
+        if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
             return
         context = self.context
         if self._gathered_at != updates.count:
-            self._drop_parts()
+            self._drop_stale()
         if context.is_resting:
             self.adopt_replaced_shards()
             context.order_gathers_after_compute()
+        if self._residency is Residency.KEPT:
+            if self._gathered_at == updates.count:
+                self.residency = Residency.UNSHARDING
+                return
+            self.drop_copy()
         self._check_materialized()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
@@ -154,7 +171,7 @@ class FSDPState:
         self.residency = Residency.UNSHARDED
 
     def reshard(self, *, keep_parts: bool = False) -> None:
-        """Make the modules hold the DTensors, and free the unsharded buffers; nothing if they are free.
+        """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
 
         Args:
             keep_parts: Keep what the neighbours need to gather again among themselves, where there are any
@@ -164,9 +181,14 @@ class FSDPState:
         """
         if not keep_parts:
             self._drop_parts()
-        if self._residency is Residency.SHARDED:
+        if self._residency in (Residency.SHARDED, Residency.KEPT):
             return
         self._finish_gather()
+        if self.strategy.keeps_copy:
+            for group in self.groups:
+                group.install_sharded()
+            self.residency = Residency.KEPT
+            return
         self.context.order_gathers_after_compute()
         for group in self.groups:
             group.install_sharded()
@@ -176,11 +198,25 @@ class FSDPState:
             group.unsharded_weight.free()
         self.residency = Residency.SHARDED
 
+    def drop_copy(self) -> None:
+        """Free copies of the parameters that were kept: somebody may be about to write main weights.
+
+        Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
+        """
+        self._drop_stale()
+        if self._residency is Residency.KEPT:
+            self.context.order_gathers_after_compute()
+            for group in self.groups:
+                group.unsharded_weight.free()
+            self.residency = Residency.SHARDED
+
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage, or whose Parameter, somebody replaced while they were at rest.
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
+        if any(group.is_replaced for group in self.groups):
+            self.drop_copy()
         if self._residency is Residency.SHARDED:
             for group in self.groups:
                 before = group.main_weight
@@ -196,6 +232,11 @@ class FSDPState:
     def _drop_parts(self) -> None:
         for group in self.groups:
             group.parts = None
+
+    def _drop_stale(self) -> None:
+        self._drop_parts()
+        for group in self.groups:
+            group.model_weight = None
 
     def _finish_gather(self) -> None:
         if self._gather is not None:
@@ -307,41 +348,39 @@ class FSDPState:
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
-                reduced = {group: self._reduced(group, taken) for group, taken in gradients.items()}
+                reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
                     moves = [(gradients[group], reduced[group].shards) for group in same]
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
-            context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
-            for same in _by_axes(groups):
-                self._finish_reduction({group: reduced[group] for group in same}, event)
-
-    def _reduced(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> Reduced:
-        return Reduced(group.new_reduced(), [self.reduces_unused_parameters or g is not None for g in gradients])
-
-    def _finish_reduction(self, reduced: dict[ParameterGroup, Reduced], event: torch.Event) -> None:
-        """Reduce over the replicas if there are any, and install the gradients."""
-        context, replicas = self.context, next(iter(reduced)).replicas
-        if replicas is not None and not self.requires_all_reduce:
+            reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
+            context.hold(Reduction(event, reads))
             for group, part in reduced.items():
-                group.partial = part
+                self._finish_reduction(group, part, event)
+
+    def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
+        return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
+
+    def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> None:
+        """Reduce over the axes that are left, or keep that for a later microbatch; and install the gradients."""
+        context = self.context
+        has_outer = group.replicas is not None or group.outer is not None
+        waits = self.strategy.reduces_outer_once and not context.is_last_backward
+        if has_outer and (waits or not self.requires_all_reduce):
+            group.partial = reduced
             return
         stream = context.reduce_scatter_stream
-        if replicas is not None or self.all_reduce_hook is not None:
+        if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
         with context.on(stream):
-            flats = [part.shards.flat for part in reduced.values()]
-            if replicas is not None:
-                all_reduce(flats, replicas, next(iter(reduced)).reduce_op).wait()
+            total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
-                for flat in flats:
-                    self.all_reduce_hook(flat)
-            for group, part in reduced.items():
-                group.install_gradients(part)
+                self.all_reduce_hook(total.shards.flat)
+            group.install_gradients(total)
             if stream is not context.reduce_scatter_stream:
-                context.hold_all_reduce(Reduction(stream.record_event(), flats))
+                context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
@@ -362,11 +401,14 @@ class FSDPState:
         if self.reshard_after_backward:
             with label("post_backward_reshard", self.name):
                 self.reshard()
-        if self.requires_gradient_sync:
-            self.reduce_gradients()
-        else:
+        is_last = self.context.is_last_backward
+        if not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last):
             for group in self.groups:
                 group.accumulate_gradients()
+            return
+        self.reduce_gradients()
+        if is_last and (self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)):
+            self._gathered_at = -1  # an optimizer of any kind is likely to write now
 
     def finish_backward(self) -> None:
         """End what autograd did not reach: inputs that need no gradient, a forward whose output was not used."""
