@@ -17,6 +17,7 @@ from torch.distributed._composable.contract import STATE_KEY
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
+from lamella_engine._errors import MisuseError
 from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._state import FSDPState
 
@@ -346,9 +347,9 @@ class FSDPModule(fsdp2.FSDPModule):
         return module
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise NotImplementedError(
-            f"Expected to copy a module before it is sharded, got {type(self).__name__}. Copy first, then call "
-            "fully_shard on each copy; or copy the state dict."
+        raise MisuseError(
+            f"Expected to copy a module before it is sharded, got {type(self).__name__}: FSDP does not support "
+            "deepcopy. Copy first, then call fully_shard on each copy; or copy the state dict."
         )
 
 
