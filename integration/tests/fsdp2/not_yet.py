@@ -27,7 +27,6 @@ NOT_YET: dict[str, dict[str, str]] = {
         "test_a_method_takes_the_same_arguments[set_custom_reduce_scatter]": "not there",
     },
     "test_fsdp2_verbs": {
-        "test_a_trainer_of_any_device_may_hand_over_its_optimizers_event": "refuses None",
         "test_a_unit_may_be_given_collectives_of_the_users_own": "set_custom_*",
         "test_collectives_of_the_users_own_exclude_memory_of_the_groups": "set_custom_*",
     },

@@ -224,16 +224,17 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         state_of(self).unshards_in_backward = unshard_in_backward
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's gathers wait for an event, not for all that was put on the compute stream before.
 
         Args:
-            event: Recorded after whatever wrote the parameters. It serves one forward of the whole tree.
+            event: Recorded after whatever wrote the parameters. It serves one forward of the whole tree. None, as CPU
+                streams give it, changes nothing.
 
         Raises:
             ValueError: Not an event.
         """
-        if not hasattr(event, "record"):
+        if event is not None and not hasattr(event, "record"):
             raise ValueError(f"Expected `event` to be a recorded torch.Event, got {type(event).__name__}.")
         state_of(self).context.post_optim_event = event
 
