@@ -370,7 +370,7 @@ REFUSED: dict[str, Refused] = {
         lambda api: api.fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 1, 1))),
         ValueError, "fully_shard expects a 1D or 2D DeviceMesh but got",
     ),
-    "unnamed_axes": (
+    "mesh_of_two_axes_without_names": (
         lambda api: api.fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 1))),
         AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified",
     ),
@@ -442,7 +442,7 @@ REFUSED: dict[str, Refused] = {
     "dp_mesh_dims_over_what_is_sharded": (
         lambda api: _spread(api, placement=Shard(0)), ValueError, "Expected Replicate",
     ),
-    "dp_mesh_dims_and_fewer_ranks": (
+    "dp_mesh_dims_and_fewer_ranks_after_forward": (
         lambda api: _spread(api, reshard_after_forward=1), NotImplementedError, "reshard_after_forward as int",
     ),
     "a_placement_past_the_last_dim": (

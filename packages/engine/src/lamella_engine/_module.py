@@ -17,6 +17,7 @@ from torch.distributed._composable.contract import STATE_KEY
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
+from lamella_engine._errors import MisuseError
 from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._state import FSDPState
 
@@ -272,8 +273,8 @@ class FSDPModule(fsdp2.FSDPModule):
         for group in (group for state in _states(self, recurse) for group in state.groups):
             if not enable:
                 group.reduce_transport = None
-            elif group.reduce_transport is None and group.axes.shard_group is not None:
-                group.reduce_transport = _separate_transport(group.axes.shard_group, made)
+            elif (shared := group.axes.shard_group) is not None and shared.size() > 1:
+                group.reduce_transport = _separate_transport(shared, group.reduce_transport, made)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
@@ -346,9 +347,9 @@ class FSDPModule(fsdp2.FSDPModule):
         return module
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise NotImplementedError(
-            f"Expected to copy a module before it is sharded, got {type(self).__name__}. Copy first, then call "
-            "fully_shard on each copy; or copy the state dict."
+        raise MisuseError(
+            f"Expected to copy a module before it is sharded, got {type(self).__name__}: FSDP does not support "
+            "deepcopy. Copy first, then call fully_shard on each copy; or copy the state dict."
         )
 
 
@@ -423,9 +424,14 @@ def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
 
 
-def _separate_transport(group: dist.ProcessGroup, made: dict[tuple[int, ...], Transport]) -> Transport:
-    """A transport over the same ranks with a communicator of its own, made once for each set of ranks."""
-    ranks = tuple(dist.get_process_group_ranks(group))
+def _separate_transport(
+    shared: dist.ProcessGroup, existing: Transport | None, made: dict[tuple[int, ...], Transport]
+) -> Transport:
+    """A transport over the same ranks with a communicator of its own, one for each set of ranks."""
+    ranks = tuple(dist.get_process_group_ranks(shared))
+    if existing is not None:
+        made.setdefault(ranks, existing)
+        return existing
     if ranks not in made:
         own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
         made[ranks] = transport_for(own)
