@@ -20,7 +20,13 @@ PAGES = sorted(
     if "```python\n" in page.read_text() and str(page.relative_to(ROOT)) not in ELSEWHERE
 )
 # Pages whose text speaks of two ranks. The others say nothing that a single one does not show.
-ON_TWO_RANKS = {"README.md", "docs/tutorial.md", "docs/how-to/resume-elsewhere.md"}
+ON_TWO_RANKS = {
+    "README.md",
+    "docs/tutorial.md",
+    "docs/how-to/find-a-nan.md",
+    "docs/how-to/resume-elsewhere.md",
+    "docs/how-to/shard-a-whole-model.md",
+}
 
 
 def _run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_reduced_gradients_are_the_shards_of_the_mean(num_ranks: int, dtype: tor
         mine: list[torch.Tensor | None] = [*_tensors(seed=transport.rank)]
         mine[2] = None  # no gradient here: zeros travel
         reduced = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
-        reduce_scatter([(mine, reduced)], transport, dist.ReduceOp.SUM).wait()
+        reduce_scatter([(dict(enumerate(mine)), reduced)], transport, dist.ReduceOp.SUM).wait()
         expected = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
         sums = [sum(parts) for parts in zip(*(_tensors(seed=r) for r in range(num_ranks)), strict=True)]
         sums[2] = torch.zeros(SHAPES[2])
@@ -105,7 +105,7 @@ def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
                 return transport.reduce_scatter(payloads, op)
 
         into = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
-        reduce_scatter([(gradients, into)], Watching(), dist.ReduceOp.AVG).wait()  # type: ignore[arg-type]
+        reduce_scatter([(dict(enumerate(gradients)), into)], Watching(), dist.ReduceOp.AVG).wait()  # type: ignore[arg-type]
         for i, gradient in enumerate(gradients):
             if gradient.numel():
                 assert (gradient.data_ptr() in sent) == layout.divides(i)
@@ -153,9 +153,9 @@ def test_an_unsharded_buffer_is_born_without_bytes_and_its_views_survive() -> No
         buffer.free()
 
 
-def test_another_dim_is_refused_when_the_buffer_is_made() -> None:
-    layout = EvenLayout.build([(4, 6)], 2, dims=[1])
-    with pytest.raises(NotImplementedError, match="along dim 0, got dim 1"):
+def test_another_dim_that_does_not_divide_is_refused_when_the_buffer_is_made() -> None:
+    layout = EvenLayout.build([(4, 5)], 2, dims=[1])
+    with pytest.raises(NotImplementedError, match=r"dim 1 of shape \(4, 5\) to divide over 2 ranks"):
         UnshardedBuffer(layout, 0, torch.float32, CPU, CachingAllocator())
 
 
@@ -171,3 +171,40 @@ def test_a_standalone_shard_shares_bytes_with_its_buffer_and_no_storage() -> Non
     flat = buffer.flat
     del buffer, shard
     assert bool((flat[: alone.numel()] == 5).all())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_tensors_sharded_along_another_dim_are_gathered_and_reduced(num_ranks: int, dim: int) -> None:
+    def check() -> None:
+        transport = transport_for(dist.group.WORLD)  # type: ignore[arg-type]
+        shapes = [(3, 4, 8), (1, 8, 4)]
+        layout = EvenLayout.build(shapes, num_ranks, dims=[dim] * 2)
+        wholes = [torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) for shape in shapes]
+        sharded = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
+        sharded.copy_from(wholes)
+        into = UnshardedBuffer(layout, transport.rank, torch.float32, CPU, CachingAllocator())
+        into.allocate()
+        all_gather([(sharded.slots, into)], transport).wait()
+        for tensor, expected in zip(into.tensors, wholes, strict=True):
+            assert torch.equal(tensor, expected)
+        reduced = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
+        gradients = dict(enumerate(into.tensors))
+        reduce_scatter([(gradients, reduced)], transport, dist.ReduceOp.AVG).wait()
+        for shard, expected in zip(reduced.shards, sharded.shards, strict=True):
+            torch.testing.assert_close(shard, expected)
+
+    run_ranks(check, num_ranks)
+
+
+def test_shards_of_tensors_that_take_no_part_in_a_reduction_are_left_as_they_are() -> None:
+    def check() -> None:
+        layout, transport = _axis()
+        gradients = _tensors(seed=transport.rank)
+        reduced = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
+        reduced.flat.fill_(7)
+        reduce_scatter([({1: gradients[1]}, reduced)], transport, dist.ReduceOp.SUM).wait()
+        for i, slot in enumerate(reduced.slots):
+            assert bool((slot == 7).all()) == (i != 1)
+
+    run_ranks(check, 2)

@@ -138,7 +138,9 @@ def test_gathers_may_share_one_piece_of_memory(returns_work: bool) -> None:
     def on_each_rank() -> None:
         reference, sharded = twins()
         _bring(sharded, _Reused(returns_work), Reduce())
-        unit(sharded).set_modules_to_forward_prefetch(list(sharded.layers))  # several in flight
+        unit(sharded).set_modules_to_forward_prefetch(
+            [unit(layer) for layer in sharded.get_submodule("layers").children()]
+        )  # several in flight
         assert_trains_alike(reference, sharded, _square)
 
     run_ranks(on_each_rank, 2)
@@ -297,7 +299,7 @@ def test_a_unit_on_several_meshes_takes_no_custom_collective() -> None:
             info = FSDPMeshInfo(mesh["a"] if parameter.ndim == 2 else mesh["b"], shard_mesh_dim=0)
             return ShardPlacementResult(Shard(0), info)
 
-        model = fully_shard(nn.Linear(4, 4), mesh=mesh["a"], shard_placement_fn=place)
+        model = unit(fully_shard(nn.Linear(4, 4), mesh=mesh["a"], shard_placement_fn=place))
         with pytest.raises(ValueError, match="lie on one mesh, got several"):
             model.set_custom_all_gather(Gather())
         with pytest.raises(ValueError, match="lie on one mesh, got several"):
@@ -308,9 +310,9 @@ def test_a_unit_on_several_meshes_takes_no_custom_collective() -> None:
 
 def test_what_cannot_be_called_as_fsdp2_calls_it_is_refused() -> None:
     def on_each_rank() -> None:
-        model = fully_shard(nn.Linear(4, 4))
+        model = unit(fully_shard(nn.Linear(4, 4)))
         with pytest.raises(TypeError, match="`comm` to be callable and to have a method `allocate`, got"):
-            model.set_custom_all_gather(_all_gather)  # type: ignore[arg-type]
+            model.set_custom_all_gather(_all_gather)
         with pytest.raises(TypeError, match="got DefaultAllocMixin"):
             model.set_custom_reduce_scatter(torchs.DefaultAllocMixin())  # type: ignore[arg-type]
 

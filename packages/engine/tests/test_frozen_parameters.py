@@ -12,6 +12,8 @@ from engine_models import (
     assert_trains_alike,
     inputs,
     mean_square,
+    record,
+    shard,
     twins,
     whole,
 )
@@ -165,3 +167,18 @@ def test_flags_that_are_set_while_a_unit_is_unsharded_stay_set() -> None:
             assert_at_rest(pair[1])
 
     run_ranks(check, 2)
+
+
+def test_parameters_that_were_frozen_since_they_were_sharded_send_nothing() -> None:
+    def on_each_rank() -> None:
+        model = shard(Net(dim=8))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        log = record(model)
+        model(X).square().mean().backward()
+        trained = [parameter for name, parameter in model.named_parameters() if "bias" in name]
+        assert all(parameter.grad is not None for parameter in trained)
+        # A tensor of n rows travels as two chunks of n / 2 rows, rounded up.
+        assert log.nbytes_of("reduce") == sum(4 * 2 * -(-parameter.numel() // 2) for parameter in trained)
+
+    run_ranks(on_each_rank, 2)

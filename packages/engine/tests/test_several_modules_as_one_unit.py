@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_models import (
     Net,
+    Residual,
     assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
@@ -186,12 +187,13 @@ def test_modules_that_a_forward_leaves_out_do_not_keep_it_unsharded() -> None:
     def check() -> None:
         reference, sharded = twins(Normed, _last_two)
         reference.runs_head = sharded.runs_head = False  # type: ignore[assignment]
-        out = sharded(X)
+        out: Any = sharded(X)
         state = find_state(sharded.norm)
         assert state is not None
         assert state.residency is Residency.SHARDED
         out.square().mean().backward()
-        reference(X).square().mean().backward()
+        expected: Any = reference(X)
+        expected.square().mean().backward()
         assert_gradients_equal(reference, sharded)
         assert_at_rest(sharded)
 
@@ -205,7 +207,8 @@ def test_the_last_module_may_be_called_on_chunks_after_the_forward(in_chunks: st
         detached = hidden.detach().requires_grad_()
         chunks = (hidden if in_chunks == "one backward" else detached).chunk(3)
         if in_chunks == "one backward":
-            torch.stack([model.head(chunk).square().mean() for chunk in chunks]).sum().backward()
+            total: Any = torch.stack([model.head(chunk).square().mean() for chunk in chunks]).sum()
+            total.backward()
             return
         for chunk in chunks:
             model.head(chunk).square().mean().backward()
@@ -235,7 +238,8 @@ def test_chunks_outside_a_forward_gather_once_before_their_backward() -> None:
         log = record(model)
         losses = [model.head(chunk).mean() for chunk in hidden.chunk(3)]
         assert len(log.units_of("gather")) == 1
-        torch.stack(losses).sum().backward()
+        total: Any = torch.stack(losses).sum()
+        total.backward()
         assert len(log.units_of("reduce")) == 1, "autograd sums what the calls of one graph leave on a weight"
         assert_at_rest(model)
         with torch.no_grad():
@@ -248,7 +252,7 @@ def test_chunks_outside_a_forward_gather_once_before_their_backward() -> None:
 def test_an_exception_between_the_modules_is_forgotten() -> None:
     def check() -> None:
         reference, sharded = twins(Normed, _last_two)
-        hook = sharded.head.register_forward_pre_hook(lambda *_: 1 / 0)
+        hook = sharded.get_submodule("head").register_forward_pre_hook(lambda *_: 1 / 0)
         for recovers in (True, False):
             with pytest.raises(ZeroDivisionError):
                 sharded(X)
@@ -278,10 +282,12 @@ def test_number_formats_hold_for_each_module() -> None:
 def test_of_nested_modules_the_outer_one_counts() -> None:
     def check() -> None:
         model = Net()
-        modules = [model.layers[0].up, model.layers[0], model.head]
+        block = model.layers[0]
+        assert isinstance(block, Residual)
+        modules = [block.up, block, model.head]
         fully_shard(modules)
-        assert type(model.layers[0]).__name__ == "FSDPResidual"
-        assert type(model.layers[0].up) is nn.Linear
+        assert type(block).__name__ == "FSDPResidual"
+        assert type(block.up) is nn.Linear
 
     run_ranks(check, 1)
 
@@ -296,7 +302,7 @@ def test_lists_that_make_no_unit_are_refused() -> None:
             ([model.head, model.layers], r"with a forward, got ModuleList"),
         ):
             with pytest.raises((ValueError, TypeError), match=message):
-                fully_shard(modules)
+                fully_shard(modules)  # type: ignore[type-var]
         assert type(model.head) is nn.Linear
         fully_shard(model.stem)
         with pytest.raises(ValueError, match=r"not a unit yet, got FSDPLinear"):

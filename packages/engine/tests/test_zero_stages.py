@@ -11,8 +11,9 @@ from engine_models import Log, Net, case, inputs, record, rows_of_this_rank, twi
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_engine import DDP, HSDP, ZERO1, ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -21,6 +22,7 @@ ONE_AXIS_ONLY = pytest.mark.parametrize("stage", ONE_AXIS)
 EVERY_STAGE: dict[str, tuple[tuple[int, ...], Any]] = {
     **{name: ((2,), placement) for name, placement in ONE_AXIS.items()},
     **{f"HSDP, {name}": ((2, 2), (HSDP, ONE_AXIS[name])) for name in ("ZERO1", "ZERO2", "ZERO3")},
+    "HFSDP, ZERO3": ((2, 2), (HFSDP, ZERO3)),
 }
 
 
@@ -33,6 +35,11 @@ def _sharded(
             fully_shard(module, mesh=mesh, placements=placements, **options)
 
     return apply
+
+
+def _net() -> Net:
+    """Some dims divide over four ranks, and some do not."""
+    return Net(dim=8)
 
 
 def _num_ranks(shape: tuple[int, ...]) -> int:
@@ -73,7 +80,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, set_to_non
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded = twins(Net, _sharded(placements, shape))
+        reference, sharded = twins(_net, _sharded(placements, shape))
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (reference, sharded)]
         for _ in range(3):
             for microbatch in range(2):
@@ -97,7 +104,7 @@ def test_a_loop_that_knows_nothing_of_last_backwards_is_right_too(stage: str) ->
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded = twins(Net, _sharded(placements, shape))
+        reference, sharded = twins(_net, _sharded(placements, shape))
         for _ in range(2):
             for model, batch in ((reference, X), (sharded, rows_of_this_rank(X))):
                 for scale in (1, 2):
@@ -108,6 +115,48 @@ def test_a_loop_that_knows_nothing_of_last_backwards_is_right_too(stage: str) ->
             _assert_equal(reference, sharded)
 
     run_ranks(on_each_rank, _num_ranks(shape))
+
+
+def test_with_main_weights_on_both_axes_the_outer_one_is_used_once_a_step_each_way() -> None:
+    def on_each_rank() -> None:
+        model = Net(dim=8)  # 8 rows divide over 4 ranks; 13, 5 and 1 do not, and lie whole on the outer axis
+        _sharded((HFSDP, ZERO3), (2, 2), mp_policy=MixedPrecisionPolicy(torch.bfloat16))(model)
+        cut = [group for _, state in units(model) for group in state.groups if group.outer is not None]
+        assert len(cut) == 4
+        used: list[str] = []
+        for group in cut:
+            group.outer = _NotingOuter(group.outer, used)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            for microbatch in range(3):
+                unit(model).set_is_last_backward(microbatch == 2)
+                model(X).float().square().mean().backward()
+            assert used.count("gather") == used.count("reduce") == len(cut) * (step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model.stem.weight
+        assert isinstance(weight, DTensor)
+        assert weight.to_local().shape == (2, 3)
+        assert cut[-1].main_weight.flat.numel() < cut[-1].layout.shard_numel
+        assert all(group.model_weight is None or group.model_weight.dtype == torch.bfloat16 for group in cut)
+
+    run_ranks(on_each_rank, 4)
+
+
+class _NotingOuter:
+    """A transport that notes what it is used for."""
+
+    def __init__(self, inner: Any, noted: list[str]) -> None:
+        self._inner, self._noted = inner, noted
+        self.rank, self.num_ranks = inner.rank, inner.num_ranks
+
+    def all_gather(self, payloads: Any) -> Any:
+        self._noted.append("gather")
+        return self._inner.all_gather(payloads)
+
+    def reduce_scatter(self, *args: Any) -> Any:
+        self._noted.append("reduce")
+        return self._inner.reduce_scatter(*args)
 
 
 # What two steps of two microbatches each communicate, a unit: gathers of 3 blocks and the outermost unit.
@@ -254,16 +303,19 @@ def test_modules_hold_dtensors_between_steps_and_optimizers_made_late_train() ->
     run_ranks(on_each_rank, 2)
 
 
-def test_its_placements_are_those_of_the_sharded_parameters() -> None:
+def test_sharded_parameters_lie_as_its_placements_say() -> None:
     def on_each_rank() -> None:
         for shape, placements, expected in (
             ((2,), DDP, (Replicate(),)),
             ((2,), ZERO1, (Shard(0),)),
             ((1, 2), (HSDP, ZERO2), (Replicate(), Shard(0))),
+            ((1, 2), (HFSDP, ZERO3), (_StridedShard(0, split_factor=2), Shard(0))),
         ):
-            model = Net()
+            model = _net()
             _sharded(placements, shape)(model)
-            assert all(isinstance(p, DTensor) and p.placements == expected for p in model.parameters())
+            weight = model.get_parameter("layers.0.down.weight")
+            assert isinstance(weight, DTensor)
+            assert weight.placements == expected
 
     run_ranks(on_each_rank, 2)
 
@@ -274,7 +326,8 @@ def test_its_placements_are_those_of_the_sharded_parameters() -> None:
         ((1,), (HSDP, ZERO3), {}, r"each of the 1 axes.*got 2"),
         ((1, 1), ZERO3, {}, r"each of the 2 axes.*got 1"),
         ((1,), HSDP, {}, r"one of DDP, ZERO1, ZERO2, ZERO3 .*got HSDP"),
-        ((1, 1), (ZERO1, ZERO3), {}, r"one of HSDP .*got ZERO1"),
+        ((1, 1), (ZERO1, ZERO3), {}, r"one of HSDP, HFSDP .*got ZERO1"),
+        ((1, 1), (HFSDP, ZERO2), {}, r"one of ZERO3 .*got ZERO2"),
         ((1, 1), (HSDP, DDP), {}, r"one of ZERO1, ZERO2, ZERO3 .*got DDP"),
         ((1,), ZERO2, {"reshard_after_forward": True}, r"no `reshard_after_forward`.*got True"),
         ((1,), AxisPlacement(Shard(0), Shard(0), Replicate()), {}, r"got AxisPlacement"),

@@ -12,7 +12,7 @@ Each takes a list, and puts all of it into one call: the groups of a unit travel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
 
 
 def reduce_scatter(
-    moves: Sequence[tuple[Sequence[torch.Tensor | None], ShardedBuffer]], transport: Transport, op: ReduceOp
+    moves: Sequence[tuple[Mapping[int, torch.Tensor | None], ShardedBuffer]], transport: Transport, op: ReduceOp
 ) -> Pending:
     """Reduce whole gradients into shards.
 
@@ -58,7 +58,8 @@ def reduce_scatter(
     another in it. Others, and missing ones (None: zeros), are staged in one temporary buffer.
 
     Args:
-        moves: For each buffer one gradient a tensor, in the tensor's shape. They must stay alive until the current
+        moves: For each buffer the gradients of the tensors that take part, by index, in the tensor's shape; the same
+            ones on every rank. The others' shards are left as they are. Gradients must stay alive until the current
             stream has passed this call.
         transport: The axis.
         op: How to reduce.
@@ -69,7 +70,7 @@ def reduce_scatter(
     payloads = []
     for gradients, into in moves:
         wholes = _wire(gradients, into)
-        payloads += [Payload(s, w) for s, w in zip(into.slots, wholes, strict=True) if s.numel() > 0]
+        payloads += [Payload(into.slots[i], wholes[i]) for i in gradients if into.slots[i].numel() > 0]
     return transport.reduce_scatter(payloads, op) if payloads else Done()
 
 
@@ -86,28 +87,28 @@ def all_reduce(tensors: Sequence[torch.Tensor], transport: Transport, op: Reduce
     return transport.all_reduce(tensors, op)
 
 
-def _wire(gradients: Sequence[torch.Tensor | None], into: ShardedBuffer) -> list[torch.Tensor]:
+def _wire(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer) -> dict[int, torch.Tensor]:
     """For each tensor a flat (num_shards * slot_numel,) tensor in the buffer's dtype: itself, or staged."""
     layout = into.layout
     wholes: dict[int, torch.Tensor] = {}
-    for i, gradient in enumerate(gradients):
+    for i, gradient in gradients.items():
         if gradient is None or gradient.dtype != into.dtype or not gradient.is_contiguous():
             continue
         if layout.divides(i) and layout.is_contiguous(i):
             wholes[i] = gradient.view(-1)
-    staged = [i for i in range(layout.num_tensors) if i not in wholes]
+    staged = {i: gradient for i, gradient in gradients.items() if i not in wholes}
     if staged:
-        wholes.update(zip(staged, _stage([gradients[i] for i in staged], staged, into), strict=True))
-    return [wholes[i] for i in range(layout.num_tensors)]
+        wholes.update(zip(staged, _stage(staged, into), strict=True))
+    return wholes
 
 
-def _stage(gradients: list[torch.Tensor | None], indices: list[int], into: ShardedBuffer) -> list[torch.Tensor]:
+def _stage(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer) -> list[torch.Tensor]:
     """Cast and pad gradients in one allocation and one multi-tensor copy."""
     layout = into.layout
-    numels = [layout.full_slot(i).numel for i in indices]
+    numels = [layout.full_slot(i).numel for i in gradients]
     slots = torch.split(torch.empty(sum(numels), dtype=into.dtype, device=into.device), numels)
     copies, sources, zeros = [], [], []
-    for i, slot, gradient in zip(indices, slots, gradients, strict=True):
+    for slot, (i, gradient) in zip(slots, gradients.items(), strict=True):
         filled = 0 if gradient is None else gradient.numel()
         if gradient is not None and filled:
             source = gradient if layout.is_contiguous(i) else by_rank(gradient, layout, i)

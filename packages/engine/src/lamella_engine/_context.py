@@ -30,6 +30,7 @@ class Member(Protocol):
     """What a context asks of a unit."""
 
     context: Context
+    name: str
     index: int
     max_reductions_in_flight: int
     unshards_in_backward: bool
@@ -202,13 +203,17 @@ class Context:
             The unit to gather ahead, or None.
         """
         if self._phase is not Phase.FORWARD or self._forward_root == state.index:
-            self._phase = Phase.FORWARD
-            self._forward_root = state.index
-            self._order = self._learned.begin_forward(state.index)
-            for member in self.states:
-                member.begin_pass()
-            self._order_gathers_after_updates()
+            with label("root_pre_forward"):
+                self._begin_forward(state)
         return self._state(self._order.visit(state.index))
+
+    def _begin_forward(self, root: Member) -> None:
+        self._phase = Phase.FORWARD
+        self._forward_root = root.index
+        self._order = self._learned.begin_forward(root.index)
+        for member in self.states:
+            member.begin_pass()
+        self._order_gathers_after_updates()
 
     def is_forward_root(self, state: Member) -> bool:
         """Whether the pass under way is a forward, and began with this unit."""

@@ -83,9 +83,9 @@ def fully_shard(
         ignored_params: Parameters that are left alone: not sharded, moved or reduced.
         dp_mesh_dims: Names the data axes of `mesh`, which is then the whole mesh: every parameter must be a DTensor on
             it, replicated over the data axes.
-        placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh, (HSDP, one of
-            the last three) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced over replicas after
-            every microbatch. FSDP2 has no such argument.
+        placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
+            the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
+            over replicas after every microbatch. FSDP2 has no such argument.
 
     Returns:
         `module`, changed; every module of a list is a unit's module then, and they share one state.

@@ -72,17 +72,14 @@ def pre_forward(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     with label("pre_forward", state.name):
         begins = state.begin_forward(is_recomputed=_in_backward())
     if state.context.is_forward_root(state):
-        with label("inputs_to_device"):
-            args, kwargs = _move((args, kwargs), state.context.device)
-    with label("cast_forward_inputs"):
-        args, kwargs = _cast((args, kwargs), state.input_dtype)
+        args, kwargs = _move((args, kwargs), state.context.device)
+    args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")
     return _watch_inputs(state, args, kwargs) if begins else (args, kwargs)
 
 
 def post_forward(state: FSDPState, module: nn.Module, output: object) -> object:
     """Reshard, and prepare the outputs."""
-    with label("cast_forward_outputs"):
-        output = _cast(output, state.output_dtype)
+    output = _cast(output, state.output_dtype, "cast_forward_outputs")
     with label("post_forward", state.name):
         is_watched = _watch_outputs(state, output)
         state.end_forward(id(module), is_watched=is_watched, is_recomputed=_in_backward())
@@ -136,11 +133,15 @@ class _EndBackward(torch.autograd.Function):
 
 def _move(tree: T, device: torch.device) -> T:
     """Move the tensors of a nest. On CPU they are there already."""
-    return tree if device.type == "cpu" else map_tensors(lambda tensor: tensor.to(device), tree)
+    if device.type == "cpu":
+        return tree
+    with label("inputs_to_device"):
+        return map_tensors(lambda tensor: tensor.to(device), tree)
 
 
-def _cast(tree: T, dtype: torch.dtype | None) -> T:
+def _cast(tree: T, dtype: torch.dtype | None, phase: str) -> T:
     """Cast the floating-point tensors of a nest; None leaves all as it is."""
     if dtype is None:
         return tree
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+    with label(phase):
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

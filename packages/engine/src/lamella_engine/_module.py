@@ -316,12 +316,14 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         made: dict[tuple[int, ...], Transport] = {}
         for group in (group for state in _states(self, recurse) for group in state.groups):
-            if enable == _reduces_separately(group) or group.axes.shard_group is None:
-                continue
-            own = _separate_transport(group.axes.shard_group, made) if enable else None
+            shared, separate = group.axes.shard_group, _separate_reduce_transport(group)
+            if enable and shared is not None and shared.size() > 1:
+                separate = _separate_transport(shared, separate, made)
+            elif not enable:
+                separate = None
             if isinstance(group.reduce_transport, CustomReduceScatter):
-                own = group.reduce_transport.on(own or plain_of(group.transport))
-            group.reduce_transport = own
+                separate = group.reduce_transport.on(separate or plain_of(group.transport))
+            group.reduce_transport = separate
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
@@ -479,14 +481,20 @@ def _check_one_mesh(state: FSDPState, what: str) -> None:
         )
 
 
-def _reduces_separately(group: ParameterGroup) -> bool:
-    reduces_on = group.reduce_transport
-    return reduces_on is not None and plain_of(reduces_on) is not plain_of(group.transport)
+def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:
+    """The group's communicator for reductions, if it has one of its own."""
+    plain = None if group.reduce_transport is None else plain_of(group.reduce_transport)
+    return None if plain is plain_of(group.transport) else plain
 
 
-def _separate_transport(group: dist.ProcessGroup, made: dict[tuple[int, ...], Transport]) -> Transport:
-    """A transport over the same ranks with a communicator of its own, made once for each set of ranks."""
-    ranks = tuple(dist.get_process_group_ranks(group))
+def _separate_transport(
+    shared: dist.ProcessGroup, existing: Transport | None, made: dict[tuple[int, ...], Transport]
+) -> Transport:
+    """A transport over the same ranks with a communicator of its own, one for each set of ranks."""
+    ranks = tuple(dist.get_process_group_ranks(shared))
+    if existing is not None:
+        made.setdefault(ranks, existing)
+        return existing
     if ranks not in made:
         own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
         made[ranks] = transport_for(own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,10 +20,11 @@ from lamella_buffers import (
     ShardedBuffer,
     Transport,
     UnshardedBuffer,
+    all_reduce,
     standalone,
     transport_for,
 )
-from lamella_engine._sharding import DataAxes, Sharding, local_of
+from lamella_engine._sharding import Sharding, local_of
 from lamella_layout import EvenLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
@@ -174,12 +175,17 @@ class ParameterGroup:
         allocator: Gives the unsharded buffer its bytes.
 
     Attributes:
-        main_weight: This rank's shards, which the DTensors are views of.
+        layout: Of the shards that are gathered, and the unsharded buffer.
+        main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
+        main_weight: This rank's main weights, which the DTensors are views of.
+        model_weight: This rank's shards in the compute dtype, gathered over the outer axis; None if there are none, or
+            they may be stale.
         divisor: What the sum of the ranks' gradients is divided by.
         sums_only: Divide after a sum, where the collective itself could have made the mean.
         transport: The axis that the parameters are sharded over.
         reduce_transport: The same axis, for reductions, where they have a communicator of their own.
         replicas: The axis that the shards are replicated over, or None.
+        outer: The axis that each shard's main weights are sharded over, or None.
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
         parts: This rank's of those parts, while there are any.
         partial: Gradients that still have to be reduced over `replicas`.
@@ -190,9 +196,11 @@ class ParameterGroup:
     def __init__(self, candidates: Sequence[Candidate], policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
         self.axes = candidates[0].sharding.axes
         self.policy = policy
-        self.divisor = float(self._num_ranks)
+        self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
-        self.transport, self.replicas = _transports(self.axes)
+        self.transport = _transport(self.axes.shard_group) or LocalTransport()
+        self.replicas = _transport(self.axes.replicate_group)
+        self.outer = _transport(self.axes.outer_group)
         self.reduce_transport: Transport | None = None
         self.neighbours: Transport | None = None
         self.parts: list[torch.Tensor] | None = None
@@ -200,11 +208,13 @@ class ParameterGroup:
         self._rank = self.axes.shard_rank
         self._allocator = allocator
         wholes = [local_of(candidate.parameter) for candidate in candidates]
-        self.layout = EvenLayout.build(
-            [whole.shape for whole in wholes], self.axes.num_shards, dims=[c.sharding.dim for c in candidates]
-        )
+        shapes, dims = [whole.shape for whole in wholes], [candidate.sharding.dim for candidate in candidates]
+        num_shards = self.axes.num_shards
+        self.layout = EvenLayout.build(shapes, num_shards, dims=dims)
+        self.main_layout = EvenLayout.build(shapes, num_shards * self.axes.num_outer_shards, dims=dims)
         main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, policy)
-        self.main_weight = ShardedBuffer.empty(self.layout, self._rank, main_dtype, wholes[0].device)
+        self.main_weight = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, main_dtype, wholes[0].device)
+        self.model_weight: ShardedBuffer | None = None
         self.main_weight.copy_from(wholes)
         self.parameters = [self._shard(i, candidate) for i, candidate in enumerate(candidates)]
         self._build_unsharded()
@@ -283,8 +293,8 @@ class ParameterGroup:
         given = [_local(parameter.replacement()) for parameter in self.parameters]
         if any(shard.is_meta for shard in given):
             return  # not all of them have storage yet; `meta_names` tells which
-        flat = torch.zeros(self.layout.shard_numel, dtype=given[0].dtype, device=given[0].device)
-        self.main_weight = ShardedBuffer(self.layout, self._rank, flat)
+        flat = torch.zeros(self.main_layout.shard_numel, dtype=given[0].dtype, device=given[0].device)
+        self.main_weight = ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
         with torch.no_grad():
             torch._foreach_copy_(list(self.main_weight.shards), given)
         for parameter, shard in zip(self.parameters, self.main_weight.shards, strict=True):
@@ -323,10 +333,26 @@ class ParameterGroup:
         """
         into = self.unsharded_weight
         into.allocate()
+        if self.outer is not None:
+            return self._gathered_over_outer(self.outer).slots, into
         if self._sends_main:
             return self.main_weight.slots, into
         self._recipe.encode(self.main_weight.slots, [into.own])
         return into.own, into
+
+    def _gathered_over_outer(self, outer: Transport) -> ShardedBuffer:
+        """This rank's shards in the compute dtype: those that are there, or new ones.
+
+        Effects: a collective on the outer axis if they are made anew, on the current stream; blocks the host on gloo.
+        """
+        if self.model_weight is None:
+            dtype, device = self.unsharded_weight.dtype, self.unsharded_weight.device
+            self.model_weight = ShardedBuffer.empty(self.layout, self._rank, dtype, device)
+            wholes = self.model_weight.slots
+            own = [torch.tensor_split(whole, outer.num_ranks)[outer.rank] for whole in wholes]
+            self._recipe.encode(self.main_weight.slots, [own])
+            outer.all_gather([Payload(a, b) for a, b in zip(own, wholes, strict=True) if b.numel() > 0]).wait()
+        return self.model_weight
 
     def keep_part(self) -> None:
         """Keep the part of the unsharded parameters from which the neighbours can put them together again.
@@ -373,26 +399,29 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.accumulate(self.reduce_dtype)
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """One gradient a member; None where backward made none."""
-        return [parameter.take_gradient() for parameter in self.parameters]
+    def take_gradients(self) -> dict[int, torch.Tensor | None]:
+        """The gradients of the members that train, by index; None where backward made none."""
+        taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
+        return {i: parameter.take_gradient() for i, parameter in taking.items()}
 
     @property
     def reduce_op(self) -> ReduceOp:
         """How the ranks' gradients become one: their mean where the divisor is their number, else their sum."""
-        is_mean = self.divisor == self._num_ranks and not self.sums_only
+        is_mean = self.divisor == self.axes.num_ranks and not self.sums_only
         return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
 
-    @property
-    def _num_ranks(self) -> int:
-        return self.axes.num_shards * self.axes.num_replicas
-
-    def new_reduced(self) -> ShardedBuffer:
+    def new_reduced(self, present: Mapping[int, bool]) -> Reduced:
         """A buffer for reduced gradients, in the reduce dtype.
 
-        Effects: allocates it on the current stream.
+        Args:
+            present: Of the members that take part in the reduction, which have a gradient.
+
+        Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
-        return ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
+        shards = ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
+        if len(present) < len(self.parameters):
+            shards.flat.zero_()
+        return Reduced(shards, [present.get(i, False) for i in range(len(self.parameters))])
 
     def add_partial(self, reduced: Reduced) -> Reduced:
         """Add what earlier microbatches left to be reduced over the replicas.
@@ -404,6 +433,21 @@ class ParameterGroup:
         earlier, self.partial = self.partial, None
         reduced.shards.flat.add_(earlier.shards.flat)
         return Reduced(reduced.shards, [a or b for a, b in zip(reduced.present, earlier.present, strict=True)])
+
+    def reduce_over_outer(self, reduced: Reduced) -> Reduced:
+        """Reduce over the axes that are left after the shard axis, if there are any.
+
+        Effects: a collective on the replicate axis, in place, or on the outer one, into a new buffer; on the current
+            stream.
+        """
+        if self.replicas is not None:
+            all_reduce([reduced.shards.flat], self.replicas, self.reduce_op).wait()
+        if self.outer is None:
+            return reduced
+        parts = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, self.reduce_dtype, self.main_weight.device)
+        moves = zip(parts.slots, reduced.shards.slots, strict=True)
+        self.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], self.reduce_op).wait()
+        return Reduced(parts, reduced.present)
 
     def install_gradients(self, reduced: Reduced) -> None:
         """Put reduced gradients on the sharded parameters, in the main weights' dtype, or add them to those there.
@@ -418,7 +462,7 @@ class ParameterGroup:
         if self.reduce_op is not dist.ReduceOp.AVG:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
-            shards = ShardedBuffer(self.layout, self._rank, shards.flat.to(self.main_weight.dtype))
+            shards = ShardedBuffer(shards.layout, shards.rank, shards.flat.to(self.main_weight.dtype))
         totals, parts = [], []
         for parameter, shard, wanted in zip(self.parameters, shards.shards, present, strict=True):
             if not wanted:
@@ -470,12 +514,8 @@ def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
     return name
 
 
-def _transports(axes: DataAxes) -> tuple[Transport, Transport | None]:
-    shard, replicate = axes.shard_group, axes.replicate_group
-    return (
-        LocalTransport() if shard is None else transport_for(shard),
-        None if replicate is None else transport_for(replicate),
-    )
+def _transport(group: dist.ProcessGroup | None) -> Transport | None:
+    return None if group is None else transport_for(group)
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:

@@ -35,8 +35,9 @@ ZERO1 = AxisPlacement(Replicate(), Replicate(), Shard(0))
 ZERO2 = AxisPlacement(Replicate(), Shard(0), Shard(0))
 ZERO3 = AxisPlacement(Shard(0), Shard(0), Shard(0))
 HSDP = AxisPlacement(Replicate(), Partial(), Replicate())
+HFSDP = AxisPlacement(Replicate(), Partial(), Shard(0))
 
-_NAMES = {DDP: "DDP", ZERO1: "ZERO1", ZERO2: "ZERO2", ZERO3: "ZERO3", HSDP: "HSDP"}
+_NAMES = {DDP: "DDP", ZERO1: "ZERO1", ZERO2: "ZERO2", ZERO3: "ZERO3", HSDP: "HSDP", HFSDP: "HFSDP"}
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Strategy:
     Attributes:
         keeps_copy: The whole parameters stay between uses.
         reduces_once: Gradients are kept whole until the step's last backward.
-        all_reduces_once: Gradients are reduced over the replicas in the step's last backward only.
+        reduces_outer_once: Gradients are reduced over the outer axis in the step's last backward only.
     """
 
     keeps_copy: bool = False
     reduces_once: bool = False
-    all_reduces_once: bool = False
+    reduces_outer_once: bool = False
 
 
 def strategy_of(
@@ -77,10 +78,10 @@ def strategy_of(
     if len(given) != axes.mesh.ndim or axes.shard_axis is None:
         raise ValueError(
             f"Expected one of `placements` for each of the {axes.mesh.ndim} axes of {axes.mesh}, got {len(given)}. On "
-            "a 2-D mesh they are (HSDP, the inner axis's)."
+            "a 2-D mesh they are the outer axis's (HSDP, HFSDP) and the inner one's."
         )
-    inner, allowed = given[-1], (DDP, ZERO1, ZERO2, ZERO3) if len(given) == 1 else (ZERO1, ZERO2, ZERO3)
-    for placement, possible in zip(given, ((HSDP,), allowed)[-len(given) :], strict=True):
+    inner = given[-1]
+    for placement, possible in zip(given, _possible(given), strict=True):
         if placement not in possible:
             raise ValueError(
                 f"Expected one of {', '.join(_NAMES[each] for each in possible)} among `placements` for this axis, got "
@@ -88,5 +89,14 @@ def strategy_of(
             )
     if inner == DDP:
         axes = DataAxes(axes.mesh, None, 0)
+    elif given[0] == HFSDP:
+        axes = DataAxes(axes.mesh, axes.shard_axis, outer_axis=axes.replicate_axis)
     keeps_copy = inner.parameters.is_replicate()
     return axes, Strategy(keeps_copy, inner.gradients.is_replicate(), len(given) == 2)
+
+
+def _possible(given: tuple[AxisPlacement, ...]) -> tuple[tuple[AxisPlacement, ...], ...]:
+    """What each axis can have."""
+    if len(given) == 1:
+        return ((DDP, ZERO1, ZERO2, ZERO3),)
+    return (HSDP, HFSDP), ((ZERO3,) if given[0] == HFSDP else (ZERO1, ZERO2, ZERO3))

@@ -47,6 +47,7 @@ class DataAxes:
         mesh: 1-D or 2-D, of these axes alone.
         shard_axis: Axis of `mesh` that parameters are sharded over; None if they are replicated only.
         replicate_axis: Axis of `mesh` that they are replicated over, or None.
+        outer_axis: Axis of `mesh` that main weights alone are sharded over, each rank's shard once more, or None.
         whole: The mesh that parameters come as DTensors on, data axes included; None where they do not.
         names: The data axes in `whole`: those of the shard axis, and those of the replicate axis.
     """
@@ -54,6 +55,7 @@ class DataAxes:
     mesh: DeviceMesh
     shard_axis: int | None
     replicate_axis: int | None = None
+    outer_axis: int | None = None
     whole: DeviceMesh | None = None
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
@@ -100,7 +102,7 @@ class DataAxes:
         parts = [_one_axis(mesh, names) for names in (replicate, shard) if names]
         data = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
         shard_axis = data.ndim - 1 if shard else None
-        return cls(data, shard_axis, 0 if replicate else None, mesh, (shard, replicate))
+        return cls(data, shard_axis, 0 if replicate else None, None, mesh, (shard, replicate))
 
     @classmethod
     def from_info(cls, info: MeshInfo) -> DataAxes:
@@ -119,6 +121,22 @@ class DataAxes:
     def num_replicas(self) -> int:
         """Ranks that hold the same shard."""
         return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
+
+    @property
+    def num_outer_shards(self) -> int:
+        """Ranks that share the main weights of one shard."""
+        return 1 if self.outer_axis is None else self.mesh.size(self.outer_axis)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all axes together."""
+        return self.num_shards * self.num_replicas * self.num_outer_shards
+
+    @property
+    def main_rank(self) -> int:
+        """This process's place among those that share a parameter's main weights: shards first, then their parts."""
+        outer = 0 if self.outer_axis is None else self.mesh.get_local_rank(self.outer_axis)
+        return self.shard_rank * self.num_outer_shards + outer
 
     @property
     def shard_rank(self) -> int:
@@ -157,9 +175,27 @@ class DataAxes:
         names = () if self.whole is None else self.whole.mesh_dim_names or ()
         return tuple(names.index(name) for name in (*self.names[1], *self.names[0]))
 
+    @property
+    def outer_group(self) -> dist.ProcessGroup | None:
+        """The process group that shares the main weights of one shard."""
+        return None if self.outer_axis is None else self.mesh.get_group(self.outer_axis)
+
     def placements(self, dim: int) -> list[Placement]:
-        """One placement for each axis of `mesh`, of a tensor that is sharded along `dim`."""
-        return [Shard(dim) if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim)]
+        """One placement for each axis of `mesh`, of main weights that are sharded along `dim`."""
+        cut = (self.shard_axis, self.outer_axis)
+        flat: list[Placement] = [Shard(dim) if axis in cut else Replicate() for axis in range(self.mesh.ndim)]
+        if self.outer_axis is None or self.shard_axis is None:
+            return flat
+        return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
+
+    def dividing(self, numel: int) -> DataAxes:
+        """The axes of a parameter with `numel` rows: those that do not divide over the outer axis too lie on it whole.
+
+        A strided shard says only of rows that divide where each of them is.
+        """
+        if self.outer_axis is None or numel % (self.num_shards * self.num_outer_shards) == 0:
+            return self
+        return DataAxes(self.mesh, self.shard_axis, replicate_axis=self.outer_axis)
 
 
 @dataclass(frozen=True)
@@ -227,6 +263,12 @@ def sharding_of(name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn
     """
     dim, axes = _resolve(name, parameter, axes, placement_fn)
     _check_dim(name, local_of(parameter), dim, axes.num_shards)
+    if axes.outer_axis is not None and isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"Expected {name!r} to be a plain parameter, as `placements` shard its main weights over two axes, got a "
+            f"DTensor {parameter.placements}. Choose (HSDP, ZERO3)."
+        )
+    axes = axes.dividing(parameter.shape[dim])
     if axes.whole is not None:
         _check_on_whole_mesh(name, parameter, axes)
     if not isinstance(parameter, DTensor):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-from lamella_buffers import Pending, all_gather, all_reduce, reduce_scatter
+from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._parameter_group import ParameterGroup, Reduced
@@ -138,7 +138,7 @@ class FSDPState:
             return
         context = self.context
         if self._gathered_at != updates.count:
-            self._drop_parts()
+            self._drop_stale()
         if context.is_resting:
             self.adopt_replaced_shards()
             context.order_gathers_after_compute()
@@ -199,10 +199,11 @@ class FSDPState:
         self.residency = Residency.SHARDED
 
     def drop_copy(self) -> None:
-        """Free a copy of the parameters that was kept: somebody may be about to write main weights.
+        """Free copies of the parameters that were kept: somebody may be about to write main weights.
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
+        self._drop_stale()
         if self._residency is Residency.KEPT:
             self.context.order_gathers_after_compute()
             for group in self.groups:
@@ -218,7 +219,10 @@ class FSDPState:
             self.drop_copy()
         if self._residency is Residency.SHARDED:
             for group in self.groups:
+                before = group.main_weight
                 group.adopt_replaced_shards(keep_parameters=keep_parameters)
+                if group.main_weight is not before:
+                    self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
@@ -228,6 +232,11 @@ class FSDPState:
     def _drop_parts(self) -> None:
         for group in self.groups:
             group.parts = None
+
+    def _drop_stale(self) -> None:
+        self._drop_parts()
+        for group in self.groups:
+            group.model_weight = None
 
     def _finish_gather(self) -> None:
         if self._gather is not None:
@@ -274,8 +283,8 @@ class FSDPState:
         if begins:
             self._awaited = set(self.module_ids)
             self._forward_is_watched = True
-        for member in (self, *ahead):
-            member.unshard()
+        self.unshard()
+        _gather_ahead(ahead, "forward")
         self.wait_for_unshard()
         return begins
 
@@ -339,42 +348,39 @@ class FSDPState:
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
-                reduced = {group: self._reduced(group, taken) for group, taken in gradients.items()}
+                reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
                     moves = [(gradients[group], reduced[group].shards) for group in same]
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
-            context.hold(Reduction(event, [g for taken in gradients.values() for g in taken if g is not None]))
-            for same in _by_axes(groups):
-                self._finish_reduction({group: reduced[group] for group in same}, event)
-
-    def _reduced(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> Reduced:
-        return Reduced(group.new_reduced(), [self.reduces_unused_parameters or g is not None for g in gradients])
-
-    def _finish_reduction(self, reduced: dict[ParameterGroup, Reduced], event: torch.Event) -> None:
-        """Reduce over the replicas if there are any, and install the gradients."""
-        context, replicas = self.context, next(iter(reduced)).replicas
-        waits = self.strategy.all_reduces_once and not context.is_last_backward
-        if replicas is not None and (waits or not self.requires_all_reduce):
+            reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
+            context.hold(Reduction(event, reads))
             for group, part in reduced.items():
-                group.partial = part
+                self._finish_reduction(group, part, event)
+
+    def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
+        return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
+
+    def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> None:
+        """Reduce over the axes that are left, or keep that for a later microbatch; and install the gradients."""
+        context = self.context
+        has_outer = group.replicas is not None or group.outer is not None
+        waits = self.strategy.reduces_outer_once and not context.is_last_backward
+        if has_outer and (waits or not self.requires_all_reduce):
+            group.partial = reduced
             return
         stream = context.reduce_scatter_stream
-        if replicas is not None or self.all_reduce_hook is not None:
+        if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
         with context.on(stream):
-            flats = [part.shards.flat for part in reduced.values()]
-            if replicas is not None:
-                all_reduce(flats, replicas, next(iter(reduced)).reduce_op).wait()
+            total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
-                for flat in flats:
-                    self.all_reduce_hook(flat)
-            for group, part in reduced.items():
-                group.install_gradients(part)
+                self.all_reduce_hook(total.shards.flat)
+            group.install_gradients(total)
             if stream is not context.reduce_scatter_stream:
-                context.hold_all_reduce(Reduction(stream.record_event(), flats))
+                context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
@@ -383,9 +389,9 @@ class FSDPState:
         self.awaits_backward_end = True
         with label("pre_backward", self.name):
             ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
-            for member in (self, *ahead):
-                if member.unshards_in_backward:
-                    member.unshard()
+            if self.unshards_in_backward:
+                self.unshard()
+            _gather_ahead([member for member in ahead if member.unshards_in_backward], "backward")
             self.wait_for_unshard()
 
     def end_backward(self) -> None:
@@ -401,7 +407,7 @@ class FSDPState:
                 group.accumulate_gradients()
             return
         self.reduce_gradients()
-        if self.strategy.keeps_copy and is_last:
+        if is_last and (self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)):
             self._gathered_at = -1  # an optimizer of any kind is likely to write now
 
     def finish_backward(self) -> None:
@@ -424,6 +430,12 @@ class FSDPState:
         self.awaits_backward_end = False
         self.drop_gradients()
         self.reshard()
+
+
+def _gather_ahead(members: Sequence[Member], direction: str) -> None:
+    for member in members:
+        with label(f"{direction}_prefetch for {member.name}"):
+            member.unshard()
 
 
 def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:

@@ -1,0 +1,46 @@
+"""One suite, two implementations: what torch's FSDP2 does here, lamella must do with nothing but the import changed.
+
+A test takes `api`, a namespace with `fully_shard` and what goes with it. The run on torch says that the test is right,
+the run on lamella that lamella is. What it lacks is in `not_yet.py`.
+"""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed.fsdp
+from not_yet import NOT_YET
+
+import lamella_engine
+
+API = {"torch": torch.distributed.fsdp, "lamella": lamella_engine}
+
+
+@pytest.fixture(params=API)
+def api(request: pytest.FixtureRequest) -> ModuleType:
+    return API[request.param]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and --lf take tests out of the list
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    known = set()
+    for item in ours:
+        test, case, implementation = _name_of(item)
+        lacks = NOT_YET.get(item.path.stem, {})
+        for key in {f"{test}[{case}]", test} & lacks.keys():
+            known.add((item.path.stem, key))
+            if implementation == "lamella":
+                item.add_marker(pytest.mark.xfail(strict=True, reason=lacks[key]))
+    files = {item.path.stem for item in ours}
+    stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - known
+    if stale and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"Expected not_yet.py to name tests that exist, got {sorted(stale)}.")
+
+
+def _name_of(item: pytest.Item) -> tuple[str, str, str]:
+    """A test's name, its case, and the implementation it runs on: "test_x[torch-case]" is made of the three."""
+    test, _, parameters = item.name.removesuffix("]").partition("[")
+    parts = parameters.split("-")
+    case = "-".join(part for part in parts if part not in API)
+    return test, case, next((part for part in parts if part in API), "")

@@ -1,0 +1,90 @@
+"""Ignored parameters: left where and what they are, and whoever looks after them does so."""
+
+import torch
+from fsdp2_models import (
+    Api,
+    Stack,
+    assert_all_sharded,
+    assert_close,
+    assert_none_sharded,
+    average,
+    count,
+    inputs,
+    on_ranks,
+    twins,
+    whole,
+)  # fmt: skip
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.parallel import DistributedDataParallel
+
+
+def test_ignored_parameters_are_neither_sharded_nor_reduced(api: Api) -> None:
+    def scenario() -> None:
+        expected, model = twins()
+        ignored = {*model.head.parameters(), model.blocks[0].up.weight}
+        for block in model.blocks:
+            api.fully_shard(block, ignored_params=ignored)
+        api.fully_shard(model, ignored_params=ignored)
+        assert_none_sharded(ignored)
+        assert {*model.head.parameters(), model.blocks[0].up.weight} == ignored
+        assert_all_sharded({*model.parameters()} - ignored)
+        for each in (expected, model):
+            each(inputs()).square().sum().backward()
+        assert_close(model.head.weight.grad, expected.head.weight.grad)
+        average(expected)
+        assert_close(model.stem.weight.grad, expected.stem.weight.grad)
+        assert_close(model.blocks[0].down.weight.grad, expected.blocks[0].down.weight.grad)
+        assert not torch.equal(model.head.weight.grad, expected.head.weight.grad)
+
+    on_ranks(scenario)
+
+
+def test_a_unit_all_of_whose_parameters_are_ignored_communicates_nothing(api: Api) -> None:
+    def scenario() -> None:
+        model = Stack()
+        api.fully_shard(model, ignored_params=set(model.parameters()))
+        counts, _ = count(lambda: model(inputs()).sum().backward())
+        assert counts == {}
+        assert_none_sharded(model.parameters())
+
+    on_ranks(scenario)
+
+
+def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
+    def scenario() -> None:
+        expected, model = twins()
+        ignored = set(model.blocks[1].parameters())
+        model.blocks = api.fully_shard(_Run(model.blocks), ignored_params=ignored)
+        names = [name for name, parameter in model.named_parameters() if type(parameter) is not torch.nn.Parameter]
+        assert names
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        wrapped = DistributedDataParallel(model)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (expected, model)]
+        for step in range(2):
+            expected(inputs(seed=step)).square().sum().backward()
+            wrapped(inputs(seed=step)).square().sum().backward()
+            average(expected)
+            with implicit_replication():
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for a, b in zip(expected.parameters(), model.parameters(), strict=True):
+            assert_close(whole(b), a)
+
+    on_ranks(scenario)
+
+
+class _Run(torch.nn.Module):
+    """The blocks as one module with a forward, which a stack iterates over as over one block."""
+
+    def __init__(self, blocks: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.inner = blocks
+
+    def __iter__(self):
+        yield self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner:
+            x = block(x)
+        return x

@@ -1,0 +1,472 @@
+"""What fully_shard makes of a module: its parameters, its class, its mesh, and modules built on the meta device."""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_models import (
+    DIM,
+    Api,
+    Block,
+    Stack,
+    assert_all_sharded,
+    assert_equal_models,
+    assert_none_sharded,
+    assert_trains_as,
+    inputs,
+    on_ranks,
+    shard,
+    twins,
+    units,
+    whole,
+)  # fmt: skip
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_sharded_parameter_is_the_dtensor_of_torchs_chunks(api: Api, num_ranks: int) -> None:
+    def scenario() -> None:
+        expected, model = twins(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Conv1d(4, 8, 3)))
+        api.fully_shard(model)
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        for (name, full), (other, parameter) in zip(expected.named_parameters(), model.named_parameters(), strict=True):
+            assert name == other
+            assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
+            assert parameter.placements == (Shard(0),)
+            assert parameter.device_mesh == mesh
+            assert (parameter.shape, parameter.stride()) == (full.shape, full.stride())
+            chunks = full.chunk(num_ranks)
+            mine = chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else full[:0]
+            assert torch.equal(parameter.to_local(), mine)
+            assert parameter.requires_grad and parameter.is_leaf
+            assert torch.equal(parameter.full_tensor(), full)
+
+    on_ranks(scenario, num_ranks)
+
+
+def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> None:
+    def scenario() -> None:
+        model = nn.Sequential(Block(), Block(), Block())
+        assert api.fully_shard(model[0]) is model[0]
+        assert type(model[0]).__name__ == "FSDPBlock"
+        assert isinstance(model[0], Block) and isinstance(model[0], api.FSDPModule)
+        assert not any(isinstance(inner, api.FSDPModule) for inner in model[0].children())
+        assert type(model[1]) is Block
+        api.fully_shard(model)
+        assert type(model).__name__ == "FSDPSequential"
+        assert not isinstance(model[:2], api.FSDPModule)
+        assert isinstance(model[:2], nn.Sequential) and len(model[:2]) == 2
+        assert type(model[0]) is type(api.fully_shard(Block()))
+
+    on_ranks(scenario, 1)
+
+
+def test_a_unit_owns_what_no_unit_inside_it_owns(api: Api) -> None:
+    def scenario() -> None:
+        model = Stack()
+        shard(api, model)
+        model.unshard()
+        assert_none_sharded([*model.stem.parameters(), *model.head.parameters()])
+        assert_all_sharded(model.blocks.parameters())
+        model.blocks[1].unshard()
+        assert_none_sharded(model.blocks[1].parameters())
+        assert_all_sharded(model.blocks[0].parameters())
+        for module in units(api, model):
+            module.reshard()
+        assert_all_sharded(model.parameters())
+
+    on_ranks(scenario)
+
+
+def test_a_module_in_two_places_is_sharded_once(api: Api) -> None:
+    def scenario() -> None:
+        def make() -> nn.Module:
+            model = nn.Sequential(Block(), Block(), Block())
+            model[2] = model[0]
+            model[1].up = model[0].up
+            return model
+
+        expected, model = twins(make)
+        api.fully_shard(model)
+        assert len(list(model.parameters())) == len(list(expected.parameters())) == 6
+        assert model[0].up.weight is model[1].up.weight is model[2].up.weight
+        assert_trains_as(expected, model)
+
+    on_ranks(scenario)
+
+
+def test_a_list_of_modules_becomes_one_unit(api: Api) -> None:
+    def scenario() -> None:
+        model = Stack()
+        group = [model.blocks[0], model.blocks[1]]
+        assert api.fully_shard(group) is group
+        assert all(isinstance(block, api.FSDPModule) for block in group)
+        api.fully_shard(model)
+        model.blocks[0].unshard()
+        assert_none_sharded([*model.blocks[0].parameters(), *model.blocks[1].parameters()])
+        model.blocks[1].reshard()
+        assert_all_sharded(model.parameters())
+
+    on_ranks(scenario)
+
+
+def test_a_mesh_is_made_over_all_ranks_unless_one_is_given(api: Api) -> None:
+    def scenario() -> None:
+        model = api.fully_shard(nn.Linear(8, 8))
+        assert model.weight.device_mesh.size() == 4
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        model = api.fully_shard(nn.Linear(8, 8), mesh=pairs["inner"])
+        assert model.weight.device_mesh == pairs["inner"]
+        assert model.weight.to_local().shape == (4, 8)
+        from_group = DeviceMesh.from_group(pairs["outer"].get_group(), "cpu", mesh_dim_names=("dp",))
+        expected, model = twins(lambda: nn.Linear(DIM, 4))
+        api.fully_shard(model, mesh=from_group)
+        assert_trains_as(expected, model, mesh=from_group)
+
+    on_ranks(scenario, 4)
+
+
+def test_blocks_made_and_sharded_one_after_another_are_told_apart(api: Api) -> None:
+    """Nothing is remembered by an address that a later parameter can get."""
+
+    def scenario() -> None:
+        model = nn.Sequential()
+        for _ in range(6):
+            model.append(api.fully_shard(nn.Linear(DIM, DIM)))
+        api.fully_shard(model)
+        model(inputs()).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    on_ranks(scenario)
+
+
+def test_every_unit_has_a_state_and_no_two_share_one(api: Api) -> None:
+    def scenario() -> None:
+        model = shard(api, Stack())
+        states = [api.fully_shard.state(module) for module in units(api, model)]
+        assert None not in states
+        assert len(set(map(id, states))) == 4
+        assert api.fully_shard.state(model.stem) is None
+        assert states[0] is model._get_fsdp_state()
+
+    on_ranks(scenario, 1)
+
+
+# -- meta -------------------------------------------------------------------------------------------------------------
+
+
+class _Buffered(nn.Linear):
+    """Has a buffer, and a method that initialises it too."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+        self.register_buffer("offset", torch.empty(dim))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "offset"):
+            nn.init.zeros_(self.offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.offset.to(x.dtype)
+
+
+def _linears(dim: int) -> nn.Module:
+    return nn.Sequential(_Buffered(dim), nn.Linear(dim, dim, bias=False))
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_methods(api: Api) -> None:
+    def scenario(dtype: torch.dtype | None, inside: bool) -> None:
+        policy = api.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+        def apply(model: nn.Module) -> None:
+            for module in (model[0], model):
+                api.fully_shard(module, mp_policy=policy)
+
+        for dim in (8, 3, 1):
+            with torch.device("meta"):
+                model = _linears(dim)
+                if inside:
+                    apply(model)
+            if not inside:
+                apply(model)
+            assert all(parameter.is_meta for parameter in model.parameters())
+            model.to_empty(device="cpu")
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.detach().fill_(1337)
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            for parameter in model.parameters():
+                assert not (whole(parameter) == 1337).any()
+            model(inputs(4, dim)).sum().backward()
+            optimizer.step()
+
+    on_ranks(scenario, cases=itertools.product((None, torch.bfloat16), (True, False)))
+
+
+def test_a_meta_model_takes_the_tensors_of_a_state_dict_that_is_assigned(api: Api) -> None:
+    def scenario() -> None:
+        expected, _ = twins()
+        with torch.device("meta"):
+            model = Stack()
+        shard(api, model)
+        wanted = expected.state_dict()
+        loaded = {
+            name: nn.Parameter(distribute_tensor(wanted[name], meta.device_mesh, meta.placements))
+            for name, meta in model.state_dict().items()
+        }
+        model.load_state_dict(loaded, assign=True)
+        assert_all_sharded(model.parameters())
+        assert_trains_as(expected, model)
+
+    on_ranks(scenario)
+
+
+def test_units_may_be_materialised_one_by_one_and_a_parameter_replaced(api: Api) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.norm = nn.Parameter(torch.empty(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.two(self.one(x)).sum() + self.norm.sum()
+            return out
+
+    def scenario() -> None:
+        with torch.device("meta"):
+            model = Normed()
+        for module in (model.one, model.two, model):
+            api.fully_shard(module)
+        for module in (model.one, model.two):
+            module.to_empty(device="cpu")
+            with torch.no_grad():
+                module.weight.fill_(2.0)
+        with torch.no_grad():
+            model.norm = nn.Parameter(torch.linalg.norm(model.one.weight, dim=1))
+        loss = model(torch.ones(1, 3))
+        loss.backward()
+        assert loss.item() == pytest.approx(3 * 36 + 3 * 12**0.5)
+        assert model.norm.grad is not None
+
+    on_ranks(scenario)
+
+
+def _cast(model: nn.Module) -> None:
+    model.to(torch.float64)
+
+
+def _round_trip(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+    model.to(torch.float64)
+
+
+def test_a_sharded_model_may_be_cast(api: Api) -> None:
+    def scenario(change: Callable[[nn.Module], None], swap: bool) -> None:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        expected, model = twins()
+        shard(api, model)
+        change(model)
+        change(expected)
+        for parameter in model.parameters():
+            assert parameter.dtype == parameter.to_local().dtype == torch.float64
+            assert parameter._spec.tensor_meta.dtype == torch.float64
+        assert_trains_as(expected, model, make_input=lambda step: inputs(seed=step).double())
+        assert_equal_models(expected, model)
+        model(inputs().double()).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad.dtype == parameter.grad.to_local().dtype == torch.float64
+
+    on_ranks(scenario, cases=itertools.product((_cast, _round_trip), (False, True)))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(self.one(x))
+        return out
+
+
+def _tie_units(api: Api) -> None:
+    model = _Tied()
+    for module in (model.one, model.two, model):
+        api.fully_shard(module)
+    model(torch.ones(1, 4))
+
+
+def _run_meta(api: Api) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    api.fully_shard(model)
+    model(torch.ones(1, 2))
+
+
+def _reset_inner(api: Api) -> None:
+    model = shard(api, Stack())
+    model(inputs())
+    model.blocks[0].reset_iter_state()
+
+
+def _noncontiguous(api: Api) -> None:
+    api.fully_shard(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last))
+
+
+def _spread(api: Api, *, other: bool = False, placement: Shard | Replicate | None = None, **kwargs: object) -> None:
+    """Shard a module whose parameters lie on a mesh of all axes, or not quite."""
+    meshes = [init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)) for _ in range(2)]
+    model = nn.Linear(2, 2)
+    for name, parameter in list(model.named_parameters()):
+        spread = distribute_tensor(parameter, meshes[0], [placement or Replicate()])
+        model.register_parameter(name, nn.Parameter(spread))
+    api.fully_shard(model, mesh=meshes[other], dp_mesh_dims=api.DataParallelMeshDims(shard="dp"), **kwargs)
+
+
+Refused = tuple[Callable[[Api], object], type[Exception], str]
+
+# No words: FSDP2's own tests look at the type only.
+REFUSED: dict[str, Refused] = {
+    "module_list": (
+        lambda api: api.fully_shard(nn.ModuleList([Block()])),
+        ValueError, "fully_shard does not support containers that do not implement forward",
+    ),
+    "module_dict": (
+        lambda api: api.fully_shard(nn.ModuleDict({"a": Block()})),
+        ValueError, "fully_shard does not support containers that do not implement forward",
+    ),
+    "twice": (
+        lambda api: api.fully_shard(api.fully_shard(Block())),
+        AssertionError, "Each distinct composable distributed API can only be applied to a module once",
+    ),
+    "deepcopy": (
+        lambda api: copy.deepcopy(api.fully_shard(Block())),
+        AssertionError, "FSDP does not support deepcopy",
+    ),
+    "scalar": (
+        lambda api: api.fully_shard(_Scaled()), ValueError, "Change scale to a 1D tensor with numel equal to 1.",
+    ),
+    "noncontiguous": (_noncontiguous, NotImplementedError, "FSDP does not support non-contiguous parameters"),
+    "mesh_of_three_axes": (
+        lambda api: api.fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 1, 1))),
+        ValueError, "fully_shard expects a 1D or 2D DeviceMesh but got",
+    ),
+    "mesh_of_two_axes_without_names": (
+        lambda api: api.fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 1))),
+        AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+    ),
+    "tied_across_units": (_tie_units, ValueError, "already managed by another"),
+    "meta_at_forward": (
+        _run_meta, RuntimeError,
+        r"materialized from meta device before training.*still on meta device: \['weight', 'bias'\]",
+    ),
+    "reset_of_an_inner_unit": (_reset_inner, RuntimeError, ""),
+    "reshard_to_no_divisor": (
+        lambda api: api.fully_shard(Block(), reshard_after_forward=3),
+        ValueError, "factor of 1",
+    ),
+    "reshard_to_text": (
+        lambda api: api.fully_shard(Block(), reshard_after_forward="yes"),
+        ValueError, "reshard_after_forward should be a bool or an int",
+    ),
+    "set_reshard_to_int": (
+        lambda api: api.fully_shard(Block()).set_reshard_after_forward(2),
+        ValueError, "",
+    ),
+    "prefetch_of_no_unit": (
+        lambda api: api.fully_shard(Block()).set_modules_to_forward_prefetch([Block()]),
+        ValueError, "",
+    ),
+    "backward_prefetch_of_no_unit": (
+        lambda api: api.fully_shard(Block()).set_modules_to_backward_prefetch([Block()]),
+        ValueError, "",
+    ),
+    "a_forward_method_that_is_not_there": (
+        lambda api: api.register_fsdp_forward_method(api.fully_shard(Block()), "nope"),
+        ValueError, "",
+    ),
+    "shared_streams_of_no_unit": (
+        lambda api: api.share_comm_ctx([Block()]), ValueError, "",
+    ),
+    "no_input_buffers": (
+        lambda api: api.fully_shard(Block()).set_reduce_scatter_max_input_buffers(0), ValueError, "",
+    ),
+    "half_an_input_buffer": (
+        lambda api: api.fully_shard(Block()).set_reduce_scatter_max_input_buffers(2.5), TypeError, "",
+    ),
+    "true_input_buffers": (
+        lambda api: api.fully_shard(Block()).set_reduce_scatter_max_input_buffers(True), TypeError, "",
+    ),
+    "dp_mesh_dims_that_the_mesh_lacks": (
+        lambda api: api.fully_shard(
+            Block(),
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
+            dp_mesh_dims=api.DataParallelMeshDims(shard="other"),
+        ),
+        ValueError, "not found in mesh.mesh_dim_names",
+    ),
+    "dp_mesh_dims_without_names": (
+        lambda api: api.fully_shard(
+            Block(), mesh=init_device_mesh("cpu", (1,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
+        ),
+        ValueError, "mesh_dim_names",
+    ),
+    "dp_mesh_dims_over_plain_parameters": (
+        lambda api: api.fully_shard(
+            Block(),
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
+            dp_mesh_dims=api.DataParallelMeshDims(shard="dp"),
+        ),
+        ValueError, "must be DTensors",
+    ),
+    "dp_mesh_dims_on_another_mesh": (lambda api: _spread(api, other=True), ValueError, "same mesh"),
+    "dp_mesh_dims_over_what_is_sharded": (
+        lambda api: _spread(api, placement=Shard(0)), ValueError, "Expected Replicate",
+    ),
+    "dp_mesh_dims_and_fewer_ranks_after_forward": (
+        lambda api: _spread(api, reshard_after_forward=1), NotImplementedError, "reshard_after_forward as int",
+    ),
+    "a_placement_past_the_last_dim": (
+        lambda api: api.fully_shard(Block(), shard_placement_fn=lambda _: Shard(1)),
+        AssertionError, "Shard dim 1 is invalid for 1D tensor",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_has_fsdp2s_exception_and_words(api: Api, case: str) -> None:
+    """The words too: callers, and FSDP2's own tests, match on them."""
+    attempt, error, words = REFUSED[case]
+
+    def scenario() -> None:
+        with pytest.raises(error, match=words or None):
+            attempt(api)
+
+    on_ranks(scenario, 1)
+
+
+def test_a_dim_other_than_0_must_divide(api: Api) -> None:
+    def scenario() -> None:
+        with pytest.raises(NotImplementedError, match="FSDP does not support uneven sharding on dim 1"):
+            api.fully_shard(nn.Linear(3, 4, bias=False), shard_placement_fn=lambda _: Shard(1))
+
+    on_ranks(scenario)

@@ -1,0 +1,320 @@
+"""Mixed precision: what is computed, sent and kept in which dtype, and what is cast at a unit's edges."""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import torch
+from fsdp2_models import DIM, Api, Stack, assert_close, average, inputs, on_ranks, shard, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamella_integration.collectives import CollectiveCounter
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = ((BF16, None), (BF16, FP32), (BF16, BF16), (FP16, FP32), (None, BF16))
+
+
+def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Api) -> None:
+    """The twin computes on a cast copy, and its gradients are summed in the reduce dtype by hand."""
+
+    def scenario(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+        expected, model = twins()
+        shard(api, model, mp_policy=api.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+        compute = param_dtype or FP32
+        expected.to(compute)
+        out = model(inputs())
+        assert out.dtype == compute
+        out.sum().backward()
+        expected(inputs().to(compute)).sum().backward()
+        expected.to(reduce_dtype or compute)
+        for parameter in expected.parameters():
+            parameter.grad = parameter.grad.to(reduce_dtype or compute)
+        average(expected)
+        for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+            assert b.dtype == b.grad.dtype == b.grad.to_local().dtype == FP32
+            assert_close(b.grad, a.grad.float(), name, rtol=2e-2, atol=2e-2)
+
+    on_ranks(scenario, cases=LOW)
+
+
+def test_collectives_carry_the_dtypes_of_the_policy(api: Api) -> None:
+    def scenario(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+        _, model = twins()
+        shard(api, model, mp_policy=api.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+        with CollectiveCounter() as counter:
+            model(inputs()).sum().backward()
+        gathered = sum(call.nbytes for call in counter.calls if call.kind == "all_gather")
+        reduced = {call.dtype for call in counter.calls if call.kind == "reduce_scatter"}
+        assert reduced == {reduce_dtype or param_dtype or FP32}
+        shard(api, again := Stack())
+        with CollectiveCounter() as whole:
+            again(inputs()).sum().backward()
+        # Bytes, not dtypes: a gather moves whatever it is given, and may be given bytes.
+        assert gathered * 4 == whole.nbytes("all_gather") * (param_dtype or FP32).itemsize
+
+    on_ranks(scenario, cases=LOW)
+
+
+def test_kept_gradients_add_up_in_the_reduce_dtype(api: Api) -> None:
+    def scenario(reshard: bool) -> None:
+        policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+        expected, model = twins()
+        shard(api, model, mp_policy=policy, reshard_after_forward=reshard)
+        expected.to(BF16)
+        sums = {name: torch.zeros_like(parameter, dtype=FP32) for name, parameter in expected.named_parameters()}
+        for microbatch in range(4):
+            model.set_requires_gradient_sync(microbatch == 3)
+            model.set_reshard_after_backward(microbatch == 3 or reshard)
+            x = inputs(seed=microbatch).to(BF16)
+            model(x).sum().backward()
+            expected(x).sum().backward()
+            for name, parameter in expected.named_parameters():
+                sums[name] += parameter.grad
+                parameter.grad = None
+        for name, parameter in expected.to(FP32).named_parameters():
+            parameter.grad = sums[name]
+        average(expected)
+        for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+            assert_close(b.grad, a.grad, name)  # fp32's tolerance: bf16 sums would miss it
+
+    on_ranks(scenario, cases=(True, False))
+
+
+# -- edges ------------------------------------------------------------------------------------------------------------
+
+
+class _Recording(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return super().forward(x.to(self.weight.dtype))
+
+
+def test_inputs_and_outputs_are_cast_where_the_policy_says(api: Api) -> None:
+    def scenario() -> None:
+        def run(**options: object) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+            model = nn.Sequential(_Recording(), _Recording())
+            api.fully_shard(model[0], mp_policy=api.MixedPrecisionPolicy(**options))
+            api.fully_shard(model)
+            out = model(inputs())
+            out.sum().backward()
+            return model[0].seen[0], model[1].seen[0], out.dtype
+
+        assert run(param_dtype=FP16) == (FP16, FP16, FP32)
+        assert run(param_dtype=FP16, cast_forward_inputs=False) == (FP32, FP16, FP32)
+        assert run(param_dtype=FP16, output_dtype=FP32) == (FP16, FP32, FP32)
+        assert run(output_dtype=FP16) == (FP32, FP16, FP32)
+
+    on_ranks(scenario)
+
+
+def test_only_floating_point_inputs_are_cast_and_other_objects_pass(api: Api) -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor, index: torch.Tensor, *, scale: float, mask: torch.Tensor) -> torch.Tensor:
+            assert (x.dtype, index.dtype, mask.dtype) == (BF16, torch.int64, torch.bool)
+            out: torch.Tensor = self.linear(x)[index] * scale * mask[:, None]
+            return out
+
+    def scenario() -> None:
+        model = api.fully_shard(Looking(), mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16))
+        out = model(inputs(), torch.tensor([0, 1]), scale=2.0, mask=torch.tensor([True, False]))
+        assert out.dtype == BF16
+        out.sum().backward()
+
+    on_ranks(scenario)
+
+
+@dataclasses.dataclass
+class _Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class _Nested:
+    pair: _Pair
+    z: torch.Tensor
+
+
+class _Named(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+KINDS = {
+    "dataclass": (lambda a, b: _Pair(a, b), lambda value: (value.x, value.y)),
+    "nested": (lambda a, b: _Nested(_Pair(a, b), a + b), lambda value: (value.pair.x, value.pair.y + value.z)),
+    "namedtuple": (lambda a, b: _Named(a, b), lambda value: (value.x, value.y)),
+    "dict": (lambda a, b: {"x": a, "y": [b]}, lambda value: (value["x"], value["y"][0])),
+}
+
+
+class _Structured(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.one, self.two = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, value: object) -> object:
+        make, parts = KINDS[self.kind]
+        x, y = parts(value) if not isinstance(value, torch.Tensor) else (value, 2 * value)
+        return make(self.one(x), self.two(y))
+
+
+def test_tensors_in_structures_are_cast_and_their_gradients_arrive(api: Api) -> None:
+    def scenario(kind: str, dtype: torch.dtype | None) -> None:
+        expected, model = twins(lambda: nn.Sequential(_Structured(kind), _Structured(kind)))
+        policy = api.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32)
+        for module in (*model, model):
+            api.fully_shard(module, mp_policy=policy)
+        parts = KINDS[kind][1]
+        for each in (expected, model):
+            x, y = parts(each(inputs()))
+            assert x.dtype == ((dtype or FP32) if each is model else FP32)
+            (x.square().sum() + 3 * y.sum()).backward()
+        average(expected)
+        for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+            assert_close(b.grad, a.grad, name, rtol=5e-2 if dtype else 1e-4, atol=0.5 if dtype else 1e-5)
+
+    on_ranks(scenario, cases=itertools.product(KINDS, (None, BF16)))
+
+
+def test_a_recomputed_forward_casts_as_the_first_did(api: Api) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = _Recording()
+            self.seen: list[torch.dtype] = []
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            self.seen.append(x.dtype)
+            return x
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = checkpoint(self.inner, x.float(), use_reentrant=False, early_stop=False)
+            return out.float().sum()
+
+    def scenario() -> None:
+        model = Model()
+        policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, output_dtype=FP32)
+        api.fully_shard(model.linear, mp_policy=policy)
+        api.fully_shard(model, mp_policy=policy)
+        model(inputs()).backward()
+        assert model.linear.seen == [BF16, BF16]
+        assert model.seen == [FP32, FP32]
+
+    on_ranks(scenario)
+
+
+def test_norms_run_in_low_precision(api: Api) -> None:
+    def scenario(dtype: torch.dtype) -> None:
+        policy = api.MixedPrecisionPolicy(param_dtype=dtype)
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM))
+        for module in (*model, model):
+            api.fully_shard(module, mp_policy=policy)
+        out = model(inputs())
+        assert out.dtype == dtype
+        out.sum().backward()
+        model = nn.Sequential(nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 4, 3))
+        api.fully_shard(model[1], mp_policy=api.MixedPrecisionPolicy(output_dtype=dtype))
+        for module in (model[0], model[2], model):
+            api.fully_shard(module, mp_policy=policy)
+        out = model(inputs(3, 1, 9, 9))
+        assert out.dtype == dtype
+        assert model[1].running_mean.dtype == FP32
+        out.sum().backward()
+
+    on_ranks(scenario, cases=(BF16, FP16))
+
+
+def test_a_policy_means_the_same_on_every_module_of_a_list(api: Api) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.b(self.a(x).float())
+            return out
+
+    def scenario() -> None:
+        model = Model()
+        policy = api.MixedPrecisionPolicy(param_dtype=BF16)
+        api.fully_shard([model.a, model.b], mp_policy=policy)
+        api.fully_shard(model, mp_policy=policy)
+        out = model(inputs())
+        assert out.dtype == BF16
+        out.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    on_ranks(scenario)
+
+
+# -- parameters of several dtypes -------------------------------------------------------------------------------------
+
+
+def test_the_reduce_dtype_stays_when_the_model_is_cast(api: Api) -> None:
+    def scenario() -> None:
+        model = Stack().to(BF16)
+        shard(api, model, mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
+        model.to(FP32)
+        with CollectiveCounter() as counter:
+            model(inputs()).sum().backward()
+        assert {call.dtype for call in counter.calls if call.kind == "reduce_scatter"} == {BF16}
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {FP32}
+
+    on_ranks(scenario)
+
+
+class _WithIntegers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.packed = nn.Parameter(torch.ones(4, 4, dtype=torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def test_frozen_parameters_of_other_dtypes_may_lie_beside_trained_ones(api: Api) -> None:
+    def scenario(policy: dict[str, torch.dtype], frozen_at_first: bool) -> None:
+        model = _WithIntegers()
+        api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(**policy))
+        if frozen_at_first:
+            model.requires_grad_(False)
+            with torch.no_grad():
+                model(inputs())
+            model.reshard()
+            model.layers.requires_grad_(True)
+        with CollectiveCounter() as counter:
+            model(inputs()).sum().backward()
+        assert {call.dtype for call in counter.calls if call.kind == "reduce_scatter"} == {FP32}
+        assert {parameter.grad.dtype for parameter in model.layers.parameters()} == {FP32}
+        assert model.table.grad is None
+
+    # torch 2.13 itself fails where bf16 and a frozen first forward meet.
+    on_ranks(scenario, cases=(({}, True), ({}, False), ({"param_dtype": BF16, "reduce_dtype": FP32}, False)))
+
+
+def test_trained_parameters_of_two_dtypes_need_two_units(api: Api) -> None:
+    """FSDP2 refuses one unit of both at the first forward; units of one dtype each train side by side."""
+
+    def scenario() -> None:
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM).to(BF16))
+        for module in (*model, model):
+            api.fully_shard(module, mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+        model(inputs()).sum().backward()
+        assert [parameter.grad.dtype for parameter in model.parameters()] == [FP32, FP32, BF16, BF16]
+
+    on_ranks(scenario)

@@ -1,0 +1,69 @@
+"""Everything that torch.distributed.fsdp says about fully_shard exists in lamella, with the same parameters."""
+
+import inspect
+
+import pytest
+import torch.distributed.fsdp as fsdp2
+from fsdp2_models import Api
+from torch import nn
+
+FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+CLASSES = [
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+]  # fmt: skip
+METHODS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
+
+
+def _assert_takes_the_same(ours: object, torchs: object) -> None:
+    """Torch's parameters, in torch's order; whatever else there is has a default and goes by name."""
+    wanted, got = _parameters(torchs), _parameters(ours)
+    assert [parameter for parameter in got if parameter in wanted] == wanted
+    extra = [parameter for parameter in got if parameter not in wanted]
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY and has_default for _, kind, has_default in extra), extra
+
+
+def _parameters(function: object) -> list[tuple[str, object, bool]]:
+    """Names, kinds, and whether there is a default; a default's value may be the implementation's own class."""
+    assert callable(function)
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default is not p.empty) for p in parameters]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_takes_the_same_arguments(api: Api, name: str) -> None:
+    _assert_takes_the_same(getattr(api, name), getattr(fsdp2, name))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_exists(api: Api, name: str) -> None:
+    assert inspect.isclass(getattr(api, name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_takes_the_same_arguments(api: Api, name: str) -> None:
+    _assert_takes_the_same(getattr(api.FSDPModule, name), getattr(fsdp2.FSDPModule, name))
+    assert name in vars(api.FSDPModule), "inherited from torch's FSDPModule, whose methods know nothing of this engine"
+
+
+@pytest.mark.parametrize("name", ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"])
+def test_a_policy_is_made_and_compared_as_torchs(api: Api, name: str) -> None:
+    def fields(policy: object) -> dict[str, object]:
+        return {field: getattr(policy, field) for field in inspect.signature(getattr(fsdp2, name)).parameters}
+
+    arguments = {"shard": "dp"} if name == "DataParallelMeshDims" else {}
+    made = getattr(api, name)(**arguments)
+    assert fields(made) == fields(getattr(fsdp2, name)(**arguments))
+    assert made == getattr(api, name)(**arguments)
+
+
+def test_a_policy_offloads_to_the_cpu_as_a_kind_of_offloading(api: Api) -> None:
+    assert issubclass(api.CPUOffloadPolicy, api.OffloadPolicy)
+
+
+def test_dims_for_data_parallelism_name_at_least_one_axis(api: Api) -> None:
+    with pytest.raises(ValueError, match="At least one of shard or replicate must be set"):
+        api.DataParallelMeshDims()
+
+
+def test_a_module_that_was_not_sharded_is_no_unit(api: Api) -> None:
+    assert not isinstance(nn.Linear(2, 2), api.FSDPModule)

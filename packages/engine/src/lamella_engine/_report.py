@@ -1,0 +1,103 @@
+"""What a unit holds and who owns which of it, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine._module import find_state
+from lamella_engine._parameter_group import ParameterGroup, ShardedParameter, dtypes_of
+from lamella_engine._state import FSDPState
+from lamella_engine._text import clean_name, range_text, size_text, table
+from lamella_layout import mesh_region, picture
+
+
+def describe(module: nn.Module) -> str:
+    """What the units of a module are made of, on this rank.
+
+    For each parameter: its name, its whole shape, the dtypes that it rests, computes and is reduced in, its placements,
+    the part that this rank owns (as slices of the whole) and the bytes of that. For each group of parameters that are
+    communicated together: a picture of who owns what. Equal units are described once.
+
+    Args:
+        module: A unit, or a module with units in it.
+
+    Returns:
+        Text of many lines.
+
+    Raises:
+        ValueError: There is no unit.
+
+    Effects: none; not a collective. Offsets and sizes are this rank's.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, inner in module.named_modules():
+        if (state := find_state(inner)) is not None:
+            alike.setdefault("\n".join(_unit(inner, state)), []).append(clean_name(name) or "(the module)")
+    if not alike:
+        raise ValueError(
+            f"Expected a unit or a module with units in it, got {type(module).__name__}. Call fully_shard first."
+        )
+    return "\n\n\n".join(f"{range_text(names)}: {text}" for text, names in alike.items())
+
+
+def _unit(module: nn.Module, state: FSDPState) -> Iterator[str]:
+    """A unit without its name, so that equal units are equal text."""
+    num_groups = len(state.groups)
+    yield f"{type(module).__name__}, {num_groups} group{'s' * (num_groups != 1)}, {state.residency.name.lower()} now"
+    for group in state.groups:
+        yield ""
+        yield from _group(group)
+
+
+def _group(group: ParameterGroup) -> Iterator[str]:
+    dtypes = dtypes_of(group.parameters[0].sharded, group.policy)
+    main, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    unsharded_nbytes = group.layout.full_numel * dtypes[1].itemsize
+    yield f"at rest     {main}, {size_text(group.main_weight.flat.nbytes)} a rank with padding"
+    yield f"unsharded   {compute}, {size_text(unsharded_nbytes)} with padding"
+    yield f"gradients   {f'reduced in {reduced}' if group.is_trainable else 'none: frozen'}"
+    yield f"mesh        {_mesh(_dtensor(group.parameters[0]))}"
+    yield ""
+    header = ("parameter", "shape", "placements", "this rank owns", "bytes")
+    yield table([header, *(_row(parameter) for parameter in group.parameters)], right=("bytes",))
+    yield ""
+    yield picture(group.layout, names=[clean_name(parameter.name) for parameter in group.parameters])
+
+
+def _row(parameter: ShardedParameter) -> Sequence[str]:
+    sharded = _dtensor(parameter)
+    placements = ", ".join(str(placement) for placement in sharded.placements)
+    return (clean_name(parameter.name), str(tuple(sharded.shape)), placements, _owned(sharded), _nbytes(parameter))
+
+
+def _dtensor(parameter: ShardedParameter) -> DTensor:
+    assert isinstance(parameter.sharded, DTensor)
+    return parameter.sharded
+
+
+def _nbytes(parameter: ShardedParameter) -> str:
+    return f"{parameter.shard.numel() * parameter.shard.element_size():,}"
+
+
+def _mesh(sharded: DTensor) -> str:
+    mesh = sharded.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    axes = [
+        f"{name}={num_ranks}" if name else str(num_ranks) for name, num_ranks in zip(names, mesh.shape, strict=True)
+    ]
+    return f"{' x '.join(axes)} on {mesh.device_type}"
+
+
+def _owned(sharded: DTensor) -> str:
+    """This rank's part as slices of the whole; a dim that is cut in several runs has them all."""
+    mesh = sharded.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # a rank outside of the mesh has no shards
+    region = mesh_region(sharded.shape, mesh.shape, sharded.placements, coordinate)
+    if 0 in region.shape:
+        return "nothing"
+    runs = ("+".join(f"{run.start}:{run.stop}" for run in dim) for dim in region.runs)
+    return f"[{', '.join(runs)}]"

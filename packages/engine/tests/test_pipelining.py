@@ -1,0 +1,87 @@
+"""torch's pipeline schedules drive units as they drive FSDP2's: stages train as the unsharded model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_models import Residual, assert_at_rest, assert_shard_equals
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import fully_shard, share_comm_ctx
+from lamella_testing import run_ranks
+
+NUM_MICROBATCHES = 4
+NUM_ROWS = 8
+
+
+def _stages(num: int) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Residual(), Residual()) for _ in range(num)]
+
+
+def _loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().mean()
+
+
+def _rows(seed: int) -> torch.Tensor:
+    return torch.randn(NUM_ROWS, 7, generator=torch.Generator().manual_seed(seed))
+
+
+def _sharded(stage: nn.Sequential, mesh: Any) -> nn.Sequential:
+    for block in stage:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(stage, mesh=mesh)
+
+
+def _check(make_schedule: Callable[..., Any], num_local: int) -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pipeline", "data"))
+    place, num_stages = mesh["pipeline"].get_local_rank(), 2 * num_local
+    references, stages = _stages(num_stages), _stages(num_stages)
+    mine = range(place, num_stages, 2)
+    for i in mine:
+        _sharded(stages[i], mesh["data"])
+    share_comm_ctx([stages[i] for i in mine])  # type: ignore[misc]
+    group = mesh["pipeline"].get_group()
+    pipeline = [PipelineStage(stages[i], i, num_stages, torch.device("cpu"), group=group) for i in mine]
+    schedule = make_schedule(pipeline if num_local > 1 else pipeline[0], NUM_MICROBATCHES, loss_fn=_loss)
+
+    for step in range(2):
+        x, target = _rows(2 * step), _rows(2 * step + 1)
+        for model in (*references, *(stages[i] for i in mine)):
+            model.zero_grad()
+        schedule.step(*([x] if place == 0 else []), target=target)
+        loss: Any = _loss(nn.Sequential(*references)(x), target)
+        loss.backward()
+        for i in mine:
+            assert_at_rest(stages[i])
+            pairs = zip(references[i].named_parameters(), stages[i].parameters(), strict=True)
+            for (name, expected), got in pairs:
+                assert got.grad is not None
+                assert expected.grad is not None
+                _assert_shard_equals(mesh["data"], got.grad, expected.grad, f"{step}: {i}.{name}")
+
+
+def _assert_shard_equals(mesh: Any, got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    chunks = expected.chunk(mesh.size())
+    rank = mesh.get_local_rank()
+    mine = chunks[rank] if rank < len(chunks) else expected[:0]
+    assert isinstance(got, DTensor)
+    assert_shard_equals(got.to_local(), mine, name, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_stage_a_rank(schedule: Callable[..., Any], num_ranks: int) -> None:
+    run_ranks(_check, num_ranks, schedule, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [4])
+def test_two_stages_a_rank(num_ranks: int) -> None:
+    run_ranks(_check, num_ranks, ScheduleInterleaved1F1B, 2)

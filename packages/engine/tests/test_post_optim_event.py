@@ -1,0 +1,64 @@
+"""An event may say when the optimizer was done, in place of all that came before the forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine_models import assert_trains_alike, inputs, mean_square, twins, unit
+from torch import nn
+
+from lamella_engine._context import Context
+from lamella_engine._module import find_state
+from lamella_testing import run_ranks
+
+X = inputs()
+LOSS = mean_square(lambda model: model(X))
+
+
+def _waits(model: nn.Module) -> list[object]:
+    """What the gather stream will have waited for: events, and whole streams."""
+    waits: list[object] = []
+    stream: Any = _context(model).all_gather_stream
+    stream.wait_event = stream.wait_stream = waits.append
+    return waits
+
+
+def _context(model: nn.Module) -> Context:
+    state = find_state(model)
+    assert state is not None
+    return state.context
+
+
+def test_the_next_forward_waits_for_it_alone_and_the_one_after_for_everything() -> None:
+    def check() -> None:
+        _, model = twins()
+        waits = _waits(model)
+        event = torch.Event("cpu")
+        unit(model.get_submodule("layers.0")).set_post_optim_event(event)  # the whole tree's, whichever unit is told
+        model(X)
+        assert waits[0] is event
+        waits.clear()
+        unit(model).reset_iter_state()
+        waits.clear()
+        model(X)
+        assert event not in waits
+        assert waits[0] == _context(model).compute_stream
+
+    run_ranks(check, 1)
+
+
+def test_shards_that_were_replaced_after_it_are_waited_for() -> None:
+    def check() -> None:
+        reference, model = twins()
+        event = torch.Event("cpu")
+        unit(model).set_post_optim_event(event)
+        replaced = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(replaced, assign=True)  # copied into the flat buffer on the compute stream
+        waits = _waits(model)
+        model(X)
+        assert event not in waits
+        unit(model).reset_iter_state()
+        assert_trains_alike(reference, model, LOSS)
+
+    run_ranks(check, 2)
