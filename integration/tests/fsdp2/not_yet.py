@@ -4,11 +4,6 @@ A test that begins to pass turns the suite red until its line here goes.
 """
 
 NOT_YET: dict[str, dict[str, str]] = {
-    "test_fsdp2_extensions": {
-        "test_a_tensor_subclass_decides_what_travels": "ignores fsdp_pre_all_gather without a word",
-        "test_methods_on_a_plain_local_tensor_decide_what_travels": "ignores fsdp_pre_all_gather without a word",
-        "test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over": "ignores fsdp_pre_all_gather without a word",
-    },
     "test_fsdp2_frozen": {
         "test_trained_and_frozen_parameters_may_share_a_unit[frozen_after]": "reduces what is frozen after fully_shard",
     },
