@@ -225,7 +225,7 @@ def test_parameters_of_one_unit_may_lie_on_different_meshes() -> None:
 @pytest.mark.parametrize(
     ("place", "error", "message"),
     [
-        (lambda parameter: Shard(2), ValueError, r"one of the 2 dims of 'stem.weight', .*got dim 2"),
+        (lambda parameter: Shard(2), ValueError, r"one of the 2 dims of 'stem.weight', got dim 2"),
         (lambda parameter: Replicate(), ValueError, r"return a Shard.*got Replicate\(\)"),
         (
             lambda parameter: Shard(parameter.ndim - 1),
@@ -344,11 +344,11 @@ def test_meshes_that_name_no_data_axes_are_refused() -> None:
         named = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
         unnamed = init_device_mesh("cpu", (1, 1))
         cases: list[tuple[dict[str, Any], str]] = [
-            ({"mesh": named}, "1D or 2D DeviceMesh, got 3 axes"),
+            ({"mesh": named}, "1D or 2D DeviceMesh but got"),
             ({"mesh": unnamed}, "whose axes have names, got none"),
             ({"mesh": named, "dp_mesh_dims": DataParallelMeshDims("d")}, "got 'd'"),
             ({"mesh": unnamed, "dp_mesh_dims": DataParallelMeshDims("a")}, "to have mesh_dim_names"),
-            ({"mesh": named, "dp_mesh_dims": DataParallelMeshDims("a")}, "'weight' to be a DTensor on the whole mesh"),
+            ({"mesh": named, "dp_mesh_dims": DataParallelMeshDims("a")}, "'weight' to be on the whole mesh"),
         ]
         for options, message in cases:
             with case(message), pytest.raises(ValueError, match=message):

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from engine_models import Residual, assert_at_rest, assert_shard_equals
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import fully_shard, share_comm_ctx
@@ -34,19 +40,19 @@ def _rows(seed: int) -> torch.Tensor:
     return torch.randn(NUM_ROWS, 7, generator=torch.Generator().manual_seed(seed))
 
 
-def _sharded(stage: nn.Sequential, mesh: Any) -> nn.Sequential:
+def _sharded(stage: nn.Sequential, mesh: Any, reshard_after_forward: bool | None) -> nn.Sequential:
     for block in stage:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(stage, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
-def _check(make_schedule: Callable[..., Any], num_local: int) -> None:
+def _check(make_schedule: Callable[..., Any], num_local: int, reshard_after_forward: bool | None = None) -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pipeline", "data"))
     place, num_stages = mesh["pipeline"].get_local_rank(), 2 * num_local
     references, stages = _stages(num_stages), _stages(num_stages)
     mine = range(place, num_stages, 2)
     for i in mine:
-        _sharded(stages[i], mesh["data"])
+        _sharded(stages[i], mesh["data"], reshard_after_forward)
     share_comm_ctx([stages[i] for i in mine])  # type: ignore[misc]
     group = mesh["pipeline"].get_group()
     pipeline = [PipelineStage(stages[i], i, num_stages, torch.device("cpu"), group=group) for i in mine]
@@ -79,9 +85,13 @@ def _assert_shard_equals(mesh: Any, got: torch.Tensor, expected: torch.Tensor, n
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_stage_a_rank(schedule: Callable[..., Any], num_ranks: int) -> None:
-    run_ranks(_check, num_ranks, schedule, 1)
+    run_ranks(_check, num_ranks, schedule, 1, None)
 
 
-@pytest.mark.parametrize("num_ranks", [4])
-def test_two_stages_a_rank(num_ranks: int) -> None:
-    run_ranks(_check, num_ranks, ScheduleInterleaved1F1B, 2)
+def test_two_stages_a_rank() -> None:
+    run_ranks(_check, 4, ScheduleInterleaved1F1B, 2, None)
+
+
+def test_backward_in_two_halves_for_parameters_that_stay_unsharded() -> None:
+    """Between forward and backward the schedule takes the parameters it differentiates from the module."""
+    run_ranks(_check, 4, ScheduleInterleavedZeroBubble, 2, False)

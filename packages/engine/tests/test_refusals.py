@@ -103,7 +103,7 @@ def test_a_sharded_module_is_not_copied() -> None:
     def check() -> None:
         model = shard(Net())
         for module in (model, model.layers[0], model.layers, nn.Sequential(model)):
-            with pytest.raises(NotImplementedError, match=r"Expected to copy a module before it is sharded"):
+            with pytest.raises(ValueError, match=r"Expected to copy a module before it is sharded"):
                 copy.deepcopy(module)
 
     _on_one_rank(check)
@@ -113,7 +113,7 @@ def test_a_parameter_without_dims_is_refused_by_name_and_nothing_was_changed() -
     def check() -> None:
         model = Net()
         model.head.scale = nn.Parameter(torch.tensor(1.0))
-        with pytest.raises(ValueError, match=r"'head\.scale'.*0-D.*\(1,\)"):
+        with pytest.raises(ValueError, match=r"'head\.scale'.*0-D.*Change head\.scale to a 1D tensor"):
             fully_shard(model)
         assert type(model) is Net
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -90,7 +90,7 @@ def test_a_module_shared_by_two_units_is_refused_and_the_message_says_what_to_do
         shared = nn.Linear(3, 3)
         left, right = nn.Sequential(shared), nn.Sequential(nn.Tanh(), shared)
         fully_shard(left)
-        with pytest.raises(ValueError, match=r"'1\.weight'.*two units share"):
+        with pytest.raises(ValueError, match=r"'1\.weight'.*the unit around them"):
             fully_shard(right)
 
     run_ranks(check, 2)

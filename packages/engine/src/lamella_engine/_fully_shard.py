@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamella_buffers import CachingAllocator, Transport, transport_for
 from lamella_engine._context import Context
+from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule, attach_state, find_state
@@ -193,13 +194,14 @@ def _check_arguments(
 
 def _check_module(module: nn.Module) -> None:
     if find_state(module) is not None:
-        raise ValueError(
-            f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once."
+        raise MisuseError(
+            f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once. Each "
+            "distinct composable distributed API can only be applied to a module once."
         )
     if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"Expected a module with a forward, got {type(module).__name__}, whose hooks would never fire. Shard what "
-            "it holds, one by one."
+            "it holds, one by one: fully_shard does not support containers that do not implement forward."
         )
 
 
@@ -291,18 +293,23 @@ def _candidates(
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if is_sharded(parameter):
+    before = "" if (original := name_of_sharded_original(parameter)) is None else f" as {original!r}"
+    if is_sharded(parameter) or before:
         raise ValueError(
-            f"Expected {name!r} to be in one unit only, got one that another unit sharded. Shard inner modules before "
-            "outer ones, and leave a module that two units share to the unit around both."
-        )
-    if (before := name_of_sharded_original(parameter)) is not None:
-        raise ValueError(
-            f"Expected {name!r} to be in one unit only, got a parameter that another unit sharded as {before!r}. Tied "
-            "parameters must share a unit: leave both modules to the unit around them."
+            f"Expected {name!r} to be in one unit only, got a parameter that is already managed by another "
+            f"unit{before}. Tied parameters must share a unit: leave both modules to the unit around them. Shard inner "
+            "modules before outer ones."
         )
     if parameter.ndim == 0:
-        raise ValueError(f"Expected {name!r} to have at least one dim, got a 0-D parameter. Make it of shape (1,).")
+        raise ValueError(
+            f"Expected {name!r} to have at least one dim, got a 0-D parameter. Change {name} to a 1D tensor with numel "
+            "equal to 1."
+        )
+    if not local_of(parameter).is_contiguous():
+        raise NotImplementedError(
+            f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "
+            "FSDP does not support non-contiguous parameters: assign parameter.contiguous() first."
+        )
 
 
 def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[list[Candidate]]:

@@ -26,6 +26,7 @@ from lamella_engine._custom_collectives import (
     with_all_gather,
     with_reduce_scatter,
 )
+from lamella_engine._errors import MisuseError
 from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._state import FSDPState
@@ -269,16 +270,17 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         state_of(self).unshards_in_backward = unshard_in_backward
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's gathers wait for an event, not for all that was put on the compute stream before.
 
         Args:
-            event: Recorded after whatever wrote the parameters. It serves one forward of the whole tree.
+            event: Recorded after whatever wrote the parameters. It serves one forward of the whole tree. None, as CPU
+                streams give it, changes nothing.
 
         Raises:
             ValueError: Not an event.
         """
-        if not hasattr(event, "record"):
+        if event is not None and not hasattr(event, "record"):
             raise ValueError(f"Expected `event` to be a recorded torch.Event, got {type(event).__name__}.")
         state_of(self).context.post_optim_event = event
 
@@ -396,9 +398,9 @@ class FSDPModule(fsdp2.FSDPModule):
         return module
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise NotImplementedError(
-            f"Expected to copy a module before it is sharded, got {type(self).__name__}. Copy first, then call "
-            "fully_shard on each copy; or copy the state dict."
+        raise MisuseError(
+            f"Expected to copy a module before it is sharded, got {type(self).__name__}: FSDP does not support "
+            "deepcopy. Copy first, then call fully_shard on each copy; or copy the state dict."
         )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lamella_engine._errors import MisuseError
 from lamella_engine._policies import DataParallelMeshDims
 from lamella_layout import strided_placements
 
@@ -76,15 +77,15 @@ class DataAxes:
             return cls._named(mesh, dims)
         if mesh.ndim not in (1, 2):
             raise ValueError(
-                f"Expected `mesh` to be a 1D or 2D DeviceMesh, got {mesh.ndim} axes ({mesh}). Pass the data axes only "
-                "(mesh['replicate', 'shard']), or the whole mesh with `dp_mesh_dims`."
+                "Expected `mesh` to have data axes only (mesh['replicate', 'shard']), or `dp_mesh_dims` to name them: "
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}."
             )
         if mesh.ndim == 1:
             return cls(mesh, 0)
         if mesh.mesh_dim_names is None:
-            raise ValueError(
-                "Expected a 2-D mesh whose axes have names, got none. Make it with mesh_dim_names specified: "
-                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+            raise MisuseError(
+                "Expected a 2-D mesh whose axes have names, got none. Please init the 2D mesh for HSDP with "
+                "mesh_dim_names specified: init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
             )
         return cls(mesh, 1, 0)
 
@@ -189,7 +190,7 @@ class DataAxes:
         return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
 
     def dividing(self, numel: int) -> DataAxes:
-        """The axes of a parameter with `numel` rows: those that do not divide over the outer axis too lie on it whole.
+        """The axes of a parameter with `numel` rows: rows that do not divide over the outer axis too lie on it whole.
 
         A strided shard says only of rows that divide where each of them is.
         """
@@ -304,9 +305,9 @@ def _resolve(
         )
     ndim = local_of(parameter).ndim
     if not -ndim <= result.dim < ndim:
-        raise ValueError(
-            f"Expected `shard_placement_fn` to name one of the {ndim} dims of {name!r}, of shape "
-            f"{tuple(parameter.shape)}, got dim {result.dim}: shard dim {result.dim} is invalid."
+        raise MisuseError(
+            f"Expected `shard_placement_fn` to name one of the {ndim} dims of {name!r}, got dim {result.dim}. Shard "
+            f"dim {result.dim} is invalid for {ndim}D tensor: {tuple(parameter.shape)}."
         )
     return result.dim % ndim, axes
 
@@ -341,17 +342,17 @@ def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> 
     mesh = axes.whole
     if not isinstance(parameter, DTensor):
         raise ValueError(
-            f"Expected {name!r} to be a DTensor on the whole mesh, as `dp_mesh_dims` was given, got a plain tensor. "
-            "Distribute the module first (torch.distributed.tensor.distribute_module)."
+            f"Expected {name!r} to be on the whole mesh, as `dp_mesh_dims` was given, got a plain tensor: all "
+            "parameters must be DTensors. Distribute the module first (torch.distributed.tensor.distribute_module)."
         )
     if parameter.device_mesh != mesh:
         raise ValueError(
-            f"Expected {name!r} to lie on the same mesh that was passed to fully_shard, {mesh}, got one on "
+            f"Expected {name!r} to lie on the same mesh that was passed to fully_shard, {mesh}, got another: "
             f"{parameter.device_mesh}."
         )
     for axis in axes.axes_of_whole:
         if not parameter.placements[axis].is_replicate():
             raise ValueError(
-                f"Expected {name!r} to be Replicate() on the data axes before it is sharded, got "
+                f"Expected Replicate() on the data axes of {name!r} before it is sharded, got "
                 f"{parameter.placements[axis]} on axis {axis} of {mesh}."
             )

@@ -253,9 +253,9 @@ class FSDPState:
         names = [name for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self.name or 'the outermost unit'} on {self.context.device}, got "
-                f"{len(names)} on the meta device, {names[0]!r} among them. Call "
-                f'`model.to_empty(device="{self.context.device.type}")` and initialise them first.'
+                f"Expected the parameters of {self.name or 'the outermost unit'} on {self.context.device}: they must "
+                "be materialized from meta device before training. Got these still on meta device: "
+                f'{names}. Call `model.to_empty(device="{self.context.device.type}")` and initialise them first.'
             )
 
     # -- forward ----------------------------------------------------------------------------------------------------
