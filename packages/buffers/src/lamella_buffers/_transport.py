@@ -124,6 +124,11 @@ class _GroupTransport:
         self._group = group
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself, for whoever moves something on the same ranks in another way."""
+        return self._group
+
+    @property
     def rank(self) -> int:
         """This process's place in the group."""
         return self._group.rank()
