@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_engine._module import find_state
 from lamella_engine._parameter_group import ShardedParameter
+from lamella_engine._sharding import groups_that_share
 from lamella_engine._text import clean_name
 
 Kind = Literal["nan", "inf"]
@@ -247,13 +248,7 @@ def _sharers(name: str, parameter: nn.Parameter, of: str) -> list[dist.ProcessGr
             f"Expected the gradient of {name!r} to lie as the parameter does, {parameter.placements}, got "
             f"{tensor.placements}. Redistribute it first."
         )
-    if any(placement.is_partial() for placement in parameter.placements):
-        raise ValueError(
-            f"Expected {name!r} to be sharded or replicated, got {parameter.placements}. Redistribute it first."
-        )
-    mesh = parameter.device_mesh
-    cut = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    return [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
+    return groups_that_share(parameter, name)
 
 
 # -- what is not finite ---------------------------------------------------------------------------------------------

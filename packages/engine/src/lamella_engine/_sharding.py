@@ -286,6 +286,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def groups_that_share(tensor: DTensor, name: str = "a gradient") -> list[dist.ProcessGroup]:
+    """The process groups over which a DTensor is cut, one an axis.
+
+    Raises:
+        ValueError: It is `Partial`: a sum that was not made yet.
+
+    Effects: none.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"Expected {name!r} to be sharded or replicated, got {tensor.placements}. Redistribute it first."
+        )
+    mesh = tensor.device_mesh
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
+
+
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 

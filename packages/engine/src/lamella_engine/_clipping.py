@@ -1,0 +1,88 @@
+"""Clipping gradients by their global norm, on however many meshes they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lamella_engine._sharding import groups_that_share, local_of
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients down so that the norm of all of them together is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_`, which serves as well where all parameters lie on one mesh; this one takes
+    parameters on any meshes, sharded or replicated, and plain ones beside them.
+
+    Args:
+        parameters: Those whose `.grad` counts; the same on every rank. Plain tensors count as equal on all ranks.
+        max_norm: What the norm may be.
+        norm_type: p of the p-norm; may be infinity.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, instead of scaling by it.
+        foreach: False scales one by one; otherwise all at once.
+
+    Returns:
+        The norm before clipping, 0-D, float32, equal on every rank.
+
+    Raises:
+        ValueError: A gradient is `Partial`.
+        RuntimeError: The norm is not finite, and `error_if_nonfinite` was given.
+
+    Effects: collective: an all-reduce of 4 bytes for each set of mesh axes that gradients are sharded along, an axis;
+        on the current stream. No host sync but for `error_if_nonfinite`.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    total = _total_norm(gradients, float(norm_type))
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"Expected a finite norm of the gradients, got {total.item()}. find_nonfinite() says which parameter it is; "
+            "leave error_if_nonfinite at False to scale by it all the same."
+        )
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    locals_ = [local_of(gradient) for gradient in gradients]
+    with torch.no_grad():
+        if foreach is False:
+            for local in locals_:
+                local.mul_(scale.to(local.dtype))
+        else:
+            torch._foreach_mul_(locals_, scale)
+    return total
+
+
+def _total_norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
+    """The norm of the norms of those that share a set of process groups."""
+    together: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        groups = tuple(groups_that_share(gradient)) if isinstance(gradient, DTensor) else ()
+        together.setdefault(groups, []).append(local_of(gradient))
+    norms = [_norm_over(groups, locals_, p) for groups, locals_ in together.items()]
+    return _norm_of(norms, p)
+
+
+def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor], p: float) -> torch.Tensor:
+    norms = [torch.zeros((), device=locals_[0].device)]  # a rank may own nothing
+    norms += torch._foreach_norm([local for local in locals_ if local.numel() > 0] or norms, p, dtype=torch.float32)
+    norm = _norm_of(norms, p)
+    if not math.isinf(p):
+        norm = norm.pow(p)
+    for group in groups:
+        dist.all_reduce(norm, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+    return norm if math.isinf(p) else norm.pow(1 / p)
+
+
+def _norm_of(norms: list[torch.Tensor], p: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    return norm

@@ -1,0 +1,76 @@
+"""Gradients on any meshes are clipped as the unsharded model's are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from engine_models import Net, inputs, rows_of_this_rank, twins, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamella_engine import HFSDP, ZERO2, ZERO3, clip_grad_norm_, fully_shard
+from lamella_testing import run_ranks
+
+X = inputs(24)
+
+
+def _on_three_meshes(model: Net) -> None:
+    one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    fully_shard(model.layers[0], mesh=two, placements=(HFSDP, ZERO3))
+    fully_shard(model.layers[1], mesh=two)
+    fully_shard(model.layers[2], mesh=one, placements=ZERO2)
+    fully_shard(model, mesh=one, ignored_params={model.head.bias})
+
+
+def _with_gradients() -> tuple[nn.Module, nn.Module]:
+    pair = twins(lambda: Net(dim=8), _on_three_meshes)
+    pair[0](X).square().mean().backward()
+    pair[1](rows_of_this_rank(X)).square().mean().backward()
+    # Ignored: its gradient is each rank's own, and it is the same on all where a trainer makes it so.
+    pair[1].get_parameter("head.bias").grad = pair[0].get_parameter("head.bias").grad.clone()  # type: ignore[union-attr]
+    return pair
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("options", [{}, {"foreach": False}])
+def test_gradients_on_several_meshes_are_clipped_as_one(norm_type: float, options: dict[str, Any]) -> None:
+    def on_each_rank() -> None:
+        reference, sharded = _with_gradients()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+        got = clip_grad_norm_(sharded.parameters(), 0.1, norm_type, **options)
+        torch.testing.assert_close(got, expected)
+        assert expected > 0.1
+        for a, b in zip(reference.parameters(), sharded.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            torch.testing.assert_close(whole(b.grad), a.grad)
+
+    run_ranks(on_each_rank, 4)
+
+
+def test_gradients_below_the_norm_are_left_as_they_are() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = _with_gradients()
+        clip_grad_norm_(sharded.parameters(), 1e6)
+        for a, b in zip(reference.parameters(), sharded.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            torch.testing.assert_close(whole(b.grad), a.grad)
+        sharded.zero_grad()
+        assert clip_grad_norm_(sharded.parameters(), 1.0) == 0
+
+    run_ranks(on_each_rank, 4)
+
+
+def test_a_norm_that_is_not_finite_can_be_refused_and_every_rank_sees_it() -> None:
+    def on_each_rank() -> None:
+        _, sharded = _with_gradients()
+        gradient = sharded.get_parameter("stem.weight").grad
+        assert gradient is not None
+        if torch.distributed.get_rank() == 0:
+            gradient.to_local().fill_(math.nan)  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="finite norm of the gradients, got nan"):
+            clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
+
+    run_ranks(on_each_rank, 4)
