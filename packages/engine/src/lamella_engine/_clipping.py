@@ -48,7 +48,7 @@ def clip_grad_norm_(
     total = _total_norm(gradients, float(norm_type))
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"Expected a finite norm of the gradients, got {total.item()}. find_nonfinite() says which parameter it is; "
+            f"Expected a finite norm of the gradients, got {total.item()}. find_nonfinite() says where; "
             "leave error_if_nonfinite at False to scale by it all the same."
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
