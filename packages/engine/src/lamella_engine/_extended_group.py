@@ -13,6 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
+from lamella_engine._errors import MisuseError
 from lamella_engine._parameter_group import (
     Candidate,
     ParameterGroup,
@@ -31,13 +32,13 @@ def is_extended(tensor: torch.Tensor) -> bool:
     """Whether a local tensor says what is gathered of it.
 
     Raises:
-        TypeError: It has one of the two methods only.
+        MisuseError: It has one of the two methods only.
 
     Effects: none.
     """
     has = [hasattr(tensor, name) for name in (_PRE, _POST)]
     if any(has) and not all(has):
-        raise TypeError(
+        raise MisuseError(
             f"Expected {type(tensor).__name__} to have both methods or neither, got one. Both {_PRE} and {_POST} "
             "should be defined."
         )
@@ -61,7 +62,7 @@ def new_group(
 
     Raises:
         NotImplementedError: They are extended, and lie as such a parameter cannot.
-        TypeError: One method is missing, or the first does not take what it may.
+        MisuseError: One method is missing, or the first does not take what it may.
 
     Effects: those of the group.
     """
@@ -85,7 +86,7 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
     The groups must be sharded.
 
     Raises:
-        NotImplementedError, TypeError: As `new_group`.
+        NotImplementedError, MisuseError: As `new_group`.
 
     Effects: none if there are none; else copies the shards of the groups that have some. Not a collective.
     """
@@ -176,7 +177,8 @@ class ExtendedGroup(ParameterGroup):
         """Ask the shards what to send, and allocate what that is gathered into.
 
         Raises:
-            ValueError: A tensor that is sent has too few rows, or another size than in the gather before.
+            MisuseError: A tensor that is sent has too few rows.
+            ValueError: It has another size than in the gather before.
 
         Effects: those of `fsdp_pre_all_gather`, on the current stream.
         """
@@ -235,7 +237,7 @@ class _Extension:
         if not self._takes_more or self._parameter.shard.shape[:1] == (num_rows,):
             return
         if any(tensor.shape[:1] != (num_rows,) for tensor in inputs):
-            raise ValueError(
+            raise MisuseError(
                 f"Expected {_PRE} of {self._parameter.name!r}, of shape {tuple(self._shape)} over {self._num_shards} "
                 f"ranks, to return tensors of {num_rows} rows on every rank, got {[tuple(t.shape) for t in inputs]}. "
                 "Pad them: it must return all-gather inputs with the padded sharded size."
@@ -326,7 +328,7 @@ def _takes_more(shard: torch.Tensor) -> bool:
     method: Callable[..., object] = getattr(shard, _PRE)
     signature = inspect.signature(method)
     if len(signature.parameters) not in (1, 5):
-        raise TypeError(
+        raise MisuseError(
             f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) of "
             f"{type(shard).__name__}, got {signature}. Invalid {_PRE}: give it one of the two signatures."
         )
