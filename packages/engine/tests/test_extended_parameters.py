@@ -537,7 +537,7 @@ def test_a_rank_that_sends_too_few_rows_says_so() -> None:
 def test_a_subclass_is_moved_to_the_meshs_device_with_what_it_holds() -> None:
     module = nn.Linear(2, 3, bias=False)
     module.weight = nn.Parameter(Pair.encode(module.weight.detach()))
-    before = module.weight
+    before: Any = module.weight
     _move_to([module], torch.device("meta"), set())
     moved: Any = module.weight
     assert moved is before and type(moved).__name__ == "Pair" and moved._is_param
