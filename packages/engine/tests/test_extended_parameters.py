@@ -465,6 +465,8 @@ def test_methods_may_come_after_sharding() -> None:
                     assert isinstance(parameter, DTensor)
                     _attach(parameter._local_tensor)
         before = list(models[1].parameters())
+        with torch.inference_mode():
+            models[1](X)
         for _ in range(2):
             for model in models:
                 model(rows_of_this_rank(X)).square().mean().backward()

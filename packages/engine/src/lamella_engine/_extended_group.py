@@ -93,12 +93,14 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
     split: list[ParameterGroup] = []
     for group in groups:
         found = [] if isinstance(group, ExtendedGroup) else [p for p in group.parameters if is_extended(p.shard)]
-        if found:
-            split.append(_extended(group, found))
-        if len(found) < len(group.parameters):
-            if found:
-                group.leave_out(found)
+        if not found:
             split.append(group)
+            continue
+        with torch.inference_mode(False), torch.no_grad():  # the first pass may be one that never trains
+            split.append(_extended(group, found))
+            if len(found) < len(group.parameters):
+                group.leave_out(found)
+                split.append(group)
     return tuple(split)
 
 
@@ -106,8 +108,8 @@ def _extended(group: ParameterGroup, found: Sequence[ShardedParameter]) -> Exten
     """A group of some of the parameters of another, which communicates as that does."""
     for parameter in found:
         _check_lies(parameter.name, parameter.sharding, group.neighbours)
-        with torch.no_grad():  # memory of its own for the same object, which the methods are bound to
-            parameter.shard.set_(parameter.shard.clone())  # type: ignore[call-overload]
+        # Memory of its own for the same object, which the methods are bound to.
+        parameter.shard.set_(parameter.shard.clone())  # type: ignore[call-overload]
     shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in found]
     made = ExtendedGroup(found, shapes, group.policy, group.allocator)
     for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only"):
@@ -279,7 +281,8 @@ class _Gathered(UnshardedBuffer):
     """What a gather fills, as the state and `lamella_buffers.all_gather` see it: tensors with memory of their own."""
 
     def __init__(self, extensions: Sequence[_Extension], num_shards: int) -> None:
-        self.flat = torch.empty(0)
+        with torch.inference_mode(False):
+            self.flat = torch.empty(0)
         self._extensions = extensions
         self._num_shards = num_shards
         self._versions: _unsafe_preserve_version_counter | None = None
