@@ -13,6 +13,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
+from lamella_engine._errors import MisuseError
 from lamella_engine._parameter_group import (
     Candidate,
     ParameterGroup,
@@ -31,13 +32,13 @@ def is_extended(tensor: torch.Tensor) -> bool:
     """Whether a local tensor says what is gathered of it.
 
     Raises:
-        TypeError: It has one of the two methods only.
+        MisuseError: It has one of the two methods only.
 
     Effects: none.
     """
     has = [hasattr(tensor, name) for name in (_PRE, _POST)]
     if any(has) and not all(has):
-        raise TypeError(
+        raise MisuseError(
             f"Expected {type(tensor).__name__} to have both methods or neither, got one. Both {_PRE} and {_POST} "
             "should be defined."
         )
@@ -61,7 +62,7 @@ def new_group(
 
     Raises:
         NotImplementedError: They are extended, and lie as such a parameter cannot.
-        TypeError: One method is missing, or the first does not take what it may.
+        MisuseError: One method is missing, or the first does not take what it may.
 
     Effects: those of the group.
     """
@@ -85,19 +86,21 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
     The groups must be sharded.
 
     Raises:
-        NotImplementedError, TypeError: As `new_group`.
+        NotImplementedError, MisuseError: As `new_group`.
 
     Effects: none if there are none; else copies the shards of the groups that have some. Not a collective.
     """
     split: list[ParameterGroup] = []
     for group in groups:
         found = [] if isinstance(group, ExtendedGroup) else [p for p in group.parameters if is_extended(p.shard)]
-        if found:
-            split.append(_extended(group, found))
-        if len(found) < len(group.parameters):
-            if found:
-                group.leave_out(found)
+        if not found:
             split.append(group)
+            continue
+        with torch.inference_mode(False), torch.no_grad():  # the first pass may be one that never trains
+            split.append(_extended(group, found))
+            if len(found) < len(group.parameters):
+                group.leave_out(found)
+                split.append(group)
     return tuple(split)
 
 
@@ -105,8 +108,8 @@ def _extended(group: ParameterGroup, found: Sequence[ShardedParameter]) -> Exten
     """A group of some of the parameters of another, which communicates as that does."""
     for parameter in found:
         _check_lies(parameter.name, parameter.sharding, group.neighbours)
-        with torch.no_grad():  # memory of its own for the same object, which the methods are bound to
-            parameter.shard.set_(parameter.shard.clone())  # type: ignore[call-overload]
+        # Memory of its own for the same object, which the methods are bound to.
+        parameter.shard.set_(parameter.shard.clone())  # type: ignore[call-overload]
     shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in found]
     made = ExtendedGroup(found, shapes, group.policy, group.allocator)
     for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only"):
@@ -176,7 +179,8 @@ class ExtendedGroup(ParameterGroup):
         """Ask the shards what to send, and allocate what that is gathered into.
 
         Raises:
-            ValueError: A tensor that is sent has too few rows, or another size than in the gather before.
+            MisuseError: A tensor that is sent has too few rows.
+            ValueError: It has another size than in the gather before.
 
         Effects: those of `fsdp_pre_all_gather`, on the current stream.
         """
@@ -235,7 +239,7 @@ class _Extension:
         if not self._takes_more or self._parameter.shard.shape[:1] == (num_rows,):
             return
         if any(tensor.shape[:1] != (num_rows,) for tensor in inputs):
-            raise ValueError(
+            raise MisuseError(
                 f"Expected {_PRE} of {self._parameter.name!r}, of shape {tuple(self._shape)} over {self._num_shards} "
                 f"ranks, to return tensors of {num_rows} rows on every rank, got {[tuple(t.shape) for t in inputs]}. "
                 "Pad them: it must return all-gather inputs with the padded sharded size."
@@ -277,7 +281,8 @@ class _Gathered(UnshardedBuffer):
     """What a gather fills, as the state and `lamella_buffers.all_gather` see it: tensors with memory of their own."""
 
     def __init__(self, extensions: Sequence[_Extension], num_shards: int) -> None:
-        self.flat = torch.empty(0)
+        with torch.inference_mode(False):
+            self.flat = torch.empty(0)
         self._extensions = extensions
         self._num_shards = num_shards
         self._versions: _unsafe_preserve_version_counter | None = None
@@ -326,7 +331,7 @@ def _takes_more(shard: torch.Tensor) -> bool:
     method: Callable[..., object] = getattr(shard, _PRE)
     signature = inspect.signature(method)
     if len(signature.parameters) not in (1, 5):
-        raise TypeError(
+        raise MisuseError(
             f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) of "
             f"{type(shard).__name__}, got {signature}. Invalid {_PRE}: give it one of the two signatures."
         )
