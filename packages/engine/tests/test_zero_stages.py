@@ -343,3 +343,20 @@ def test_placements_that_cannot_be_are_refused(
         assert type(model.layers[0]).__name__ == "Residual"
 
     run_ranks(on_each_rank, 1)
+
+
+def test_main_weights_sharded_along_another_dim_lie_whole_on_the_outer_axis() -> None:
+    def last_dim(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % 4 == 0 else None
+
+    def on_each_rank() -> None:
+        reference, sharded = twins(_net, _sharded((HFSDP, ZERO3), (2, 2), shard_placement_fn=last_dim))
+        for model, batch in ((reference, X), (sharded, rows_of_this_rank(X))):
+            model(batch).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        _assert_equal(reference, sharded)
+        weight = sharded.get_parameter("layers.0.up.weight")
+        assert isinstance(weight, DTensor)
+        assert weight.placements == (Replicate(), Shard(1))
+
+    run_ranks(on_each_rank, 4)

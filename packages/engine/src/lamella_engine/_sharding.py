@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -189,14 +189,15 @@ class DataAxes:
             return flat
         return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
 
-    def dividing(self, numel: int) -> DataAxes:
-        """The axes of a parameter with `numel` rows: rows that do not divide over the outer axis too lie on it whole.
+    def dividing(self, shape: Sequence[int], dim: int) -> DataAxes:
+        """The axes of a parameter of this shape: one that the outer axis cannot cut too lies on it whole.
 
-        A strided shard says only of rows that divide where each of them is.
+        A strided shard says only of rows that divide where each of them is. Along another dim than the first the parts
+        of a rank's shard do not lie one after another in it, so it could not be gathered in two steps without copies.
         """
-        if self.outer_axis is None or numel % (self.num_shards * self.num_outer_shards) == 0:
+        if self.outer_axis is None or (dim == 0 and shape[0] % (self.num_shards * self.num_outer_shards) == 0):
             return self
-        return DataAxes(self.mesh, self.shard_axis, replicate_axis=self.outer_axis)
+        return replace(self, outer_axis=None, replicate_axis=self.outer_axis)
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def sharding_of(name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn
             f"Expected {name!r} to be a plain parameter, as `placements` shard its main weights over two axes, got a "
             f"DTensor {parameter.placements}. Choose (HSDP, ZERO3)."
         )
-    axes = axes.dividing(parameter.shape[dim])
+    axes = axes.dividing(parameter.shape, dim)
     if axes.whole is not None:
         _check_on_whole_mesh(name, parameter, axes)
     if not isinstance(parameter, DTensor):
