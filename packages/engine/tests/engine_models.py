@@ -21,6 +21,7 @@ from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import FSDPModule, fully_shard
 from lamella_engine._module import find_state
 from lamella_engine._state import FSDPState, Residency
+from lamella_layout import mesh_region
 
 # Any: torch leaves `Tensor.backward` untyped.
 Forward = Callable[[nn.Module], Any]
@@ -99,16 +100,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def this_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of a whole tensor that this rank owns of it when it is sharded along dim 0; maybe none."""
-    chunks = tensor.detach().chunk(dist.get_world_size())
-    return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else tensor.detach()[:0]
+def this_ranks(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What this rank owns of a whole tensor that lies as `like` does; maybe nothing."""
+    mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    owned = mesh_region(like.shape, mesh.shape, like.placements, coordinate).chunks
+    if not owned:
+        return tensor.detach()[:0].view(like.to_local().shape)
+    (chunk,) = owned
+    box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return tensor.detach()[box]
 
 
 def assert_shard_equals(got: torch.Tensor, expected: torch.Tensor, name: str, *, rtol: float, atol: float) -> None:
     """This rank's rows are those of the whole. Every rank asks: together they compare everything, and send nothing."""
     if isinstance(got, DTensor):
-        got, expected = got.to_local(), this_ranks(expected)
+        got, expected = got.to_local(), this_ranks(expected, got)
     torch.testing.assert_close(
         got.detach(), expected.detach(), rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
     )
@@ -189,10 +196,13 @@ def unit(module: nn.Module) -> FSDPModule:
 def assert_at_rest(model: nn.Module) -> None:
     """Only shards hold memory: no unsharded bytes, no unreduced gradients, and modules hold DTensors."""
     for name, state in units(model):
-        assert state.residency is Residency.SHARDED, f"{name} is {state.residency}"
+        keeps_copy = state.strategy.keeps_copy and state.residency is Residency.KEPT
+        assert keeps_copy or state.residency is Residency.SHARDED, f"{name} is {state.residency}"
         assert not state.awaits_backward_end, f"{name} still waits for its backward to end"
         for group in state.groups:
-            assert group.unsharded_weight.flat.untyped_storage().nbytes() == 0, f"{name} kept its unsharded buffer"
+            is_free = group.unsharded_weight.flat.untyped_storage().nbytes() == 0
+            assert is_free or state.strategy.keeps_copy, f"{name} kept its unsharded buffer"
+            assert group.parts is None, f"{name} kept parts for its neighbours"
             assert not group.has_gradients, f"{name} kept unreduced gradients"
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"

@@ -23,13 +23,10 @@ NAMES = [
     *("register_fsdp_forward_method", "share_comm_ctx", "DataParallelMeshDims"),
 ]
 
-# Not supported yet. Called, they say so: torch's own find no state of torch's.
-MISSING = {"set_custom_all_gather", "set_custom_reduce_scatter"}
-
 
 def _methods() -> list[str]:
     named = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")} | {"_set_unshard_async_op"}
-    return sorted(named - MISSING)
+    return sorted(named)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,10 +113,8 @@ def test_a_method_that_only_torch_has_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     def check() -> None:
         model = unit(fully_shard(nn.Linear(2, 2)))
-        for name in ("set_something_new", *MISSING):
-            method = getattr(model, name)
-            with pytest.raises(NotImplementedError, match=r"one of torch's on FSDPLinear"):
-                method(*[None] * (name in MISSING))
+        with pytest.raises(NotImplementedError, match=r"one of torch's on FSDPLinear"):
+            model.set_something_new()  # type: ignore[attr-defined]
 
     run_ranks(check, 1)
 

@@ -1,4 +1,4 @@
-"""Random models, cut into units at random, driven at random: gradients stay the unsharded model's.
+"""Random models, cut into units at random on random meshes, driven at random: gradients stay the unsharded model's.
 
 Everything random follows from the seed, and so is equal on all ranks. A failure names its seed and what was done.
 """
@@ -6,8 +6,9 @@ Everything random follows from the seed, and so is equal on all ranks. A failure
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +23,16 @@ from engine_models import (
     units,
 )
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import FSDPModule, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, fully_shard
 from lamella_testing import run_ranks
 
-NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 6, 4, 3
-DIM = 5
-X = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
+DIM = 6
+X = torch.randn(12, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 class _Leaf(nn.Module):
@@ -68,8 +71,34 @@ def _cut(choose: Random, model: nn.Module) -> None:
     inner = [module for module in model.modules() if module is not model and not isinstance(module, nn.ModuleList)]
     for module in reversed(inner):
         if choose.random() < 0.4:
-            fully_shard(module, reshard_after_forward=choose.choice([None, None, True, False]))
-    fully_shard(model, reshard_after_forward=choose.choice([None, None, True, False]))
+            fully_shard(module, **_options(choose))
+    fully_shard(model, **_options(choose))
+
+
+@cache
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def _options(choose: Random) -> dict[str, Any]:
+    """Where one unit's parameters lie, and when they go."""
+    match choose.randrange(6):
+        case 0:
+            return {"mesh": _mesh(4), "placements": choose.choice([DDP, ZERO1, ZERO2])}
+        case 1:
+            return {"mesh": _mesh(2, 2), "placements": (HSDP, choose.choice([ZERO1, ZERO2, ZERO3]))}
+        case 2:
+            return {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)}
+        case 3:
+            return {"mesh": _mesh(2, 2), "shard_placement_fn": _along_the_last_dim}
+    return {
+        "mesh": choose.choice([_mesh(4), _mesh(2, 2)]),
+        "reshard_after_forward": choose.choice([None, None, True, False, 2]),
+    }
+
+
+def _along_the_last_dim(parameter: nn.Parameter) -> Shard | None:
+    return Shard(parameter.ndim - 1) if parameter.shape[-1] % 2 == 0 else None
 
 
 # -- what may happen before a step: each acts on both models alike ----------------------------------------------------
@@ -142,7 +171,8 @@ def _step(choose: Random, pair: Pair) -> None:
 def _run(seed: int) -> None:
     choose = Random(seed)
     pair = twins(partial(_make, seed), partial(_cut, choose), seed=seed)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9) for model in pair]
+    # Not foreach: the parameters of one model lie on several meshes.
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False) for model in pair]
     done: list[str] = []
     for _ in range(NUM_STEPS):
         events: list[Callable[[Random, Pair], None]] = choose.choices(EVENTS, k=choose.randint(0, 2))

@@ -66,7 +66,7 @@ def test_each_rank_holds_the_chunk_that_shard_0_says_and_the_whole_is_the_origin
             assert isinstance(got, DTensor)
             assert tuple(got.placements) == (Shard(0),)
             assert (got.shape, got.dtype, got.requires_grad) == (expected.shape, expected.dtype, True)
-            assert torch.equal(got.to_local(), this_ranks(expected))
+            assert torch.equal(got.to_local(), this_ranks(expected, got))
             assert torch.equal(got.full_tensor(), expected)
 
     run_ranks(check, num_ranks)
@@ -146,7 +146,7 @@ def test_a_state_dict_has_the_unsharded_names_and_values_at_any_moment() -> None
             assert list(got) == list(expected)
             for name, value in got.items():
                 assert isinstance(value, DTensor), f"{moment.__name__}, {path}, {name}"
-                assert torch.equal(value.to_local(), this_ranks(expected[name]))
+                assert torch.equal(value.to_local(), this_ranks(expected[name], value))
 
     run_ranks(check, 2)
 

@@ -10,12 +10,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
-    AllreduceOptions,
     ReduceScatterOptions,
 )
 from torch.profiler import record_function
 
 ReduceOp = dist.ReduceOp.RedOpType
+# torch 2.13 renamed them.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions)
 
 
@@ -121,6 +124,11 @@ class _GroupTransport:
         self._group = group
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself, for whoever moves something on the same ranks in another way."""
+        return self._group
+
+    @property
     def rank(self) -> int:
         """This process's place in the group."""
         return self._group.rank()
@@ -169,7 +177,7 @@ class NcclTransport(_GroupTransport):
 
 
 class GlooTransport(_GroupTransport):
-    """gloo, on threads of its own. All payloads of a call are packed into one.
+    """gloo, on threads of its own, or any backend that has plain collectives. A call's payloads are packed into one.
 
     gloo's grouped calls pack too, but on its threads, and two of its grouped gathers in flight corrupt the heap (torch
     2.13; `docs/design/0001-engine.md`). Here its threads see nothing but the packed tensors.
@@ -183,7 +191,7 @@ class GlooTransport(_GroupTransport):
         with record_function("gloo::all_gather"):
             packed = torch.cat(_bytes([shard for shard, _ in payloads]))
             gathered = packed.new_empty(self.num_ranks * packed.numel())
-        work = self._group._allgather_base(gathered, packed, AllgatherOptions())
+        work = _all_gather(gathered, packed, group=self._group, async_op=True)
         return _GlooGather(work, gathered.view(self.num_ranks, -1), _bytes([full for _, full in payloads]))
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
@@ -191,13 +199,11 @@ class GlooTransport(_GroupTransport):
 
         Effects: one collective a dtype on the group; a copy of every payload on both sides; blocks the host.
         """
-        options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(op)
         for same in _by_dtype(payloads):
             with record_function("gloo::reduce_scatter"):
                 packed = torch.cat([full.view(self.num_ranks, -1) for _, full in same], dim=1)
                 mine = packed.new_empty(packed.shape[1])
-                self._group._reduce_scatter_base(mine, packed.view(-1), options).wait()
+                _reduce_scatter(mine, packed.view(-1), op, self._group)
                 _split(mine, [shard for shard, _ in same])
         return Done()
 
@@ -206,12 +212,10 @@ class GlooTransport(_GroupTransport):
 
         Effects: one collective a dtype on the group; a copy of every tensor on both sides; blocks the host.
         """
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(op)
         for same in _by_dtype([Payload(tensor, tensor) for tensor in tensors]):
             with record_function("gloo::all_reduce"):
                 packed = torch.cat([tensor.reshape(-1) for tensor, _ in same])
-                self._group.allreduce([packed], options).wait()
+                dist.all_reduce(packed, op, self._group)
                 _split(packed, [tensor for tensor, _ in same])
         return Done()
 

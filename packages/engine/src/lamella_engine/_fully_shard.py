@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -12,16 +13,17 @@ import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamella_buffers import CachingAllocator, Transport, transport_for
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
+from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule, attach_state, find_state
 from lamella_engine._parameter_group import (
     Candidate,
     Owner,
-    ParameterGroup,
     dtypes_of,
     is_sharded,
     name_of_sharded_original,
@@ -127,9 +129,10 @@ def fully_shard(
     for below, name in inner.items():
         _check_resting(name, below)
     allocator = CachingAllocator()
-    groups = [ParameterGroup(members, policy, allocator) for members in _by_kind(candidates, policy)]
-    for group in groups:
-        group.neighbours = neighbours.get(group.axes)
+    groups = []
+    for members in _by_kind(candidates, policy):
+        beside = neighbours.get(members[0].sharding.axes)
+        groups.append(new_group(members, policy, allocator, neighbours=beside))
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag, strategy)
@@ -285,7 +288,7 @@ def _candidates(
                 _check_parameter(prefix + name, parameter)
                 sharding = sharding_of(prefix + name, parameter, axes, placement_fn)
                 found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding)
-            found[id(parameter)].owners.append(Owner(inner._parameters, name))
+            found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(found.values())
 
 
@@ -314,7 +317,7 @@ def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in candidates:
         parameter = candidate.parameter
-        kind = (parameter.requires_grad, parameter.device.type == "meta")
+        kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
         groups.setdefault((candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
     return list(groups.values())
 
@@ -328,8 +331,17 @@ def _move_to(modules: list[nn.Module], device: torch.device, ignored: set[nn.Par
                 continue
             if isinstance(tensor, DTensor):
                 tensor._local_tensor = local_of(tensor).to(device)
+            elif _is_wrapper(tensor):
+                moved = tensor.detach().to(device)
+                moved = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
             else:
                 tensor.data = tensor.data.to(device)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are in other tensors, which setting its `data` leaves alone."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 @cache

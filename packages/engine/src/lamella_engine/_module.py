@@ -17,8 +17,18 @@ from torch.distributed._composable.contract import STATE_KEY
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
+from lamella_engine._custom_collectives import (
+    AllGather,
+    CustomReduceScatter,
+    ReduceScatter,
+    check_collective,
+    plain_of,
+    with_all_gather,
+    with_reduce_scatter,
+)
 from lamella_engine._errors import MisuseError
 from lamella_engine._hooks import post_forward, pre_forward
+from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
@@ -171,16 +181,52 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: The unit's parameters lie on several meshes, or it has replicas and a stream was given.
         """
         state = state_of(self)
-        if len({group.axes for group in state.groups}) > 1:
-            raise ValueError(
-                "Expected a unit whose parameters lie on one mesh, got several: what the hook is given would be "
-                "ambiguous. Give parameters on other meshes (`shard_placement_fn`) units of their own."
-            )
+        _check_one_mesh(state, "what the hook is given")
         if stream is not None and any(group.replicas is not None for group in state.groups):
             raise ValueError(
                 "Expected no `stream` for a unit with replicas, got one: stream cannot be set when using native HSDP."
             )
         state.all_reduce_hook, state.all_reduce_hook_stream = hook, stream
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Let `comm` do this unit's gathers, in memory that it allocates; not for units below.
+
+        Costs a copy of the parameters on both sides, which the gathers of this package do not make.
+
+        Args:
+            comm: FSDP2's `AllGather`. It is given one flat tensor for all parameters, and this rank's part of it; bytes
+                if their dtypes differ. `async_op` is False, the current stream keeps the order: a Work that it returns
+                all the same is waited for at once. Not called where a single rank holds the parameters.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes.
+            TypeError: It is not callable, or has no `allocate`.
+        """
+        check_collective(comm)
+        state = state_of(self)
+        _check_one_mesh(state, "the group that `comm` is called with")
+        for group in state.groups:
+            group.transport = with_all_gather(group.transport, comm)
+            if group.neighbours is not None:
+                group.neighbours = with_all_gather(group.neighbours, comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Let `comm` do this unit's gradient reductions, in memory that it allocates; not for units below.
+
+        Costs a copy of the gradients before, and of the shards after. Reductions over replicas are not `comm`'s.
+
+        Args:
+            comm: FSDP2's `ReduceScatter`, called once a reduce dtype; else as for `set_custom_all_gather`.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes.
+            TypeError: It is not callable, or has no `allocate`.
+        """
+        check_collective(comm)
+        state = state_of(self)
+        _check_one_mesh(state, "the group that `comm` is called with")
+        for group in state.groups:
+            group.reduce_transport = with_reduce_scatter(group.reduce_transport or group.transport, comm)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether a parameter without a gradient here gets the other ranks'.
@@ -272,10 +318,14 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         made: dict[tuple[int, ...], Transport] = {}
         for group in (group for state in _states(self, recurse) for group in state.groups):
-            if not enable:
-                group.reduce_transport = None
-            elif (shared := group.axes.shard_group) is not None and shared.size() > 1:
-                group.reduce_transport = _separate_transport(shared, group.reduce_transport, made)
+            shared, separate = group.axes.shard_group, _separate_reduce_transport(group)
+            if enable and shared is not None and shared.size() > 1:
+                separate = _separate_transport(shared, separate, made)
+            elif not enable:
+                separate = None
+            if isinstance(group.reduce_transport, CustomReduceScatter):
+                separate = group.reduce_transport.on(separate or plain_of(group.transport))
+            group.reduce_transport = separate
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
@@ -423,6 +473,20 @@ def _unit_state(module: object) -> FSDPState:
 def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
+
+
+def _check_one_mesh(state: FSDPState, what: str) -> None:
+    if len({group.axes for group in state.groups}) > 1:
+        raise ValueError(
+            f"Expected a unit whose parameters lie on one mesh, got several: {what} would be ambiguous. Give "
+            "parameters on other meshes (`shard_placement_fn`) units of their own."
+        )
+
+
+def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:
+    """The group's communicator for reductions, if it has one of its own."""
+    plain = None if group.reduce_transport is None else plain_of(group.reduce_transport)
+    return None if plain is plain_of(group.transport) else plain
 
 
 def _separate_transport(

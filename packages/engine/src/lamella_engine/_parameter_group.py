@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from lamella_buffers import (
     standalone,
     transport_for,
 )
-from lamella_engine._sharding import Sharding, local_of
+from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
@@ -39,6 +40,7 @@ class Owner(NamedTuple):
 
     parameters: dict[str, nn.Parameter | None]
     name: str
+    module: weakref.ref[nn.Module]  # weak: the module holds what holds this
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,13 +76,13 @@ class ShardedParameter:
             self.trains = instead_of.requires_grad
         if form.requires_grad != self.trains:
             form.requires_grad_(self.trains)
-        for parameters, name in self.owners:
+        for parameters, name, _ in self.owners:
             parameters[name] = form
 
     @property
     def is_replaced(self) -> bool:
         """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
-        return _local(self.sharded) is not self.shard or any(p[name] is not self.sharded for p, name in self.owners)
+        return _local(self.sharded) is not self.shard or any(p[name] is not self.sharded for p, name, _ in self.owners)
 
     def adopt(self, form: torch.Tensor) -> None:
         """Make `form` the sharded form, if it is a Parameter."""
@@ -95,7 +97,7 @@ class ShardedParameter:
             TypeError: An owner holds something that is not a shard of this parameter.
             RuntimeError: Its owners were given different ones.
         """
-        others = {id(held): held for p, name in self.owners if (held := p[name]) is not self.sharded}
+        others = {id(held): held for p, name, _ in self.owners if (held := p[name]) is not self.sharded}
         if len(others) > 1:
             raise RuntimeError(
                 f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
@@ -175,6 +177,7 @@ class ParameterGroup:
         allocator: Gives the unsharded buffer its bytes.
 
     Attributes:
+        allocator: As given.
         layout: Of the shards that are gathered, and the unsharded buffer.
         main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
         main_weight: This rank's main weights, which the DTensors are views of.
@@ -194,7 +197,20 @@ class ParameterGroup:
     """
 
     def __init__(self, candidates: Sequence[Candidate], policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
-        self.axes = candidates[0].sharding.axes
+        self._begin(candidates[0].sharding.axes, policy, allocator)
+        wholes = [local_of(candidate.parameter) for candidate in candidates]
+        self._lay_out([whole.shape for whole in wholes], [candidate.sharding.dim for candidate in candidates])
+        main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, policy)
+        self.main_weight = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, main_dtype, wholes[0].device)
+        self.main_weight.copy_from(wholes)
+        shards = [standalone(shard) for shard in self.main_weight.shards]
+        self.parameters = [sharded_parameter(c, shard) for c, shard in zip(candidates, shards, strict=True)]
+        self._build_unsharded()
+        self.install_sharded()
+
+    def _begin(self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
+        """Know how to communicate, before there is anything to."""
+        self.axes = axes
         self.policy = policy
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
@@ -206,36 +222,13 @@ class ParameterGroup:
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None
         self._rank = self.axes.shard_rank
-        self._allocator = allocator
-        wholes = [local_of(candidate.parameter) for candidate in candidates]
-        shapes, dims = [whole.shape for whole in wholes], [candidate.sharding.dim for candidate in candidates]
+        self.allocator = allocator
+        self.model_weight: ShardedBuffer | None = None
+
+    def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         num_shards = self.axes.num_shards
         self.layout = EvenLayout.build(shapes, num_shards, dims=dims)
         self.main_layout = EvenLayout.build(shapes, num_shards * self.axes.num_outer_shards, dims=dims)
-        main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, policy)
-        self.main_weight = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, main_dtype, wholes[0].device)
-        self.model_weight: ShardedBuffer | None = None
-        self.main_weight.copy_from(wholes)
-        self.parameters = [self._shard(i, candidate) for i, candidate in enumerate(candidates)]
-        self._build_unsharded()
-        self.install_sharded()
-
-    def _shard(self, i: int, candidate: Candidate) -> ShardedParameter:
-        original, shard = candidate.parameter, standalone(self.main_weight.shards[i])
-        sharded = nn.Parameter(_dtensor(shard, original, candidate.sharding), requires_grad=original.requires_grad)
-        marks = {**vars(original), _MARK: True}
-        vars(sharded).update(marks)
-        _sharded_originals[original] = candidate.name
-        return ShardedParameter(
-            name=candidate.name,
-            owners=candidate.owners,
-            sharded=sharded,
-            shard=_local(sharded),
-            sharding=candidate.sharding,
-            trains=original.requires_grad,
-            marks=marks,
-            unsharded=sharded,
-        )
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +241,7 @@ class ParameterGroup:
         (dtype,) = self._recipe.payload_dtypes(main_dtype)
         self._sends_main = dtype == main_dtype
         is_main_itself = self._sends_main and self.axes.shard_axis is None
-        allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self._allocator
+        allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self.allocator
         self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.main_weight.device, allocator)
         self.unsharded_weight.allocate()
         slots = zip(self.parameters, self.unsharded_weight.slots, self.layout.shapes, strict=True)
@@ -293,6 +286,20 @@ class ParameterGroup:
         given = [_local(parameter.replacement()) for parameter in self.parameters]
         if any(shard.is_meta for shard in given):
             return  # not all of them have storage yet; `meta_names` tells which
+        self._take(given, keep_parameters=keep_parameters)
+
+    def leave_out(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Let go of some of the members; the group must be sharded.
+
+        Effects: allocates the shards anew and copies them. Not a collective.
+        """
+        left = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
+        self._lay_out([self.layout.shapes[i] for i in left], [self.layout.dims[i] for i in left])
+        self.parameters = [self.parameters[i] for i in left]
+        self._take([parameter.shard for parameter in self.parameters], keep_parameters=True)
+
+    def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
+        """Make local tensors this rank's shards, in one buffer."""
         flat = torch.zeros(self.main_layout.shard_numel, dtype=given[0].dtype, device=given[0].device)
         self.main_weight = ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
         with torch.no_grad():
@@ -516,6 +523,30 @@ def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
 
 def _transport(group: dist.ProcessGroup | None) -> Transport | None:
     return None if group is None else transport_for(group)
+
+
+def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParameter:
+    """A parameter in its sharded form, over `shard`; nothing holds it yet.
+
+    Effects: none.
+    """
+    original = candidate.parameter
+    sharded = nn.Parameter(_dtensor(shard, original, candidate.sharding), requires_grad=original.requires_grad)
+    # A subclass's own attributes are on every tensor of it, also on one that was never marked.
+    own = vars(original.detach())
+    marks = {name: mark for name, mark in vars(original).items() if name not in own} | {_MARK: True}
+    vars(sharded).update(marks)
+    _sharded_originals[original] = candidate.name
+    return ShardedParameter(
+        name=candidate.name,
+        owners=candidate.owners,
+        sharded=sharded,
+        shard=_local(sharded),
+        sharding=candidate.sharding,
+        trains=original.requires_grad,
+        marks=marks,
+        unsharded=sharded,
+    )
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:

@@ -13,6 +13,7 @@ import torch
 from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
+from lamella_engine._extended_group import split_extended
 from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
@@ -218,6 +219,8 @@ class FSDPState:
         if any(group.is_replaced for group in self.groups):
             self.drop_copy()
         if self._residency is Residency.SHARDED:
+            if self._gathered_at == -1:
+                self.groups = split_extended(self.groups)
             for group in self.groups:
                 before = group.main_weight
                 group.adopt_replaced_shards(keep_parameters=keep_parameters)

@@ -1,0 +1,197 @@
+"""Collectives that a user brings, as FSDP2 calls them: one flat input, one flat output, in memory of their choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from lamella_buffers import Done, GlooTransport, NcclTransport, Payload, Pending, ReduceOp, Transport
+
+
+class Collective(Protocol):
+    """What FSDP2's `AllGather` and `ReduceScatter` have in common: they choose the memory that they work in."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of this size; each call's own, or one that is used again and again."""
+        ...
+
+
+class AllGather(Collective, Protocol):
+    """FSDP2's interface of a gather."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with every rank's `input_tensor`, which is this rank's part of it."""
+        ...
+
+
+class ReduceScatter(Collective, Protocol):
+    """FSDP2's interface of a reduction."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with this rank's part of the sum of every rank's `input_tensor`."""
+        ...
+
+
+class _Delegating:
+    """A transport that does one thing otherwise than `plain`, which does the rest."""
+
+    def __init__(self, plain: GlooTransport | NcclTransport) -> None:
+        self.plain = plain
+
+    @property
+    def rank(self) -> int:
+        """This process's place on the axis."""
+        return self.plain.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on the axis."""
+        return self.plain.num_ranks
+
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
+        """Gather as the plain transport does."""
+        return self.plain.all_gather(payloads)
+
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        """Reduce and scatter as the plain transport does."""
+        return self.plain.reduce_scatter(payloads, op)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
+        """Reduce as the plain transport does."""
+        return self.plain.all_reduce(tensors, op)
+
+
+class CustomAllGather(_Delegating):
+    """A transport whose gathers are a user's.
+
+    Args:
+        plain: The axis.
+        comm: Called once a gather.
+    """
+
+    def __init__(self, plain: GlooTransport | NcclTransport, comm: AllGather) -> None:
+        super().__init__(plain)
+        self._comm = comm
+
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
+        """Gather all payloads in one call, as bytes if their dtypes differ.
+
+        Effects: one collective on the axis, on the current stream; a copy of every payload on both sides. Blocks the
+            host if the user's collective does.
+        """
+        shards, wholes = [shard for shard, _ in payloads], [full for _, full in payloads]
+        if len({shard.dtype for shard in shards}) > 1:
+            shards, wholes = _bytes(shards), _bytes(wholes)
+        numels = [shard.numel() for shard in shards]
+        gathered = _allocate(self._comm, self.num_ranks * sum(numels), shards[0])
+        by_rank = gathered.view(self.num_ranks, -1)
+        mine = by_rank[self.rank]
+        torch._foreach_copy_(list(torch.split(mine, numels)), shards)
+        _wait(self._comm(output_tensor=gathered, input_tensor=mine, group=self.plain.process_group, async_op=False))
+        # At once, so that memory which the next call is given again has been read by then.
+        pieces = torch.split(by_rank, numels, dim=1)
+        torch._foreach_copy_([whole.view(self.num_ranks, -1) for whole in wholes], list(pieces))
+        return Done()
+
+
+class CustomReduceScatter(_Delegating):
+    """A transport whose reductions are a user's.
+
+    Args:
+        plain: The axis.
+        comm: Called once a reduction and dtype.
+    """
+
+    def __init__(self, plain: GlooTransport | NcclTransport, comm: ReduceScatter) -> None:
+        super().__init__(plain)
+        self._comm = comm
+
+    def on(self, plain: Transport) -> CustomReduceScatter:
+        """The same reductions, on another communicator."""
+        return CustomReduceScatter(cast("GlooTransport | NcclTransport", plain), self._comm)
+
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        """Reduce and scatter all payloads of a dtype in one call.
+
+        Effects: one collective a dtype on the axis, on the current stream; a copy of every payload on both sides.
+            Blocks the host if the user's collective does.
+        """
+        for dtype in dict.fromkeys(shard.dtype for shard, _ in payloads):
+            self._reduce_scatter([payload for payload in payloads if payload.shard.dtype == dtype], op)
+        return Done()
+
+    def _reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        shards = [shard for shard, _ in payloads]
+        numels = [shard.numel() for shard in shards]
+        packed = _allocate(self._comm, self.num_ranks * sum(numels), shards[0])
+        pieces = torch.split(packed.view(self.num_ranks, -1), numels, dim=1)
+        torch._foreach_copy_(list(pieces), [full.view(self.num_ranks, -1) for _, full in payloads])
+        mine = _allocate(self._comm, sum(numels), shards[0])
+        group = self.plain.process_group
+        _wait(self._comm(output_tensor=mine, input_tensor=packed, group=group, op=op, async_op=False))
+        torch._foreach_copy_(shards, list(torch.split(mine, numels)))
+
+
+def plain_of(transport: Transport) -> Transport:
+    """What a user's collectives were put over, or the transport itself.
+
+    Effects: none.
+    """
+    return transport.plain if isinstance(transport, _Delegating) else transport
+
+
+def with_all_gather(transport: Transport, comm: AllGather) -> Transport:
+    """A transport with a user's gathers instead of what it had; on a single rank there is nothing to gather.
+
+    Effects: none.
+    """
+    plain = plain_of(transport)
+    return CustomAllGather(plain, comm) if isinstance(plain, GlooTransport | NcclTransport) else plain
+
+
+def with_reduce_scatter(transport: Transport, comm: ReduceScatter) -> Transport:
+    """A transport with a user's reductions instead of what it had; on a single rank there is nothing to reduce.
+
+    Effects: none.
+    """
+    plain = plain_of(transport)
+    return CustomReduceScatter(plain, comm) if isinstance(plain, GlooTransport | NcclTransport) else plain
+
+
+def check_collective(comm: object) -> None:
+    """Refuse what cannot be called as FSDP2 calls a collective.
+
+    Raises:
+        TypeError: It has no `allocate`, or is not callable.
+    """
+    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(
+            f"Expected `comm` to be callable and to have a method `allocate`, got {type(comm).__name__}. FSDP2's "
+            "interfaces AllGather and ReduceScatter say what they are given."
+        )
+
+
+def _allocate(comm: Collective, numel: int, like: torch.Tensor) -> torch.Tensor:
+    return comm.allocate((numel,), dtype=like.dtype, device=like.device)
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Order the current stream after a collective that was not asked to be asynchronous, and is all the same."""
+    if isinstance(work, dist.Work):
+        work.wait()
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(torch.uint8) for tensor in tensors]

@@ -1,0 +1,400 @@
+"""Parameters that say themselves what is gathered: their local tensors have FSDP2's two methods."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
+from lamella_engine._parameter_group import (
+    Candidate,
+    ParameterGroup,
+    ShardedParameter,
+    dtypes_of,
+    sharded_parameter,
+)
+from lamella_engine._sharding import DataAxes, Sharding, local_of
+from lamella_layout import EvenLayout
+from lamella_precision import MixedPrecisionPolicy
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(tensor: torch.Tensor) -> bool:
+    """Whether a local tensor says what is gathered of it.
+
+    Raises:
+        TypeError: It has one of the two methods only.
+
+    Effects: none.
+    """
+    has = [hasattr(tensor, name) for name in (_PRE, _POST)]
+    if any(has) and not all(has):
+        raise TypeError(
+            f"Expected {type(tensor).__name__} to have both methods or neither, got one. Both {_PRE} and {_POST} "
+            "should be defined."
+        )
+    return all(has)
+
+
+def new_group(
+    candidates: Sequence[Candidate],
+    policy: MixedPrecisionPolicy,
+    allocator: Allocator,
+    *,
+    neighbours: Transport | None = None,
+) -> ParameterGroup:
+    """The group of parameters of which all are extended or none is.
+
+    Args:
+        candidates: As for `ParameterGroup`, and so are the next two.
+        policy: Number formats.
+        allocator: Of the unsharded buffer of parameters that are not extended.
+        neighbours: The group's.
+
+    Raises:
+        NotImplementedError: They are extended, and lie as such a parameter cannot.
+        TypeError: One method is missing, or the first does not take what it may.
+
+    Effects: those of the group.
+    """
+    if not is_extended(local_of(candidates[0].parameter)):
+        group = ParameterGroup(candidates, policy, allocator)
+        group.neighbours = neighbours
+        return group
+    parameters, shapes = [], []
+    for candidate in candidates:
+        whole, sharding = local_of(candidate.parameter), candidate.sharding
+        _check_lies(candidate.name, sharding, neighbours)
+        _check_main_dtype(candidate, policy)
+        parameters.append(sharded_parameter(candidate, _chunk(whole, sharding.axes)))
+        shapes.append(whole.shape)
+    return ExtendedGroup(parameters, shapes, policy, allocator)
+
+
+def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    """Give parameters whose local tensors were given the two methods after they were sharded groups of their own.
+
+    The groups must be sharded.
+
+    Raises:
+        NotImplementedError, TypeError: As `new_group`.
+
+    Effects: none if there are none; else copies the shards of the groups that have some. Not a collective.
+    """
+    split: list[ParameterGroup] = []
+    for group in groups:
+        found = [] if isinstance(group, ExtendedGroup) else [p for p in group.parameters if is_extended(p.shard)]
+        if found:
+            split.append(_extended(group, found))
+        if len(found) < len(group.parameters):
+            if found:
+                group.leave_out(found)
+            split.append(group)
+    return tuple(split)
+
+
+def _extended(group: ParameterGroup, found: Sequence[ShardedParameter]) -> ExtendedGroup:
+    """A group of some of the parameters of another, which communicates as that does."""
+    for parameter in found:
+        _check_lies(parameter.name, parameter.sharding, group.neighbours)
+        with torch.no_grad():  # memory of its own for the same object, which the methods are bound to
+            parameter.shard.set_(parameter.shard.clone())  # type: ignore[call-overload]
+    shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in found]
+    made = ExtendedGroup(found, shapes, group.policy, group.allocator)
+    for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only"):
+        setattr(made, name, getattr(group, name))
+    return made
+
+
+class ExtendedGroup(ParameterGroup):
+    """Parameters of one unit whose local tensors define `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+
+    What the first returns is gathered instead of their own bytes; what the second makes of that computes. A shard is a
+    tensor by itself, of the class that the parameter came in. Gradients are plain, and reduced as any other's.
+
+    Args:
+        parameters: In the sharded form, each over a shard of its own.
+        shapes: Of the whole parameters; local ones, where they are DTensors on other axes.
+        policy: Number formats. The first method is given it, the second the compute dtype.
+        allocator: Not used: the second method allocates.
+
+    Effects: none. What is gathered into is allocated by the first gather.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        shapes: Sequence[tuple[int, ...]],
+        policy: MixedPrecisionPolicy,
+        allocator: Allocator,
+    ) -> None:
+        self._begin(parameters[0].sharding.axes, policy, allocator)
+        self._lay_out(shapes, [0] * len(shapes))
+        self.parameters = list(parameters)
+        self._mesh = _mesh_of(self.axes)
+        self._describe_shards()
+        self._build_unsharded()
+        self.install_sharded()
+
+    def _describe_shards(self) -> None:
+        shard = self.parameters[0].shard
+        self.main_weight = _Apart(self.main_layout, self.axes.main_rank, shard.dtype, shard.device)
+        _, self._compute_dtype, self.reduce_dtype = dtypes_of(self.parameters[0].sharded, self.policy)
+
+    def _build_unsharded(self) -> None:
+        """Forget what was gathered into; the next gather makes it anew."""
+        shapes = self.layout.shapes
+        self._extensions = [
+            _Extension(p, s, self.axes.num_shards) for p, s in zip(self.parameters, shapes, strict=True)
+        ]
+        self.unsharded_weight: _Gathered = _Gathered(self._extensions, self.axes.num_shards)
+
+    def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
+        for parameter, shard, shape in zip(self.parameters, given, self.layout.shapes, strict=True):
+            if not is_extended(shard):
+                raise TypeError(
+                    f"Expected the local tensor of {parameter.name!r} to define {_PRE} as before, got "
+                    f"{type(shard).__name__}. Give it a tensor of the class that was sharded."
+                )
+            if not keep_parameters:
+                parameter.adopt(parameter.replacement())
+            self._point(parameter, _with_room(shard, shape, self.axes.num_shards))
+            parameter.unsharded = parameter.sharded
+        self._describe_shards()
+        self._build_unsharded()
+        self.install_sharded()
+
+    def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
+        """Ask the shards what to send, and allocate what that is gathered into.
+
+        Raises:
+            ValueError: A tensor that is sent has too few rows, or another size than in the gather before.
+
+        Effects: those of `fsdp_pre_all_gather`, on the current stream.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            sent = [extension.send(self._mesh, self.policy) for extension in self._extensions]
+            self.unsharded_weight.allocate()
+        return list(chain.from_iterable(sent)), self.unsharded_weight
+
+    def install_unsharded(self) -> None:
+        """Make unsharded parameters of what was gathered, and the modules hold them.
+
+        Effects: those of `fsdp_post_all_gather`, on the current stream, after each gather.
+        """
+        if self.unsharded_weight.awaits_post:
+            with torch.inference_mode(False), torch.no_grad():
+                for extension in self._extensions:
+                    extension.receive(self._compute_dtype)
+            self.unsharded_weight.settle()
+        super().install_unsharded()
+
+
+class _Extension:
+    """One parameter's two methods, and what is gathered between them."""
+
+    def __init__(self, parameter: ShardedParameter, shape: tuple[int, ...], num_shards: int) -> None:
+        self._parameter = parameter
+        self._shape = torch.Size(shape)
+        self._num_shards = num_shards
+        self._takes_more = _takes_more(parameter.shard)
+        self._metadata: object = None
+        self._shapes: list[torch.Size] = []
+        self._is_built = False
+        self.outputs: list[torch.Tensor] = []
+        self.inner: tuple[torch.Tensor, ...] = ()
+
+    def send(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
+        """What this rank puts on the wire, flat."""
+        shard: Any = self._parameter.shard
+        more = (self._shape, _stride(self._shape), self._parameter.owners[0].module(), policy)
+        inputs, self._metadata = shard.fsdp_pre_all_gather(mesh, *(more if self._takes_more else ()))
+        self._check_rows(inputs)
+        shapes = [tensor.shape for tensor in inputs]
+        if not self.outputs:
+            self.outputs = [tensor.new_empty(self._num_shards * tensor.numel()) for tensor in inputs]
+        elif shapes != self._shapes or [t.dtype for t in inputs] != [t.dtype for t in self.outputs]:
+            raise ValueError(
+                f"Expected {_PRE} of {self._parameter.name!r} to return tensors of shapes {self._shapes}, as before, "
+                f"got {shapes}. The unsharded parameter is made once."
+            )
+        self._shapes = shapes
+        return [tensor.reshape(-1) for tensor in inputs]
+
+    def _check_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Only a rank whose shard has fewer rows than others' is at fault, so that the others would wait for it."""
+        num_rows = _num_rows(self._shape, self._num_shards)
+        if not self._takes_more or self._parameter.shard.shape[:1] == (num_rows,):
+            return
+        if any(tensor.shape[:1] != (num_rows,) for tensor in inputs):
+            raise ValueError(
+                f"Expected {_PRE} of {self._parameter.name!r}, of shape {tuple(self._shape)} over {self._num_shards} "
+                f"ranks, to return tensors of {num_rows} rows on every rank, got {[tuple(t.shape) for t in inputs]}. "
+                "Pad them: it must return all-gather inputs with the padded sharded size."
+            )
+
+    def receive(self, dtype: torch.dtype) -> None:
+        """Make the unsharded parameter, or fill the one that is there: autograd may hold views of it."""
+        shard: Any = self._parameter.shard
+        gathered = tuple(
+            output.view(self._num_shards * shape[0], *shape[1:]) if shape else output
+            for output, shape in zip(self.outputs, self._shapes, strict=True)
+        )
+        if self._is_built:
+            shard.fsdp_post_all_gather(gathered, self._metadata, dtype, out=self._parameter.unsharded)
+            return
+        made, self.inner = shard.fsdp_post_all_gather(gathered, self._metadata, dtype)
+        whole = self._parameter.sharding.wrap(torch.as_strided(made, self._shape, _stride(self._shape), 0))
+        unsharded = nn.Parameter(whole, requires_grad=self._parameter.sharded.requires_grad)
+        vars(unsharded).update(self._parameter.marks)
+        self._parameter.unsharded = unsharded
+        self._is_built = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Whose memory comes and goes."""
+        return (*self.outputs, *self.inner)
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """What a gather fills, as autograd sees it."""
+        return (*self.tensors, local_of(self._parameter.unsharded)) if self._is_built else self.tensors
+
+    def forget_metadata(self) -> None:
+        """Not before the tensors go: on a GPU what was made of it may not have run yet."""
+        self._metadata = None
+
+
+class _Gathered(UnshardedBuffer):
+    """What a gather fills, as the state and `lamella_buffers.all_gather` see it: tensors with memory of their own."""
+
+    def __init__(self, extensions: Sequence[_Extension], num_shards: int) -> None:
+        self.flat = torch.empty(0)
+        self._extensions = extensions
+        self._num_shards = num_shards
+        self._versions: _unsafe_preserve_version_counter | None = None
+        self.awaits_post = False
+
+    def allocate(self) -> None:
+        for extension in self._extensions:
+            for tensor in extension.tensors:
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+        self.slots = tuple(output for extension in self._extensions for output in extension.outputs)
+        self.layout = EvenLayout.build([slot.shape for slot in self.slots], self._num_shards)
+        if self._versions is None:
+            written = tuple(tensor for extension in self._extensions for tensor in extension.written)
+            self._versions = _unsafe_preserve_version_counter(written)
+        self.awaits_post = True
+
+    def settle(self) -> None:
+        """Put version counters back: the same values in the same places are no modification."""
+        if self._versions is not None:
+            self._versions.__exit__(None, None, None)
+        self._versions, self.awaits_post = None, False
+
+    def free(self) -> None:
+        self.settle()
+        for extension in self._extensions:
+            extension.forget_metadata()
+            for tensor in extension.tensors:
+                tensor.untyped_storage().resize_(0)
+
+
+class _Apart(ShardedBuffer):
+    """What there is to say of shards that do not lie in one buffer."""
+
+    def __init__(self, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout, rank, torch.empty(layout.shard_numel, dtype=dtype, device="meta"))
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards lie."""
+        return self._device
+
+
+def _takes_more(shard: torch.Tensor) -> bool:
+    """Whether the first method takes all five arguments, or the mesh only."""
+    method: Callable[..., object] = getattr(shard, _PRE)
+    signature = inspect.signature(method)
+    if len(signature.parameters) not in (1, 5):
+        raise TypeError(
+            f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) of "
+            f"{type(shard).__name__}, got {signature}. Invalid {_PRE}: give it one of the two signatures."
+        )
+    return len(signature.parameters) == 5
+
+
+def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> None:
+    axes = sharding.axes
+    unsupported = {
+        f"`shard_placement_fn` to shard {name!r} along dim 0": sharding.dim != 0,
+        f"no number as `reshard_after_forward` for {name!r}": neighbours is not None,
+        f"`placements` that shard {name!r} over one axis": axes.shard_axis is None or axes.outer_axis is not None,
+    }
+    for expected, is_so in unsupported.items():
+        if is_so:
+            raise NotImplementedError(
+                f"Expected {expected}, got another: its local tensor defines {_PRE}, and that is not supported there. "
+                "Give the parameter a unit of its own that is."
+            )
+
+
+def _check_main_dtype(candidate: Candidate, policy: MixedPrecisionPolicy) -> None:
+    own, (wanted, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, policy)
+    if wanted != own:
+        raise NotImplementedError(
+            f"Expected `main_dtype` to be None or {own} for {candidate.name!r}, whose class defines {_PRE}, got "
+            f"{wanted}. Build the parameter in the dtype that it is to rest in."
+        )
+
+
+def _mesh_of(axes: DataAxes) -> DeviceMesh:
+    """The shard axis alone."""
+    names = axes.mesh.mesh_dim_names
+    if axes.mesh.ndim == 1 or names is None or axes.shard_axis is None:
+        return axes.mesh
+    return axes.mesh[names[axes.shard_axis]]
+
+
+def _chunk(whole: torch.Tensor, axes: DataAxes) -> torch.Tensor:
+    """A copy of this rank's rows, of the same class, with memory for as many as the first rank has."""
+    with torch.no_grad():
+        chunks = torch.chunk(whole.detach(), axes.num_shards)
+        rank = axes.shard_rank
+        rows = chunks[rank] if rank < len(chunks) else whole.detach().narrow(0, 0, 0)
+        padded = whole.new_zeros((_num_rows(whole.shape, axes.num_shards), *whole.shape[1:]))
+        return _fill(padded, rows)
+
+
+def _with_room(rows: torch.Tensor, shape: tuple[int, ...], num_shards: int) -> torch.Tensor:
+    """The rows, or a copy of them with memory for as many as the first rank has."""
+    num_rows = _num_rows(shape, num_shards)
+    if len(rows) == num_rows:
+        return rows
+    with torch.no_grad():
+        return _fill(rows.new_zeros((num_rows, *shape[1:])), rows)
+
+
+def _fill(padded: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    filled = padded.narrow(0, 0, len(rows))
+    if len(rows):
+        filled.copy_(rows)
+    return filled
+
+
+def _num_rows(shape: tuple[int, ...], num_shards: int) -> int:
+    """Of the first rank, which has the most."""
+    return -(-shape[0] // num_shards)
+
+
+def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
