@@ -135,6 +135,21 @@ def test_zero_grad_of_the_model_drops_what_was_kept_unreduced_too(set_to_none: b
     run_ranks(check, 2)
 
 
+def test_what_was_kept_may_be_reduced_by_hand() -> None:
+    def check() -> None:
+        reference, sharded = twins()
+        batch = inputs(12)
+        _backward(reference, batch)
+        with no_gradient_sync(sharded):
+            _backward(sharded, rows_of_this_rank(batch))
+        for module in (sharded, *sharded.get_submodule("layers").children()):
+            unit(module).reduce_gradients()
+        assert_gradients_equal(reference, sharded)
+        assert_at_rest(sharded)
+
+    run_ranks(check, 2)
+
+
 def test_zero_grad_of_the_model_between_forward_and_backward_clears_the_gradients_of_the_last_step() -> None:
     def check() -> None:
         reference, sharded = twins()
