@@ -182,7 +182,7 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         state = state_of(self)
         _check_one_mesh(state, "what the hook is given")
-        if stream is not None and any(group.replicas is not None for group in state.groups):
+        if stream is not None and any(group.replicas or group.outer for group in state.groups):
             raise ValueError(
                 "Expected no `stream` for a unit with replicas, got one: stream cannot be set when using native HSDP."
             )
