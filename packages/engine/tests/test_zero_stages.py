@@ -360,3 +360,41 @@ def test_main_weights_sharded_along_another_dim_lie_whole_on_the_outer_axis() ->
         assert weight.placements == (Replicate(), Shard(1))
 
     run_ranks(on_each_rank, 4)
+
+
+class _Skipping(Net):
+    """Passes over its second block when told to."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for i, layer in enumerate(self.layers):
+            x = x if self.skips and i == 1 else layer(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+@pytest.mark.parametrize("stage", EVERY_STAGE)
+def test_gradients_of_a_unit_that_the_last_microbatch_passes_over_are_reduced_all_the_same(stage: str) -> None:
+    shape, placements = EVERY_STAGE[stage]
+
+    def on_each_rank() -> None:
+        reference, sharded = twins(lambda: _Skipping(dim=8), _sharded(placements, shape))
+        for _ in range(2):
+            for is_last in (False, True):
+                unit(sharded).set_is_last_backward(is_last)
+                for model, batch in ((reference, X), (sharded, rows_of_this_rank(X))):
+                    assert isinstance(model, _Skipping)
+                    model.skips = is_last
+                    model(batch).square().mean().backward()
+            for model in (reference, sharded):  # by hand: no copy may outlive the last backward
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    with torch.no_grad():
+                        parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+            _assert_equal(reference, sharded)
+        assert all(group.partial is None for _, state in units(sharded) for group in state.groups)
+
+    run_ranks(on_each_rank, _num_ranks(shape))
