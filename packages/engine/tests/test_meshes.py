@@ -371,6 +371,19 @@ def test_backward_may_gather_from_a_few_neighbours(mesh_shape: tuple[int, ...]) 
     run_ranks(on_each_rank, 4)
 
 
+def test_neighbours_are_found_on_an_axis_of_which_each_rank_knows_only_its_own_part() -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "model"))["data"]
+        reference, sharded = twins(lambda: Net(num_layers=1, dim=8), _sharded(mesh=mesh, reshard_after_forward=2))
+        for model in (reference, sharded):
+            model(X).square().mean().backward()
+        for expected, got in zip(reference.parameters(), sharded.parameters(), strict=True):
+            assert expected.grad is not None and got.grad is not None
+            torch.testing.assert_close(whole(got.grad), expected.grad)
+
+    run_ranks(on_each_rank, 8)
+
+
 def test_between_forward_and_backward_each_rank_keeps_its_part_and_only_neighbours_gather() -> None:
     def on_each_rank() -> None:
         model = _net()

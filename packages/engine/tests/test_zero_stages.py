@@ -10,10 +10,21 @@ import torch
 from engine_models import Log, Net, case, inputs, record, rows_of_this_rank, twins, unit, units, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, fully_shard
+from lamella_engine import (
+    DDP,
+    HFSDP,
+    HSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    AxisPlacement,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -358,5 +369,70 @@ def test_main_weights_sharded_along_another_dim_lie_whole_on_the_outer_axis() ->
         weight = sharded.get_parameter("layers.0.up.weight")
         assert isinstance(weight, DTensor)
         assert weight.placements == (Replicate(), Shard(1))
+
+    run_ranks(on_each_rank, 4)
+
+
+class _Skipping(Net):
+    """Passes over its second block when told to."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for i, layer in enumerate(self.layers):
+            x = x if self.skips and i == 1 else layer(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+@pytest.mark.parametrize("stage", EVERY_STAGE)
+def test_gradients_of_a_unit_that_the_last_microbatch_passes_over_are_reduced_all_the_same(stage: str) -> None:
+    shape, placements = EVERY_STAGE[stage]
+
+    def on_each_rank() -> None:
+        reference, sharded = twins(lambda: _Skipping(dim=8), _sharded(placements, shape))
+        for _ in range(2):
+            for is_last in (False, True):
+                unit(sharded).set_is_last_backward(is_last)
+                for model, batch in ((reference, X), (sharded, rows_of_this_rank(X))):
+                    assert isinstance(model, _Skipping)
+                    model.skips = is_last
+                    model(batch).square().mean().backward()
+            for model in (reference, sharded):  # by hand: no copy may outlive the last backward
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    with torch.no_grad():
+                        parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+            _assert_equal(reference, sharded)
+        assert all(group.partial is None for _, state in units(sharded) for group in state.groups)
+
+    run_ranks(on_each_rank, _num_ranks(shape))
+
+
+@ONE_AXIS_ONLY
+def test_a_stage_may_lie_on_a_named_axis_of_a_whole_mesh(stage: str) -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+        def apply(model: Net) -> None:
+            for module in model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        replicated = distribute_tensor(parameter.data, mesh, [Replicate()] * 2)
+                        module._parameters[name] = nn.Parameter(replicated)
+            for module in (*model.layers, model):
+                dims = DataParallelMeshDims("data")
+                fully_shard(module, mesh=mesh, dp_mesh_dims=dims, placements=ONE_AXIS[stage])
+
+        reference, sharded = twins(_net, apply)
+        rows = X.chunk(2)[mesh["data"].get_local_rank()]
+        reference(X).square().mean().backward()
+        batch = DTensor.from_local(rows, mesh, [Shard(0), Replicate()], run_check=False)
+        sharded(batch).square().mean().full_tensor().backward()
+        for expected, got in zip(reference.parameters(), sharded.parameters(), strict=True):
+            assert expected.grad is not None and got.grad is not None
+            torch.testing.assert_close(2 * whole(got.grad), expected.grad)  # the loss is both ranks' already
 
     run_ranks(on_each_rank, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -88,9 +88,9 @@ def strategy_of(
                 f"{_NAMES.get(placement, placement)}."
             )
     if inner == DDP:
-        axes = DataAxes(axes.mesh, None, 0)
+        axes = replace(axes, shard_axis=None, replicate_axis=0, names=((), axes.names[0]))
     elif given[0] == HFSDP:
-        axes = DataAxes(axes.mesh, axes.shard_axis, outer_axis=axes.replicate_axis)
+        axes = replace(axes, replicate_axis=None, outer_axis=axes.replicate_axis)
     keeps_copy = inner.parameters.is_replicate()
     return axes, Strategy(keeps_copy, inner.gradients.is_replicate(), len(given) == 2)
 

@@ -154,21 +154,30 @@ class DataAxes:
         """The process group that holds the same shard."""
         return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
-    def group_of(self, num_ranks: int) -> dist.ProcessGroup:
+    def group_of(self, num_ranks: int) -> dist.ProcessGroup | None:
         """The process group of the `num_ranks` neighbours on the shard axis that this rank is one of.
+
+        Returns:
+            None where they are this rank alone, or the whole axis.
 
         Raises:
             ValueError: They do not divide the axis.
 
-        Effects: creates process groups, a collective on all ranks.
+        Effects: creates a process group, a collective on the neighbours, unless they are the whole axis or one rank.
         """
         if self.num_shards % num_ranks != 0:
             raise ValueError(
                 f"Expected an int `reshard_after_forward` to be a factor of {self.num_shards}, the ranks that share a "
                 f"parameter, got {num_ranks}."
             )
-        ranks = self.mesh.mesh if self.shard_axis is None else self.mesh.mesh.movedim(self.shard_axis, -1)
-        return DeviceMesh(self.mesh.device_type, ranks.reshape(-1, num_ranks)).get_group(1)
+        if num_ranks in (1, self.num_shards):
+            return None
+        assert self.shard_group is not None
+        ranks = dist.get_process_group_ranks(self.shard_group)
+        first = self.shard_group.rank() // num_ranks * num_ranks
+        # Other ranks know of this axis only their own part (tensor parallelism): they cannot take part in its groups.
+        group: dist.ProcessGroup = dist.new_group(ranks[first : first + num_ranks], use_local_synchronization=True)
+        return group
 
     @property
     def axes_of_whole(self) -> tuple[int, ...]:

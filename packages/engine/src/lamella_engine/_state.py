@@ -410,15 +410,43 @@ class FSDPState:
                 group.accumulate_gradients()
             return
         self.reduce_gradients()
-        if is_last and (self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)):
-            self._gathered_at = -1  # an optimizer of any kind is likely to write now
+        if is_last:
+            self._expect_an_update()
 
     def finish_backward(self) -> None:
-        """End what autograd did not reach: inputs that need no gradient, a forward whose output was not used."""
+        """End what autograd did not reach: inputs that need no gradient, a forward whose output was not used.
+
+        Also what earlier microbatches left, if this one was the last and did not use the unit.
+
+        Effects: those of `end_backward`; a collective on the outer axis for gradients that were not reduced over it.
+        """
         if self.awaits_backward_end or any(group.has_gradients for group in self.groups):
             self.end_backward()
         elif self.reshard_after_backward:
             self.reshard()
+        if not self.requires_gradient_sync or not self.context.is_last_backward:
+            return
+        if self.requires_all_reduce:
+            self._reduce_partials()
+        self._expect_an_update()
+
+    def _expect_an_update(self) -> None:
+        """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
+        if self.strategy.keeps_copy or any(group.outer is not None for group in self.groups):
+            self._gathered_at = -1
+
+    def _reduce_partials(self) -> None:
+        """Reduce over the outer axis what this backward added nothing to."""
+        groups = [group for group in self.groups if group.partial is not None]
+        if not groups:
+            return
+        stream = self.context.reduce_scatter_stream
+        stream.wait_stream(self.context.compute_stream)
+        with label("post_backward_reduce", self.name), torch.no_grad():
+            for group in groups:
+                assert group.partial is not None
+                partial, group.partial = group.partial, None
+                self._finish_reduction(group, partial, stream.record_event())
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
