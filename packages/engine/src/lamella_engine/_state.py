@@ -263,9 +263,12 @@ class FSDPState:
     def begin_pass(self) -> None:
         """Get ready for another forward pass of the tree: forget one that an exception ended, take shards back.
 
+        Parts that are left from a forward without a backward go too: somebody may have written the weights since.
+
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
         self._awaited.clear()
+        self._drop_parts()
         self.adopt_replaced_shards()
 
     def begin_forward(self, *, is_recomputed: bool) -> bool:
