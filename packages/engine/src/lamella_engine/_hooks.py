@@ -6,6 +6,8 @@
               all inputs' gradients are made   FSDPState.end_backward
               autograd is done                 Context's callback, for whatever the two did not reach
 
+Compilers see neither: a graph ends where a hook is.
+
 Note [Recomputed forwards]. Activation checkpointing runs forward again inside backward. The unit is unsharded for its
 backward by then, or must be now, and stays so until its backward ends: a recomputed forward unshards if needed, gathers
 nothing ahead and does not reshard. It is recognised by autograd's running graph task, which both kinds of
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
+from torch._compile import _disable_dynamo
 
 from lamella_engine._context import label
 from lamella_engine._state import FSDPState
@@ -67,6 +70,7 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
 
 
+@_disable_dynamo
 def pre_forward(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Unshard, and prepare the inputs."""
     with label("pre_forward", state.name):
@@ -77,6 +81,7 @@ def pre_forward(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     return _watch_inputs(state, args, kwargs) if begins else (args, kwargs)
 
 
+@_disable_dynamo
 def post_forward(state: FSDPState, module: nn.Module, output: object) -> object:
     """Reshard, and prepare the outputs."""
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
