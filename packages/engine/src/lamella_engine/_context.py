@@ -91,15 +91,16 @@ class Context:
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
     Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
-    the other. Three waits make this right:
+    the other. These waits make this right:
     1. The gather stream waits for the compute stream when a pass begins: the optimizer, a load or the user wrote the
        shards there.
     2. The gather stream waits for the compute stream before an unsharded buffer is freed: the buffer was allocated on
        the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
        memory: a gather cannot run ahead of the compute that frees its place.
     3. The reduce stream waits for the compute stream before it reads gradients (and before it adds to earlier ones).
-    4. The all-reduce stream waits for each reduction; the reduce stream waits for the all-reduce before the last before
-       what that read is freed; the compute stream waits for all of them at the end of the backward.
+    4. What is reduced once more, over replicas or the outer axis, is so on the all-reduce stream, which waits for each
+       reduction. The reduce stream waits for an older one before what that read is freed, and the compute stream for
+       all of them at the end of the step's last backward.
     On CPU torch's own null streams stand in, and the same code runs.
     """
 
@@ -151,7 +152,7 @@ class Context:
 
     @cached_property
     def all_reduce_stream(self) -> torch.Stream:
-        """Where reduced gradients are reduced again, over the replicas."""
+        """Where reduced gradients are reduced again, over replicas or the outer axis."""
         return self._new_stream()
 
     @property
@@ -307,7 +308,7 @@ class Context:
             self.compute_stream.wait_event(self._reductions.popleft().event)
 
     def hold_all_reduce(self, reduction: Reduction) -> None:
-        """Keep what an all-reduce reads alive until the reduce stream, which allocated it, has waited for the next."""
+        """Keep what a second reduction reads until the reduce stream, which allocated it, was made to wait for it."""
         self._all_reductions.append(reduction)
         if len(self._all_reductions) > 2:
             self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)

@@ -6,7 +6,7 @@
               all inputs' gradients are made   FSDPState.end_backward
               autograd is done                 Context's callback, for whatever the two did not reach
 
-Compilers see neither: a graph ends where a hook is.
+A compiler traces none of the forward hooks: its graph ends where one is.
 
 Note [Recomputed forwards]. Activation checkpointing runs forward again inside backward. The unit is unsharded for its
 backward by then, or must be now, and stays so until its backward ends: a recomputed forward unshards if needed, gathers

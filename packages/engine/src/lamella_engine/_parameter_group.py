@@ -191,7 +191,7 @@ class ParameterGroup:
         outer: The axis that each shard's main weights are sharded over, or None.
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
         parts: This rank's of those parts, while there are any.
-        partial: Gradients that still have to be reduced over `replicas`.
+        partial: Gradients that still have to be reduced over `replicas` or `outer`.
 
     Effects: allocates the shards, and for a moment the unsharded buffer, on the current stream; not a collective.
     """
