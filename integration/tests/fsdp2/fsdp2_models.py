@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -31,10 +31,21 @@ Api = ModuleType
 DIM = 6
 
 
+class Where:
+    """What the running test computes on: the `api` fixture sets it, and forked ranks inherit it."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
 def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iterable[Any] | None = None) -> None:
-    """Run a scenario on forked gloo ranks, with each case in turn; one that hangs is a failure soon."""
+    """Run a scenario on forked ranks, with each case in turn; one that hangs is a failure soon.
+
+    On GPUs what it makes without saying where is made there.
+    """
 
     def go_through() -> None:
+        if Where.device == "cuda":
+            torch.set_default_device("cuda")
         for case in [()] if cases is None else cases:
             try:
                 scenario(*(case if isinstance(case, tuple) else (case,)))
@@ -42,7 +53,7 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
                 error.add_note(f"In the case {case}")
                 raise
 
-    run_ranks(go_through, num_ranks, timeout_s=40.0)
+    run_ranks(go_through, num_ranks, device=Where.device, timeout_s=40.0 if Where.device == "cpu" else 120.0)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -99,14 +110,18 @@ def twins(make: Callable[[], nn.Module] = Stack, *, seed: int = 0) -> tuple[Any,
 
 def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random numbers that differ between ranks and between seeds."""
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return torch.randn(*(shape or (4, DIM)), generator=generator)
+    return draw(*(shape or (4, DIM)), seed=1000 * seed + dist.get_rank())
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    """Random numbers that follow from the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(Where.device)
 
 
 @cache  # DTensor caches by equality and would hand back parameters on an equal mesh made before
 def grid(*names: str) -> DeviceMesh:
     """Four ranks as two by two."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return init_device_mesh(Where.device, (2, 2), mesh_dim_names=names)
 
 
 # -- comparisons ------------------------------------------------------------------------------------------------------
