@@ -293,19 +293,19 @@ class Context:
         Effects: the compute stream waits for the reductions; no host sync.
         """
         with label("post_backward_rs_wait"):
-            self._retire_all_but(self._max_reductions - 1)
+            while len(self._reductions) >= self._max_reductions:
+                self.compute_stream.wait_event(self._reductions.popleft().event)
 
     def _finish_reductions(self) -> None:
         """Order the compute stream after every reduction, and let go of what they read."""
-        self._retire_all_but(0)
+        if self._reductions:
+            # For more than their events: gradients are divided, cast and added to after those.
+            self.compute_stream.wait_stream(self.reduce_scatter_stream)
+            self._reductions.clear()
         while self._all_reductions:
             event = self._all_reductions.popleft().event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)
-
-    def _retire_all_but(self, num_left: int) -> None:
-        while len(self._reductions) > num_left:
-            self.compute_stream.wait_event(self._reductions.popleft().event)
 
     def hold_all_reduce(self, reduction: Reduction) -> None:
         """Keep what a second reduction reads until the reduce stream, which allocated it, was made to wait for it."""
