@@ -147,7 +147,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **to
     tolerance = tolerance or {"rtol": 1e-4, "atol": 1e-5}
     if isinstance(got, DTensor):
         got, expected = _comparable(got, expected)
-    torch.testing.assert_close(got, expected.detach(), msg=lambda text: f"{name}: {text}", **tolerance)
+    # An offloaded shard is on the CPU, and what it is compared with on a GPU.
+    torch.testing.assert_close(got, expected.detach().to(got.device), msg=lambda text: f"{name}: {text}", **tolerance)
 
 
 def _comparable(got: DTensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
