@@ -11,6 +11,7 @@ from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._module import UnshardHandle as UnshardHandle
 from lamella_engine._module import register_fsdp_forward_method as register_fsdp_forward_method
 from lamella_engine._module import share_comm_ctx as share_comm_ctx
+from lamella_engine._optimizers import shard_optimizer as shard_optimizer
 from lamella_engine._placements import DDP as DDP
 from lamella_engine._placements import HFSDP as HFSDP
 from lamella_engine._placements import HSDP as HSDP
