@@ -31,6 +31,7 @@ from lamella_engine._parameter_group import (
 )
 from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
 from lamella_precision import MixedPrecisionPolicy
@@ -125,14 +126,21 @@ def fully_shard(
     owners = [inner for _, inner in _own_modules(modules)]
     device = _device_of(axes.mesh)
     candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        _check_resting(name, below)
+    read = units_read(
+        _own_modules(modules),
+        inner,
+        inside={id(each) for module in modules for each in module.modules()},
+        strategy=strategy,
+        num_neighbours=None if isinstance(reshard_after_forward, bool) else reshard_after_forward,
+    )
     neighbours = _neighbours(candidates, reshard_after_forward)
     offload = Offload.of(offload_policy, device)
     _move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     context = Context(device)
-    inner = _inner_units(modules)
-    for below, name in inner.items():
-        _check_resting(name, below)
     allocator = CachingAllocator()
     groups = []
     for members in _by_kind(candidates, policy):
@@ -143,12 +151,19 @@ def fully_shard(
     state = FSDPState(groups, context, policy, flag, strategy)
     for below, name in inner.items():
         below.name, below.is_outermost = name, False
-        context.add(below)
+        if below not in read:
+            context.add(below)
+    for below in read:
+        for each in _modules_of(below, modules):
+            attach_state(each, state)
+        state.take_over(below)
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         attach_state(each, state)
+        each.register_forward_hook(explain_undeclared, always_call=True)
     register_hooks(modules, owners, state)
+    note_in_unit(owners)
     return module
 
 
@@ -171,9 +186,13 @@ def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
     names: dict[FSDPState, list[str]] = {}
     for module in modules:
         for name, inner in module.named_modules():
-            if (state := find_state(inner)) is not None:
+            if (state := find_state(inner)) is not None and id(inner) in state.module_ids:
                 names.setdefault(state, []).append(name)
     return {state: ", ".join(found) for state, found in names.items()}
+
+
+def _modules_of(state: FSDPState, modules: list[nn.Module]) -> list[nn.Module]:
+    return [inner for module in modules for inner in module.modules() if find_state(inner) is state]
 
 
 def _check_arguments(
