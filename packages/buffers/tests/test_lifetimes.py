@@ -85,3 +85,11 @@ def test_a_chain_of_units_takes_two_places_beside_the_outermost() -> None:
     trace = [Lifetime(("root", 0), 500, 0, 1000)]
     trace += [Lifetime(unit, 100, 1 + 2 * i, 1 + 2 * i + 3) for i, unit in enumerate(units)]
     assert extent(place([trace]), {x.what: x.nbytes for x in trace}) == 700 == peak_nbytes(trace)
+
+
+def test_units_of_two_sizes_in_turn_take_two_places_of_the_larger() -> None:
+    """Neither the first nor the largest first finds it: where backward turns, two large ones meet."""
+    sizes = [40, 300] * 8
+    units = [("forward", i) for i in range(16)] + [("backward", i) for i in reversed(range(16))]
+    trace = [Lifetime(unit, sizes[unit[1]], 2 * i, 2 * i + 3) for i, unit in enumerate(units)]
+    assert extent(place([trace]), {x.what: x.nbytes for x in trace}) == 600 == peak_nbytes(trace)

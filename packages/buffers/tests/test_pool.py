@@ -219,7 +219,7 @@ def test_what_never_rests_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPat
         buffers.toggle(0)
         for _ in range(10):
             buffers.toggle(1, 2, 1, 2)
-        assert len(pool._pass.trace) == 20
+        assert len(pool._round.trace) == 20
         buffers.toggle(0)
     assert pool.report().num_plans == 0
     for _ in range(3):

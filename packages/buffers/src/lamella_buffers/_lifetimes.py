@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -36,8 +37,9 @@ def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
     """An offset for each allocation of several traces, of which one at a time happens.
 
     Allocations of equal size in a single trace take exactly `peak_nbytes`: in the order in which they begin, each finds
-    all placed ones that it meets alive at one tick, its own start. With other sizes the largest first is often better,
-    so both orders are tried.
+    all placed ones that it meets alive at one tick, its own start. With other sizes that is no rule, and none is known
+    that is always best: the largest first, or slots as large as the largest that goes in, are often better. Of the
+    three the smallest is taken.
 
     Args:
         traces: One after another, however often. What is of the same name in several has one size and gets one offset.
@@ -55,7 +57,8 @@ def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
         _add_meetings(met, in_order)
     by_start = _place_in_order(list(nbytes), nbytes, met)
     by_size = _place_in_order(sorted(nbytes, key=lambda what: -nbytes[what]), nbytes, met)
-    return min(by_start, by_size, key=lambda offsets: extent(offsets, nbytes))
+    in_slots = _place_in_slots(nbytes, met)
+    return min(by_start, by_size, in_slots, key=lambda offsets: extent(offsets, nbytes))
 
 
 def extent(offsets: Mapping[K, int], nbytes: Mapping[K, int]) -> int:
@@ -85,6 +88,16 @@ def _place_in_order(order: Iterable[K], nbytes: Mapping[K, int], met: Mapping[K,
         taken = sorted((offsets[other], offsets[other] + nbytes[other]) for other in met[what] if other in offsets)
         offsets[what] = _smallest_gap(taken, nbytes[what])
     return offsets
+
+
+def _place_in_slots(nbytes: Mapping[K, int], met: Mapping[K, set[K]]) -> dict[K, int]:
+    """Colour them as if all were of one size, and make each colour's slot as large as it must be."""
+    slots = _place_in_order(nbytes, dict.fromkeys(nbytes, 1), met)
+    sizes = [0] * extent(slots, dict.fromkeys(slots, 1))
+    for what, slot in slots.items():
+        sizes[slot] = max(sizes[slot], nbytes[what])
+    offsets = list(accumulate(sizes, initial=0))
+    return {what: offsets[slot] for what, slot in slots.items()}
 
 
 def _smallest_gap(taken: Iterable[tuple[int, int]], nbytes: int) -> int:

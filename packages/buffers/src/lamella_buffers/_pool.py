@@ -25,9 +25,9 @@ class PoolReport:
 
     Attributes:
         planned_nbytes: The plan's extent, over all streams.
-        bound_nbytes: The most bytes that one planned pass had alive at once: no plan can be smaller. On several
+        bound_nbytes: The most bytes that one planned round had alive at once: no plan can be smaller. On several
             streams, the sum of each one's.
-        reserved_nbytes: The plan's memory that was allocated so far. A part that no pass asked for is not.
+        reserved_nbytes: The plan's memory that was allocated so far. A part that no round asked for is not.
         live_nbytes: The most bytes that ever were alive at once, in the plan and outside.
         num_inside: Allocations since the plan was made that got their place in it.
         num_outside: Those that did not.
@@ -53,12 +53,12 @@ class PoolReport:
 class PoolAllocator:
     """Learns when buffers live, plans a place for each allocation, and then makes no allocations any more.
 
-    A *pass* lasts from the first allocation to the moment when nothing is allocated: with ZeRO-3 a forward and its
-    backward, or a validation. Whatever happens in between, the next pass starts anew, so the number of microbatches
-    and passes of other kinds do not matter. A pass that leaves the plan is planned too when it comes for the second
+    A *round* lasts from the first allocation to the moment when nothing is allocated: with ZeRO-3 a forward and its
+    backward, or a validation. Whatever happens in between, the next round starts anew, so the number of microbatches
+    and rounds of other kinds do not matter. A round that leaves the plan is planned too when it comes for the second
     time: so a first step, which gathers nothing ahead, is not, and neither is one that an exception ended.
 
-    In a pass the k-th allocation of a buffer on a stream has its place. It gets it if no buffer lies there at that
+    In a round the k-th allocation of a buffer on a stream has its place. It gets it if no buffer lies there at that
     moment, whatever the plan says; everything else comes from `source`, as if there were no plan.
 
     Bytes are moved under a buffer's storage, so views of it follow, and nothing can resize it in between. A tensor's
@@ -83,7 +83,7 @@ class PoolAllocator:
         self._serials = count()
         self._buffers: dict[int, _Buffer] = {}
         self._num_live = 0
-        self._pass = _Pass()
+        self._round = _Round()
         self._seen: deque[int] = deque(maxlen=_NUM_REMEMBERED)
         self._learned: list[_Trace] = []
         self._plan_is_due = False
@@ -118,12 +118,12 @@ class PoolAllocator:
         if self._num_live == 0 and self._plan_is_due:
             self._make_plan()
         mine = self._buffers[storage._cdata]
-        request = self._pass.begin(mine.serial, _current_stream(buffer.device))
+        request = self._round.begin(mine.serial, _current_stream(buffer.device))
         found = self._plan.free_place(request)
         if found is None:
             self._source.allocate(buffer)
             self._num_outside += 1
-            self._pass.left_plan = True
+            self._round.left_plan = True
         else:
             found.lend_to(buffer, self._source)
             self._num_inside += 1
@@ -146,7 +146,7 @@ class PoolAllocator:
         else:
             mine.place.take_back(storage)
         if mine.request is not None:  # not those it was born with
-            self._pass.end(mine.request, mine.nbytes)
+            self._round.end(mine.request, mine.nbytes)
         self._uncount(mine)
 
     def report(self) -> PoolReport:
@@ -164,7 +164,7 @@ class PoolAllocator:
             num_plans=self._num_plans,
         )
 
-    # -- passes -----------------------------------------------------------------------------------------------------
+    # -- rounds -----------------------------------------------------------------------------------------------------
 
     def _count(self, mine: _Buffer) -> None:
         mine.is_live = True
@@ -177,10 +177,10 @@ class PoolAllocator:
         self._num_live -= 1
         self._live_nbytes -= mine.nbytes
         if self._num_live == 0:
-            self._end_pass()
+            self._end_round()
 
-    def _end_pass(self) -> None:
-        ended, self._pass = self._pass, _Pass()
+    def _end_round(self) -> None:
+        ended, self._round = self._round, _Round()
         if not ended.left_plan or not ended.is_complete:
             return
         # Hashes, so that what never comes again holds no memory. Two that clash cost a plan, and nothing else.
@@ -205,7 +205,7 @@ class PoolAllocator:
         if mine.place is not None:
             mine.place.vacate()
         if mine.is_live:
-            self._pass.is_complete = False
+            self._round.is_complete = False
             self._uncount(mine)
         self._plan_is_due = bool(self._learned)
         if not self._buffers:
@@ -216,7 +216,7 @@ class PoolAllocator:
 
 
 class _Request(NamedTuple):
-    """One allocation of a pass: the turn-th of a buffer."""
+    """One allocation of a round: the turn-th of a buffer."""
 
     stream: Hashable
     serial: int
@@ -239,7 +239,7 @@ class _Buffer:
 
 
 @dataclass(eq=False)
-class _Pass:
+class _Round:
     """The allocations since nothing was allocated."""
 
     left_plan: bool = False
