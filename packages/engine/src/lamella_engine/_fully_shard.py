@@ -268,6 +268,7 @@ def _check_resting(name: str, state: FSDPState) -> None:
             f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
             "steps, or reset_iter_state() after an exception."
         )
+    state.check_not_held()
     state.reshard()
 
 

@@ -61,6 +61,8 @@ class ShardedParameter:
         unsharded: What computes: a view of the unsharded buffer. Autograd leaves the gradient on it.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, where that is not the gradient's
         own.
+        keeps_grad_clear: Move earlier microbatches' gradients out of `.grad`, also in its own dtype: a layer may write
+            over it.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ShardedParameter:
     marks: dict[str, object]
     unsharded: nn.Parameter
     accumulated: torch.Tensor | None = None
+    keeps_grad_clear: bool = False
 
     def install(self, form: nn.Parameter, *, instead_of: nn.Parameter) -> None:
         """Make every owner hold `form`, which takes over whether the form that was visible is to be trained."""
@@ -118,7 +121,7 @@ class ShardedParameter:
     def accumulate(self, dtype: torch.dtype) -> None:
         """Add this microbatch's gradient to earlier ones in `dtype`; autograd does it itself in the gradient's own."""
         gradient = self.unsharded.grad
-        if gradient is None or gradient.dtype == dtype:
+        if gradient is None or (gradient.dtype == dtype and not self.keeps_grad_clear):
             return
         if self.accumulated is None:
             self.accumulated = gradient.to(dtype)
