@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, CPUOffloadPolicy, FSDPModule, fully_shard
 from lamella_testing import run_ranks
 
 NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
@@ -76,8 +76,12 @@ def _cut(choose: Random, model: nn.Module) -> None:
     inner = [module for module in model.modules() if module is not model and not isinstance(module, nn.ModuleList)]
     for module in reversed(inner):
         if choose.random() < 0.4:
-            fully_shard(module, **_options(choose))
-    fully_shard(model, **_options(choose))
+            fully_shard(module, **_options(choose), offload_policy=_home(choose))
+    fully_shard(model, **_options(choose), offload_policy=_home(choose))
+
+
+def _home(choose: Random) -> CPUOffloadPolicy | None:
+    return CPUOffloadPolicy() if choose.random() < 0.3 else None
 
 
 @cache
