@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lamella_buffers import CachingAllocator, Transport, transport_for
+from lamella_buffers import Allocator, CachingAllocator, Transport, transport_for
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
@@ -31,6 +31,7 @@ from lamella_engine._parameter_group import (
 )
 from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
 from lamella_precision import MixedPrecisionPolicy
@@ -51,6 +52,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: AxisPlacement | tuple[AxisPlacement, ...] | None = None,
+    allocator: Allocator | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -92,6 +94,8 @@ def fully_shard(
         placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
             the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
             over replicas after every microbatch. FSDP2 has no such argument.
+        allocator: Gives unsharded parameters their bytes. None means a `lamella_buffers.CachingAllocator`; a
+            `PoolAllocator` plans for what it serves, so give one object to all units. FSDP2 has no such argument.
 
     Returns:
         `module`, changed; every module of a list is a unit's module then, and they share one state.
@@ -102,6 +106,7 @@ def fully_shard(
             `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
             `placements` do not fit the mesh or `reshard_after_forward`; a parameter's class defines one of the two
             methods that say what is gathered, or one that takes other arguments.
+        TypeError: An argument is of the wrong type.
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
             class says what is gathered lies as that cannot.
         RuntimeError: A unit below is in the middle of a step.
@@ -122,33 +127,47 @@ def fully_shard(
             f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
         )
     policy = _as_policy(mp_policy)
+    source = _as_allocator(allocator)
     owners = [inner for _, inner in _own_modules(modules)]
     device = _device_of(axes.mesh)
     candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        _check_resting(name, below)
+    read = units_read(
+        _own_modules(modules),
+        inner,
+        inside={id(each) for module in modules for each in module.modules()},
+        strategy=strategy,
+        num_neighbours=None if isinstance(reshard_after_forward, bool) else reshard_after_forward,
+    )
     neighbours = _neighbours(candidates, reshard_after_forward)
     offload = Offload.of(offload_policy, device)
     _move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     context = Context(device)
-    inner = _inner_units(modules)
-    for below, name in inner.items():
-        _check_resting(name, below)
-    allocator = CachingAllocator()
     groups = []
     for members in _by_kind(candidates, policy):
         beside = neighbours.get(members[0].sharding.axes)
-        groups.append(new_group(members, policy, allocator, neighbours=beside, offload=offload))
+        groups.append(new_group(members, policy, source, neighbours=beside, offload=offload))
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag, strategy)
     for below, name in inner.items():
         below.name, below.is_outermost = name, False
-        context.add(below)
+        if below not in read:
+            context.add(below)
+    for below in read:
+        for each in _modules_of(below, modules):
+            attach_state(each, state)
+        state.take_over(below)
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         attach_state(each, state)
+        each.register_forward_hook(explain_undeclared, always_call=True)
     register_hooks(modules, owners, state)
+    note_in_unit(owners)
     return module
 
 
@@ -171,9 +190,13 @@ def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
     names: dict[FSDPState, list[str]] = {}
     for module in modules:
         for name, inner in module.named_modules():
-            if (state := find_state(inner)) is not None:
+            if (state := find_state(inner)) is not None and id(inner) in state.module_ids:
                 names.setdefault(state, []).append(name)
     return {state: ", ".join(found) for state, found in names.items()}
+
+
+def _modules_of(state: FSDPState, modules: list[nn.Module]) -> list[nn.Module]:
+    return [inner for module in modules for inner in module.modules() if find_state(inner) is state]
 
 
 def _check_arguments(
@@ -216,6 +239,17 @@ def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None)
             policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
         )
     raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
+
+
+def _as_allocator(allocator: Allocator | None) -> Allocator:
+    if allocator is None:
+        return CachingAllocator()
+    if not isinstance(allocator, Allocator):
+        raise TypeError(
+            f"Expected `allocator` to be an Allocator or None, got {type(allocator).__name__}. It needs the methods "
+            "create, allocate and free."
+        )
+    return allocator
 
 
 def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:

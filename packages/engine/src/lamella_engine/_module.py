@@ -436,7 +436,7 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     def wrapped(*args: Any, **kwargs: Any) -> object:
         module = ref()
         state = state_of(module)
-        args, kwargs = pre_forward(state, args, kwargs)
+        args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
         return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
 
     functools.update_wrapper(wrapped, function or method)

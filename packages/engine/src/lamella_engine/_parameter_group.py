@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
-# Originals that were sharded, to their names. One that is still found in a module later was tied to the sharded one.
+# Originals that were sharded, to what became of them. One that is still found in a module later was tied to the sharded
+# one; one that is found in an optimizer is trained no more.
 # (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
 _sharded_originals = WeakIdKeyDictionary()
 _MARK = "_is_lamella_shard"
@@ -576,8 +577,21 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
     """The name under which this very parameter was sharded before, or None."""
-    name: str | None = _sharded_originals.get(parameter)  # type: ignore[no-untyped-call]
-    return name
+    name, _ = _sharded_originals.get(parameter, (None, None))  # type: ignore[no-untyped-call]
+    return cast("str | None", name)
+
+
+def any_sharded_originals() -> bool:
+    """Whether somebody still holds a parameter as it was before it was sharded."""
+    return len(_sharded_originals) > 0
+
+
+def sharded_from(original: torch.Tensor) -> ShardedParameter | None:
+    """What this very parameter became; None if it was never sharded, or its unit is gone."""
+    if isinstance(original, nn.Parameter) and is_sharded(original):
+        return None  # it is one; asked of every parameter at every step, so this answer is quick
+    _, became = _sharded_originals.get(original, (None, lambda: None))  # type: ignore[no-untyped-call]
+    return cast("ShardedParameter | None", became())
 
 
 def _transport(group: dist.ProcessGroup | None) -> Transport | None:
@@ -595,8 +609,7 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
     own = vars(original.detach())
     marks = {name: mark for name, mark in vars(original).items() if name not in own} | {_MARK: True}
     vars(sharded).update(marks)
-    _sharded_originals[original] = candidate.name
-    return ShardedParameter(
+    parameter = ShardedParameter(
         name=candidate.name,
         owners=candidate.owners,
         sharded=sharded,
@@ -606,6 +619,20 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
         marks=marks,
         unsharded=sharded,
     )
+    _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
+    return parameter
+
+
+def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    """This rank's part of a tensor of the parameter's shape, which lies as the parameter does.
+
+    Effects: allocates the part, on the parameter's device and the current stream; not a collective.
+    """
+    local, axes, dim = local_of(whole), parameter.sharding.axes, parameter.sharding.dim
+    parts = torch.chunk(local, axes.num_shards * axes.num_outer_shards, dim)
+    part = parts[axes.main_rank] if axes.main_rank < len(parts) else local.narrow(dim, 0, 0)
+    own = part.to(parameter.shard.device, dtype, copy=True).contiguous()
+    return _dtensor(own, whole, parameter.sharding)
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:

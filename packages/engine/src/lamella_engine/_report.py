@@ -34,7 +34,7 @@ def describe(module: nn.Module) -> str:
     """
     alike: dict[str, list[str]] = {}
     for name, inner in module.named_modules():
-        if (state := find_state(inner)) is not None:
+        if (state := find_state(inner)) is not None and id(inner) in state.module_ids:
             alike.setdefault("\n".join(_unit(inner, state)), []).append(clean_name(name) or "(the module)")
     if not alike:
         raise ValueError(

@@ -93,6 +93,7 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
+        self._reader: FSDPState | None = None
         self._awaited: set[int] = set()
         self._forward_is_watched = True
         self._residency = Residency.SHARDED
@@ -112,6 +113,23 @@ class FSDPState:
     def residency(self, to: Residency) -> None:
         assert (self._residency, to) in _LEGAL, f"{self.name}: {self._residency} -> {to}"
         self._residency = to
+
+    @property
+    def unit(self) -> FSDPState:
+        """The unit that has the parameters: this one, or one that reads them and took them over."""
+        return self if self._reader is None else self._reader.unit
+
+    def take_over(self, other: FSDPState) -> None:
+        """Communicate another unit's parameters from now on, with this one's own. Both must be at rest.
+
+        Effects: none; not a collective.
+        """
+        other.drop_copy()
+        for parameter in (p for group in other.groups for p in group.parameters):
+            parameter.name = f"{other.name}.{parameter.name}"
+        self.groups += other.groups
+        other.groups, other._reader = (), self
+        self._gathered_at = -1
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -309,23 +327,27 @@ class FSDPState:
         self._drop_parts()
         self.adopt_replaced_shards()
 
-    def begin_forward(self, *, is_recomputed: bool) -> bool:
+    def begin_forward(self, module_id: int, *, is_recomputed: bool) -> bool:
         """Unshard for the forward of one of the unit's modules, and gather units ahead.
 
         Args:
+            module_id: Whose forward begins: one of the unit's modules, or one whose parameters were taken over.
             is_recomputed: It runs again inside backward: nothing is gathered ahead.
 
         Returns:
             Whether the unit's forward begins here. That of a unit of several modules begins with the first of them to
             run, and is over when each has run.
         """
+        is_read = module_id not in self.module_ids
+        if is_read and self._residency is Residency.UNSHARDED and self._gathered_at == updates.count:
+            return False
         begins = not self._awaited or len(self.module_ids) == 1
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
             ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
             self.drop_stale_weights()
         if begins:
-            self._awaited = set(self.module_ids)
+            self._awaited = {module_id} if is_read else set(self.module_ids)
             self._forward_is_watched = True
         self.unshard()
         _gather_ahead(ahead, "forward")
@@ -343,6 +365,8 @@ class FSDPState:
             is_watched: Whether its outputs will say when the unit's backward begins; else the parameters must stay.
             is_recomputed: It ran again inside backward, which reshards when it ends.
         """
+        if module_id not in self.module_ids | self._awaited:
+            return  # one whose parameters were taken over, inside the unit's own forward
         self._awaited.discard(module_id)
         self._forward_is_watched &= is_watched
         if is_recomputed or (self._awaited and not self.context.is_forward_root(self)):
