@@ -822,8 +822,12 @@ def test_a_unit_of_another_stage_is_not_taken_over() -> None:
 
 def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
     class Undeclared(Mixer):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim)
+            self.project = nn.Linear(dim, dim)  # in the block's unit, which is gathered
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.conv1d.weight, self.conv1d.bias)
+            return F.linear(self.project(x), self.conv1d.weight, self.conv1d.bias)
 
     class Around(Net):
         def make_layer(self, dim: int) -> nn.Module:
@@ -840,7 +844,7 @@ def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
             model(X)
         (note,) = caught.value.__notes__
         assert "Undeclared's forward was running" in note
-        assert "conv1d.weight, conv1d.bias" in note
+        assert "these parameters were sharded: conv1d.weight, conv1d.bias. They" in note
         assert "declare_reads(module, 'conv1d.weight')" in note
 
         def fail(*_: object) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch.nn as nn
 from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
 
 from lamella_engine._module import find_state
 from lamella_engine._parameter_group import is_sharded
@@ -175,7 +176,8 @@ def explain_undeclared(module: nn.Module, *_: object) -> None:
     if error is None or state is None or not state.is_outermost or "mixed torch.Tensor and DTensor" not in str(error):
         return
     reader = _innermost_module(error)
-    names = [] if reader is None else [clean_name(name) for name, p in _parameters_below(reader) if is_sharded(p)]
+    below = [] if reader is None else list(_parameters_below(reader))
+    names = [clean_name(name) for name, p in below if is_sharded(p) and isinstance(p, DTensor)]
     if names:
         error.add_note(
             f"{type(reader).__name__}'s forward was running, and below it these parameters were sharded: "
