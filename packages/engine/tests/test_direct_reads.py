@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -574,6 +575,54 @@ def test_several_forwards_before_their_backwards() -> None:
             losses[1].backward()
         assert_gradients_equal(reference, sharded)
         assert_at_rest(sharded)
+
+    run_ranks(check, 2)
+
+
+class _Anyhow(Net):
+    """Blocks that read, call or both, and run again inside backward or not: drawn by a seed."""
+
+    def __init__(self, choose: Random) -> None:
+        self._choose = choose
+        super().__init__(num_layers=4)
+        self.recomputes = [choose.random() < 0.3 for _ in self.layers]
+
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block(dim, self._choose.choice([Mixer, CallingMixer]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer, recomputes in zip(self.layers, self.recomputes, strict=True):
+            x = cast(torch.Tensor, checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x))
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def _cut_anyhow(choose: Random, model: Any) -> None:
+    for layer in model.layers:
+        declare_reads(choose.choice([layer, layer.mixer]), "*conv1d.*")
+        for module in (layer.mixer.conv1d, layer.mixer, layer):
+            if choose.random() < 0.6:
+                fully_shard(module, reshard_after_forward=choose.choice([None, True, False]))
+    fully_shard(model)
+
+
+def test_units_that_are_cut_at_random_train_as_unsharded() -> None:
+    def check() -> None:
+        for seed in range(8):
+            with case(f"seed {seed}"):
+                make, apply = (lambda seed=seed: _Anyhow(Random(seed))), partial(_cut_anyhow, Random(100 + seed))
+                reference, sharded = twins(make, apply)
+                for scale in (1, 2, 3):
+                    if Random(seed + scale).random() < 0.3:
+                        with torch.no_grad():
+                            torch.testing.assert_close(sharded(X), reference(X), rtol=1e-4, atol=1e-5)
+                    for model in (reference, sharded):
+                        one, two = (model(X * each).square().mean() for each in (scale, -scale))
+                        (one + two).backward()
+                    assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-5)
+                    for model in (reference, sharded):
+                        descend(model)
 
     run_ranks(check, 2)
 

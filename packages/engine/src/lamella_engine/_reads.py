@@ -36,18 +36,18 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
 
         declare_reads(mixer, "conv1d.*")
 
-    They are gathered, freed and reduced with the unit around the reader, forward and backward. If they are in a
-    unit inside that one, the whole inner unit becomes part of it: its modules then answer for the unit around, and
-    only how it casts inputs and outputs stays its own. Checkpoints keep their names. `fully_shard_model` makes no unit
-    of a module whose parameters are read from outside of it.
+    They are gathered, freed and reduced with the unit around the reader, forward and backward. If they are in a unit
+    inside that one, the whole inner unit becomes part of it: its modules then answer for the unit around, whose
+    settings count, and only how it casts inputs and outputs stays its own. Checkpoints keep their names.
+    `fully_shard_model` makes no unit of a module whose parameters are read from outside of it.
 
     Args:
         reader: A module that is in no unit yet. Whether it becomes one does not matter.
         names: Of parameters, from the reader on; or patterns (`fnmatch`). They are looked up again by `fully_shard`.
 
     Raises:
-        TypeError: Not a module, or not a name.
-        ValueError: No names, one that matches no parameter below a child, or a reader that is in a unit already.
+        TypeError: Not a module, no names, or one that is no string.
+        ValueError: A name that matches no parameter below a child, or a reader that is in a unit already.
 
     Effects: a note on the module.
     """
