@@ -566,6 +566,28 @@ def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
     run_ranks(check, 2)
 
 
+def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
+    class Reading(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return x * self.layers[0].get_parameter("up.weight").sum()
+
+    def apply(model: Any) -> None:
+        declare_reads(model, "layers.0.up.weight")
+        _shard(model)
+        assert find_state(model) is find_state(model.layers[0]) is find_state(_convs(model)[0])
+
+    def check() -> None:
+        reference, sharded = twins(Reading, apply)
+        assert_trains_alike(reference, sharded, LOSS, num_steps=3)
+        state = find_state(sharded)
+        assert state is not None
+        names = {parameter.name for group in state.groups for parameter in group.parameters}
+        assert names >= {"layers.0.up.weight", "layers.0.mixer.conv1d.weight", "stem.weight"}
+
+    run_ranks(check, 2)
+
+
 def test_several_forwards_before_their_backwards() -> None:
     def check() -> None:
         reference, sharded = twins(Model, _shard)
