@@ -44,9 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in ours:
         test, case, implementation = _name_of(item)
         if IS_OLD and API.get(implementation) is torch.distributed.fsdp:
-            item.add_marker(
-                pytest.mark.xfail(strict=False, reason="older than the suite")
-            )
+            item.add_marker(pytest.mark.xfail(strict=False, reason="older than the suite"))
         lacks = NOT_YET.get(item.path.stem, {})
         for key in {f"{test}[{case}]", test} & lacks.keys():
             known.add((item.path.stem, key))

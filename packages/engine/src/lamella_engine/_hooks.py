@@ -59,8 +59,7 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
         return post_forward(state, module, output)
 
     def leave_nothing_but_shards(*_: object) -> None:
-        state.unit.reshard()
-        state.unit.drop_copy()
+        state.unit.leave_nothing_but_shards()
 
     def adopt(*_: object) -> None:
         state.unit.adopt_replaced_shards(keep_parameters=True)

@@ -14,6 +14,7 @@ from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._extended_group import split_extended
+from lamella_engine._offload import CPU
 from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
@@ -138,6 +139,11 @@ class FSDPState:
         return not (self.is_outermost and torch.is_grad_enabled())
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether shards rest on the CPU."""
+        return any(group.offload is not None for group in self.groups)
+
+    @property
     def is_unsharding(self) -> bool:
         """Whether a gather was started and not waited for."""
         return self._residency is Residency.UNSHARDING
@@ -148,10 +154,11 @@ class FSDPState:
         """Start gathering the parameters; nothing if they are unsharded or on the way.
 
         Raises:
-            RuntimeError: The parameters are on the meta device.
+            RuntimeError: The parameters are on the meta device, or rest on the CPU and are not there.
 
         Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
-            buffers on the gather stream and casts this rank's shards there; no host sync.
+            buffers on the gather stream and casts this rank's shards there, copied to the device before if they rest on
+            the CPU; no host sync.
         """
         if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
             return
@@ -167,6 +174,9 @@ class FSDPState:
                 return
             self.drop_copy()
         self._check_materialized()
+        self._check_at_home()
+        if self.is_offloaded:
+            context.note_shards_are_read()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
@@ -229,6 +239,16 @@ class FSDPState:
                 group.unsharded_weight.free()
             self.residency = Residency.SHARDED
 
+    def leave_nothing_but_shards(self) -> None:
+        """Return to rest, since somebody is about to read, write or replace main weights.
+
+        Effects: those of `reshard` and `drop_copy`. Where main weights rest on the CPU, a host sync if some were
+            gathered since the last one.
+        """
+        self.reshard()
+        self.drop_copy()
+        self.context.wait_for_shards()
+
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage, or whose Parameter, somebody replaced while they were at rest.
 
@@ -271,10 +291,28 @@ class FSDPState:
         names = [name for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self.name or 'the outermost unit'} on {self.context.device}: they must "
-                "be materialized from meta device before training. Got these still on meta device: "
-                f'{names}. Call `model.to_empty(device="{self.context.device.type}")` and initialise them first.'
+                f"Expected the parameters of {self._title} on {self._home}: they must be materialized from meta "
+                f"device before training. Got these still on meta device: {names}. Call "
+                f'`model.to_empty(device="{self._home.type}")` and initialise them first.'
             )
+
+    def _check_at_home(self) -> None:
+        away = [group for group in self.groups if not group.is_at_home]
+        if away:
+            devices = {parameter.name: str(parameter.shard.device) for group in away for parameter in group.parameters}
+            raise RuntimeError(
+                f"Expected the parameters of {self._title} on the CPU, as `offload_policy` says, got {devices}. FSDP "
+                "parameters should be materialized on CPU when enabling CPU offloading. Load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them.'
+            )
+
+    @property
+    def _title(self) -> str:
+        return self.name or "the outermost unit"
+
+    @property
+    def _home(self) -> torch.device:
+        return CPU if self.is_offloaded else self.context.device
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -409,6 +447,12 @@ class FSDPState:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(total.shards.flat)
             group.install_gradients(total)
+            hooks = group.hooks(total.present)
+            if group.offload is not None:
+                context.expect_gradients(hooks)
+            else:
+                for hook in hooks:
+                    hook()
             if stream is not context.reduce_scatter_stream:
                 context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
 
