@@ -105,7 +105,8 @@ def fully_shard(
             shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
             `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
             `placements` do not fit the mesh or `reshard_after_forward`; a parameter's class defines one of the two
-            methods that say what is gathered, or one that takes other arguments.
+            methods that say what is gathered, or one that takes other arguments; what a module reads directly
+            (`declare_reads`) is not there, or cannot be gathered with it.
         TypeError: An argument is of the wrong type.
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
             class says what is gathered lies as that cannot.
