@@ -20,7 +20,7 @@ from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
-from lamella_engine._module import FSDPModule, attach_state, find_state
+from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
 from lamella_engine._parameter_group import (
     Candidate,
     Owner,
@@ -143,9 +143,12 @@ def fully_shard(
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
-        attach_state(each, state)
+    attach_state(modules, state)
     register_hooks(modules, owners, state)
     return module
+
+
+fully_shard.state = view_of  # type: ignore[attr-defined]  # as FSDP2's function has one
 
 
 def _outer_modules(module: object) -> list[nn.Module]:

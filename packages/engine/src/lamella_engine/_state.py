@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lamella_buffers import Pending, all_gather, reduce_scatter
+from lamella_buffers import Done, Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._extended_group import split_extended
@@ -92,6 +92,7 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
+        self.view: object = None  # what torch's tools see of it
         self._awaited: set[int] = set()
         self._forward_is_watched = True
         self._residency = Residency.SHARDED
@@ -124,6 +125,10 @@ class FSDPState:
         """Whether a gather was started and not waited for."""
         return self._residency is Residency.UNSHARDING
 
+    def awaits(self, module_id: int) -> bool:
+        """Whether the forward under way has yet to run this one of the unit's modules."""
+        return module_id in self._awaited
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -154,7 +159,8 @@ class FSDPState:
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
         with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
-            pending = [_start_gather(same) for same in _by_axes(self.groups)]
+            started = [_start_gather(same) for same in _by_axes(self.groups)]
+            pending = [each for each in started if not isinstance(each, Done)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
         self._gathered_at = updates.count
         self.residency = Residency.UNSHARDING
@@ -242,20 +248,26 @@ class FSDPState:
             group.model_weight = None
 
     def _finish_gather(self) -> None:
-        if self._gather is not None:
-            for pending in self._gather.pending:
-                pending.wait()
-            self._gather.versions.__exit__(None, None, None)
-            self.context.compute_stream.wait_event(self._gather.event)
-            self._gather = None
+        if self._gather is None:
+            return
+        context = self.context
+        (pending, event, versions), self._gather = self._gather, None
+        if pending:  # gloo copies its results into place now: where what they lie in was allocated
+            with context.on(context.all_gather_stream):
+                for each in pending:
+                    each.wait()
+            event = context.all_gather_stream.record_event()
+        versions.__exit__(None, None, None)
+        context.compute_stream.wait_event(event)
 
     def _check_materialized(self) -> None:
-        names = [name for group in self.groups for name in group.meta_names()]
+        prefix = f"{self.name}." if self.name and len(self.module_ids) == 1 else ""
+        names = [prefix + name for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self.name or 'the outermost unit'} on {self.context.device}: they must "
-                "be materialized from meta device before training. Got these still on meta device: "
-                f'{names}. Call `model.to_empty(device="{self.context.device.type}")` and initialise them first.'
+                f"Expected the unit {self.name!r} on {self.context.device}. FSDP parameters should be materialized "
+                f"from meta device before training, but the following were still on meta device: {names}. Call "
+                f'`model.to_empty(device="{self.context.device.type}")` and initialise them first.'
             )
 
     # -- forward ----------------------------------------------------------------------------------------------------
