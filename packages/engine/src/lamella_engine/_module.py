@@ -370,7 +370,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         """What torch's methods begin with: one that a later torch has and this class has not finds nothing to set."""
-        return state_of(self).view
+        return view_of(self)
 
     def mark_updated(self) -> None:
         """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
@@ -511,20 +511,21 @@ def attach_state(modules: Sequence[nn.Module], state: FSDPState) -> None:
     By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
     pipeline schedules need.
     """
-    state.view = StateView(state, modules)
+    view = StateView(state, modules)
+    state.view = weakref.ref(view)
     for module in modules:
         module.__dict__[_STATE] = state
-        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = state.view
+        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def view_of(module: nn.Module) -> StateView | None:
+def view_of(module: object) -> StateView | None:
     """A unit's state as FSDP2's is read, or None for a module that is no unit.
 
     Effects: none.
     """
     state = find_state(module)
-    return None if state is None else cast(StateView, state.view)
+    return None if state is None else cast(StateView, state.view())
 
 
 def find_state(module: object) -> FSDPState | None:

@@ -67,7 +67,7 @@ class StateView(_View):
     @property
     def all_states(self) -> list[object]:
         """Those of the tree, the outermost unit's first."""
-        return [unit.view for unit in _tree(self._state)]
+        return [unit.view() for unit in _tree(self._state)]
 
     @property
     def _comm_ctx(self) -> CommView:
@@ -211,7 +211,7 @@ def _tree(state: FSDPState) -> list[FSDPState]:
 
 def _module_names(state: FSDPState) -> Iterator[tuple[int, str]]:
     """The names of modules by identity, from the outermost unit on."""
-    view = _tree(state)[0].view
+    view = _tree(state)[0].view()
     assert isinstance(view, StateView)
     for ref in view.modules:
         if (root := ref()) is not None:

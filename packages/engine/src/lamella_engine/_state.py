@@ -12,7 +12,7 @@ import torch
 
 from lamella_buffers import Done, Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, Reduction, label
+from lamella_engine._context import Context, Member, Reduction, label, log
 from lamella_engine._extended_group import split_extended
 from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_engine._placements import Strategy
@@ -92,7 +92,7 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
-        self.view: object = None  # what torch's tools see of it
+        self.view: Callable[[], object] = lambda: None  # what torch's tools see of it: weak, as that holds this
         self._awaited: set[int] = set()
         self._forward_is_watched = True
         self._residency = Residency.SHARDED
@@ -414,6 +414,7 @@ class FSDPState:
 
     def end_backward(self) -> None:
         """Reshard, and reduce the gradients or keep them for a later microbatch."""
+        log("post_backward", self.name)
         self.awaits_backward_end = False
         self._awaited.clear()
         if self.reshard_after_backward:
