@@ -312,8 +312,8 @@ class FSDPState:
         if away:
             devices = [(self._full_name(p.name), p.shard.device) for group in away for p in group.parameters]
             raise RuntimeError(
-                f"Expected the parameters of {self._title} on the CPU, as `offload_policy` says. FSDP parameters should "
-                "be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
+                f"Expected the parameters of {self._title} on the CPU, as `offload_policy` says. FSDP parameters "
+                "should be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
                 '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
                 f"{devices}."
             )
