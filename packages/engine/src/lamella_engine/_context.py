@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 
 from lamella_engine._order import LearnedOrders, ReplayedOrder
+
+_logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class Phase(Enum):
@@ -89,13 +92,25 @@ class Reduction:
 
 
 def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
-    """A range in a profile, named as FSDP2 names it.
+    """A range in a profile, and a line in FSDP2's log, named as FSDP2 names them.
 
-    Effects: none unless a profiler runs: a range that nobody sees costs several microseconds.
+    Effects: none unless a profiler runs or the log is on: a range that nobody sees costs several microseconds.
     """
-    if not torch._C._autograd._profiler_enabled():
-        return nullcontext()
-    return record_function(f"FSDP::{phase} ({unit})" if unit else f"FSDP::{phase}")
+    log(phase, unit)
+    return record_function(_name(phase, unit)) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+def log(phase: str, unit: str = "") -> None:
+    """A line in FSDP2's log, which `TORCH_LOGS=fsdp` turns on.
+
+    Effects: none unless it is on.
+    """
+    if _logger.isEnabledFor(logging.DEBUG):
+        _logger.debug("%s", _name(phase, unit))
+
+
+def _name(phase: str, unit: str) -> str:
+    return f"FSDP::{phase} ({unit})" if unit else f"FSDP::{phase}"
 
 
 class Context:

@@ -152,6 +152,14 @@ def plain_of(transport: Transport) -> Transport:
     return transport.plain if isinstance(transport, _Delegating) else transport
 
 
+def is_custom(transport: Transport | None) -> bool:
+    """Whether a user's collectives were put over a transport.
+
+    Effects: none.
+    """
+    return isinstance(transport, _Delegating)
+
+
 def with_all_gather(transport: Transport, comm: AllGather) -> Transport:
     """A transport with a user's gathers instead of what it had; on a single rank there is nothing to gather.
 

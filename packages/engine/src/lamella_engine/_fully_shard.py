@@ -20,7 +20,7 @@ from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
-from lamella_engine._module import FSDPModule, attach_state, find_state
+from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
 from lamella_engine._offload import CPU, Offload
 from lamella_engine._parameter_group import (
     Candidate,
@@ -158,18 +158,20 @@ def fully_shard(
         below.name, below.is_outermost = name, False
         if below not in read:
             context.add(below)
+    taken = [each for below in read for each in _modules_of(below, modules)]
     for below in read:
-        for each in _modules_of(below, modules):
-            attach_state(each, state)
         state.take_over(below)
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
-        attach_state(each, state)
         each.register_forward_hook(explain_undeclared, always_call=True)
+    attach_state(modules, state, besides=taken)
     register_hooks(modules, owners, state)
     note_in_unit(owners)
     return module
+
+
+fully_shard.state = view_of  # type: ignore[attr-defined]  # as FSDP2's function has one
 
 
 def _outer_modules(module: object) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
@@ -23,6 +23,7 @@ from lamella_engine._custom_collectives import (
     CustomReduceScatter,
     ReduceScatter,
     check_collective,
+    is_custom,
     plain_of,
     with_all_gather,
     with_reduce_scatter,
@@ -33,6 +34,7 @@ from lamella_engine._handles import Hold, UnshardHandle
 from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._main_grads import MainGrads
 from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
+from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
@@ -310,9 +312,9 @@ class FSDPModule(fsdp2.FSDPModule):
         state = state_of(self)
         _check_one_mesh(state, "what the hook is given")
         if stream is not None and any(group.replicas or group.outer for group in state.groups):
-            raise ValueError(
-                "Expected no `stream` for a unit with replicas, got one: stream cannot be set when using native HSDP."
-            )
+            error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
+            error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
+            raise error
         state.all_reduce_hook, state.all_reduce_hook_stream = hook, stream
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -455,15 +457,18 @@ class FSDPModule(fsdp2.FSDPModule):
             group.reduce_transport = separate
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
+        """Taken and not used: there are no staging buffers that the process group could allocate.
+
+        Collectives read and write the memory of parameters and gradients, which comes from torch's allocator.
 
         Raises:
-            NotImplementedError: It was to be enabled.
+            MisuseError: It was to be enabled, and the unit has custom collectives, which allocate theirs.
         """
-        if enable:
-            raise NotImplementedError(
-                "Expected `enable` to be False, got True. Collectives work in the memory of parameters and gradients "
-                "here, there are no staging buffers for a process group to allocate: leave the call out."
+        groups = state_of(self).groups
+        if enable and any(is_custom(t) for group in groups for t in (group.transport, group.reduce_transport)):
+            raise MisuseError(
+                "Expected `enable` to be False for a unit with custom collectives, got True: they allocate their own "
+                "memory. Leave one of the two calls out."
             )
 
     def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
@@ -490,12 +495,9 @@ class FSDPModule(fsdp2.FSDPModule):
         parameters are allocated where they are gathered, on the gather stream, and nothing is copied out of them.
         """
 
-    def _get_fsdp_state(self) -> NoReturn:
-        """What torch's methods begin with: one that a later torch has and this class has not ends here."""
-        raise NotImplementedError(
-            f"Expected a method that lamella's FSDPModule has, got one of torch's on {type(self).__name__}: lamella "
-            "does not support it yet."
-        )
+    def _get_fsdp_state(self) -> Any:
+        """What torch's methods begin with: one that a later torch has and this class has not finds nothing to set."""
+        return view_of(self)
 
     def mark_updated(self) -> None:
         """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
@@ -669,30 +671,29 @@ def _separate_transport(
     return made[ranks]
 
 
-class _StateForTorch:
-    """What `torch.distributed.pipelining` asks of FSDP2's own state after a step's last microbatch: to reduce.
+def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
+    """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
 
-    It lists a tree's states to call each one's `post_backward`, and then the root's last callback. That does all of it
-    here, so none are listed.
+    Those `besides` had one of their own before, whose parameters the unit took over.
+
+    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
+    pipeline schedules need.
     """
-
-    all_states = ()
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state = state
-
-    @property
-    def _state_ctx(self) -> Self:
-        return self
-
-    def _root_post_backward_final_callback(self) -> None:
-        self._state.context.finish_backward()
+    view = StateView(state, modules)
+    state.view = weakref.ref(view)
+    for module in (*modules, *besides):
+        module.__dict__[_STATE] = state
+        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def attach_state(module: nn.Module, state: FSDPState) -> None:
-    """Give a module its state, past `nn.Module.__setattr__`; torch's `fully_shard.state` finds what it needs of it."""
-    module.__dict__[_STATE] = state
-    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = _StateForTorch(state)
+def view_of(module: object) -> StateView | None:
+    """A unit's state as FSDP2's is read, or None for a module that is no unit.
+
+    Effects: none.
+    """
+    state = find_state(module)
+    return None if state is None else cast(StateView, state.view())
 
 
 def find_state(module: object) -> FSDPState | None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from lamella_buffers import Pending, all_gather, reduce_scatter
+from lamella_buffers import Done, Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, Reduction, label
+from lamella_engine._context import Context, Member, Reduction, label, log
 from lamella_engine._delayed import DelayedGradients
 from lamella_engine._extended_group import split_extended
 from lamella_engine._main_grads import MainGrads
@@ -98,6 +98,7 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
+        self.view: Callable[[], object] = lambda: None  # what torch's tools see of it: weak, as that holds this
         self._reader: FSDPState | None = None
         self._awaited: set[int] = set()
         self._forward_is_watched = True
@@ -157,6 +158,10 @@ class FSDPState:
     def is_unsharding(self) -> bool:
         """Whether a gather was started and not waited for."""
         return self._residency is Residency.UNSHARDING
+
+    def awaits(self, module_id: int) -> bool:
+        """Whether the forward under way has yet to run this one of the unit's modules."""
+        return module_id in self._awaited
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -219,7 +224,8 @@ class FSDPState:
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
         with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
-            pending = [_start_gather(same) for same in _by_axes(self.groups)]
+            started = [_start_gather(same) for same in _by_axes(self.groups)]
+            pending = [each for each in started if not isinstance(each, Done)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
         self._gathered_at = updates.count
         self.residency = Residency.UNSHARDING
@@ -344,32 +350,41 @@ class FSDPState:
             group.model_weight = None
 
     def _finish_gather(self) -> None:
-        if self._gather is not None:
-            for pending in self._gather.pending:
-                pending.wait()
-            self._gather.versions.__exit__(None, None, None)
-            self._gathered = self._gather.event
-            self.order_after_gather()
-            self._gather = None
+        if self._gather is None:
+            return
+        context = self.context
+        (pending, event, versions), self._gather = self._gather, None
+        if pending:  # gloo copies its results into place now: where what they lie in was allocated
+            with context.on(context.all_gather_stream):
+                for each in pending:
+                    each.wait()
+            event = context.all_gather_stream.record_event()
+        versions.__exit__(None, None, None)
+        self._gathered = event
+        self.order_after_gather()
 
     def _check_materialized(self) -> None:
-        names = [name for group in self.groups for name in group.meta_names()]
+        names = [self._full_name(name) for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self.title} on {self._home}: they must be materialized from meta "
-                f"device before training. Got these still on meta device: {names}. Call "
+                f"Expected the parameters of {self.title} on {self._home}. FSDP parameters should be materialized "
+                f"from meta device before training, but the following were still on meta device: {names}. Call "
                 f'`model.to_empty(device="{self._home.type}")` and initialise them first.'
             )
 
     def _check_at_home(self) -> None:
         away = [group for group in self.groups if not group.is_at_home]
         if away:
-            devices = {parameter.name: str(parameter.shard.device) for group in away for parameter in group.parameters}
+            devices = [(self._full_name(p.name), p.shard.device) for group in away for p in group.parameters]
             raise RuntimeError(
-                f"Expected the parameters of {self.title} on the CPU, as `offload_policy` says, got {devices}. FSDP "
-                "parameters should be materialized on CPU when enabling CPU offloading. Load a CPU state dict, or call "
-                '`model.to_empty(device="cpu")` and initialise them.'
+                f"Expected the parameters of {self.title} on the CPU, as `offload_policy` says. FSDP parameters "
+                "should be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
+                f"{devices}."
             )
+
+    def _full_name(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name and len(self.module_ids) == 1 else name
 
     @property
     def _home(self) -> torch.device:
@@ -542,6 +557,7 @@ class FSDPState:
 
     def end_backward(self) -> None:
         """Reshard, and reduce the gradients or keep them for a later microbatch, once those that are delayed came."""
+        log("post_backward", self.name)
         self.awaits_backward_end = False
         self._awaited.clear()
         is_complete = self._note_end()
