@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import HSDP, ZERO1, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine._context import Context
 from lamella_testing import run_ranks
 
 BATCHES = [inputs(8, seed=1), inputs(8, seed=2)]
@@ -246,36 +247,39 @@ def test_replicas_are_reduced_with_the_late_gradients_too() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_gradients_of_a_side_stream_are_waited_for_and_their_memory_is_kept_for_it() -> None:
-    class Stream:
-        """Writes down what it is made to wait for."""
+class _Stream:
+    """Writes down what it is made to wait for: streams by themselves, events by the stream that recorded them."""
 
-        def __init__(self) -> None:
-            self.waited: list[object] = []
-            self.wait_event = self.wait_stream = self.waited.append
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+        self.wait_event = self.wait_stream = self.waited.append
 
-        def record_event(self) -> Stream:
-            return self
+    def record_event(self) -> _Stream:
+        return self
 
-    def on_each_rank() -> None:
+
+def test_streams_that_made_gradients_and_those_that_use_them_wait_for_each_other() -> None:
+    def on_each_rank(patch: pytest.MonkeyPatch) -> None:
         _, model, _ = _pair()
-        side: Any = Stream()
-        state = dict(units(model))["layers.0"]
+        context = dict(units(model))["root"].context
+        main, side, reduce = _Stream(), _Stream(), _Stream()
+        current: list[_Stream] = [main]
+        patch.setattr(Context, "compute_stream", property(lambda _: current[-1]))
+        context.__dict__["reduce_scatter_stream"] = reduce
         _backward(model, BATCHES[0])
-        (late,) = state.delayed.parameters
-        assert state.delayed.arrive(late, side)
-        compute = state.context.compute_stream
-        waited: list[object] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(compute), "wait_event", lambda _, event: waited.append(event))
-            state.delayed.join(compute)
-        assert side in waited
-        state.delayed.release(compute)
-        assert side.waited == [compute], "what was let go of may be written again after its readers"
-        assert side in state.delayed.take_streams()
-        assert state.delayed.take_streams() == ()
+        assert reduce not in main.waited, "nothing that the optimizer needs is there yet"
+        current.append(side)
+        for i in (2, 1, 0):
+            side.waited.clear()
+            _block(model, i).down.backward_dw()
+            assert main in side.waited, "which made the other gradients of the unit"
+            assert side in main.waited, "before memory of its is used again that was let go of"
+        assert reduce in side.waited
+        assert main.waited[-1] is side, "the optimizer is on the stream that backward ended on"
+        assert reduce in main.waited, "before the memory of gradients is used again that a reduction read"
 
-    run_ranks(on_each_rank, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        run_ranks(lambda: on_each_rank(patch), 1)
 
 
 def test_microbatches_without_sync_reduce_nothing() -> None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, fully_shard
+from lamella_engine._context import Context
 from lamella_testing import run_ranks
 
 STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -387,3 +388,30 @@ def test_a_gather_at_rest_waits_for_who_wrote_the_shards_and_for_every_reader_be
         assert len(waits) == 2, "the event of the first to let go, and the stream of the last"
 
     run_ranks(on_each_rank, 2)
+
+
+def test_every_stream_that_waits_for_a_hold_waits_for_the_gather() -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.waited: list[object] = []
+            self.wait_event = self.wait_stream = self.waited.append
+
+        def record_event(self) -> Stream:
+            return self
+
+    def on_each_rank(patch: pytest.MonkeyPatch) -> None:
+        model = Stack()
+        _shard(model, "ZERO3")
+        context = dict(units(model))["root"].context
+        gathers, first, second = Stream(), Stream(), Stream()
+        context.__dict__["all_gather_stream"] = gathers
+        holds = []
+        for stream in (first, second):
+            patch.setattr(Context, "compute_stream", property(lambda _, stream=stream: stream))
+            holds.append(unit(model.layers[0]).hold())
+            holds[-1].wait()
+            assert gathers in stream.waited
+        assert second not in gathers.waited, "there was nothing to gather any more"
+
+    with pytest.MonkeyPatch.context() as patch:
+        run_ranks(lambda: on_each_rank(patch), 1)

@@ -149,7 +149,7 @@ class Context:
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
         self._max_reductions = 1
-        self._step_ends = False
+        self._last_backward_ended_on: torch.Stream | None = None
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
         self._forward_root: int | None = None
@@ -298,16 +298,20 @@ class Context:
             state.finish_backward()
         self._drop_unused_gathers()
         if self.is_last_backward:
-            self._step_ends = True
+            self._last_backward_ended_on = self.compute_stream
             self.finish_awaited()
         elif self._on_arrival:
             self.finish_reductions()
 
     def finish_awaited(self) -> None:
-        """Let the compute stream wait for all reductions, if the last backward is over and nothing comes later."""
-        if self._step_ends and not any(state.awaits_gradients for state in self.states):
-            self._step_ends = False
-            self.finish_reductions()
+        """Let the stream that the last backward ended on wait for all reductions, if nothing comes later."""
+        stream = self._last_backward_ended_on
+        if stream is None or any(state.awaits_gradients for state in self.states):
+            return
+        self._last_backward_ended_on = None
+        self.finish_reductions()
+        if stream != self.compute_stream:  # the last gradient was made on another
+            stream.wait_stream(self.compute_stream)
 
     def end_step(self) -> None:
         """End a backward that was driven by hand: its last one, or one that others follow.
@@ -332,7 +336,7 @@ class Context:
         """Return to rest after an exception."""
         for state in self.states:
             state.abandon()
-        self._step_ends = False
+        self._last_backward_ended_on = None
         self._on_arrival.clear()
         self.finish_reductions()
         self._phase = Phase.RESTING
