@@ -15,6 +15,7 @@ import torch
 from torch.autograd import Variable
 from torch.profiler import record_function
 
+from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._order import LearnedOrders, ReplayedOrder
 
 
@@ -26,26 +27,16 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-class Member(Protocol):
+class Member(Gatherable, Protocol):
     """What a context asks of a unit."""
 
     context: Context
     name: str
-    index: int
     max_reductions_in_flight: int
     unshards_in_backward: bool
 
-    @property
-    def is_unsharding(self) -> bool:
-        """Whether a gather was started and not waited for."""
-        ...
-
     def unshard(self) -> None:
         """Start gathering."""
-        ...
-
-    def reshard(self) -> None:
-        """Free what was gathered."""
         ...
 
     def begin_pass(self) -> None:
@@ -118,6 +109,7 @@ class Context:
         self._max_reductions = 1
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
+        self.ahead = GatheredAhead()
         self._forward_root: int | None = None
 
     @property
@@ -197,16 +189,16 @@ class Context:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, state: Member) -> Member | None:
+    def enter_forward(self, state: Member) -> list[Member]:
         """Note that a unit's forward begins; the first one begins a pass.
 
         Returns:
-            The unit to gather ahead, or None.
+            The units to gather ahead.
         """
         if self._phase is not Phase.FORWARD or self._forward_root == state.index:
             with label("root_pre_forward"):
                 self._begin_forward(state)
-        return self._state(self._order.visit(state.index))
+        return self._look_ahead(state)
 
     def _begin_forward(self, root: Member) -> None:
         self._phase = Phase.FORWARD
@@ -232,18 +224,27 @@ class Context:
             self._drop_unused_gathers()
             self._phase = Phase.RESTING
 
-    def enter_backward(self, state: Member) -> Member | None:
+    def enter_backward(self, state: Member) -> list[Member]:
         """Note that a unit's backward begins; the first one begins the pass, which ends with autograd's.
 
         Returns:
-            The unit to gather ahead, or None.
+            The units to gather ahead.
         """
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             self._order = self._learned.begin_backward()
             self._max_reductions = max(member.max_reductions_in_flight for member in self.states)
             Variable._execution_engine.queue_callback(self._end_backward)
-        return self._state(self._order.visit(state.index))
+        return self._look_ahead(state)
+
+    def _look_ahead(self, running: Member) -> list[Member]:
+        upcoming, passed = self._order.visit(running.index)
+        if passed:
+            self.ahead.free(set(passed).difference(upcoming))
+        members = (member for index in upcoming if (member := self._states[index]()) is not None)
+        if self._phase is Phase.BACKWARD:
+            members = (member for member in members if member.unshards_in_backward)
+        return self.ahead.choose(running, members)
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
@@ -269,9 +270,6 @@ class Context:
             state.abandon()
         self._finish_reductions()
         self._phase = Phase.RESTING
-
-    def _state(self, index: int | None) -> Member | None:
-        return None if index is None else self._states[index]()
 
     def _drop_unused_gathers(self) -> None:
         for state in self.states:

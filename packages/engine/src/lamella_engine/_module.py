@@ -105,13 +105,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         Effects: waits for what was started; not a collective.
         """
-        state = state_of(self)
-        if not state.is_outermost:
-            raise RuntimeError(
-                f"Expected the outermost unit, got {state.name!r}. Call reset_iter_state() on the module that was "
-                "given to the last fully_shard."
-            )
-        state.context.reset()
+        _outermost(self, "reset_iter_state").context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the step's last: only then the compute stream waits for all reductions."""
@@ -261,6 +255,30 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: One of them is no unit.
         """
         state_of(self).backward_prefetch = _references(modules)
+
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """Say how much may be gathered ahead of the unit that runs, in forward and in backward.
+
+        Units are gathered in the order that was learned, the next first, while the unsharded parameters of those that
+        wait for their turn weigh no more than this. One unit is always gathered ahead, whatever it weighs. Lists given
+        to `set_modules_to_forward_prefetch` and its sibling count for their units instead.
+
+        Args:
+            nbytes: For the whole tree: beside the units that run or are kept, at most so many bytes of unsharded
+                parameters, in the compute dtype and with padding, are alive. None, the default, gathers only the
+                next unit. Not from free memory: what is communicated must follow from what every rank knows, so every
+                rank must give the same.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            TypeError: Neither an int nor None.
+            ValueError: Negative.
+        """
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | None):
+            raise TypeError(f"Expected `nbytes` to be an int or None, got {nbytes!r}.")
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}. 0 gathers one unit ahead.")
+        _outermost(self, "set_prefetch_budget").context.ahead.budget = nbytes
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's parameters; not for units below.
@@ -473,6 +491,16 @@ def _unit_state(module: object) -> FSDPState:
 def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
+
+
+def _outermost(module: object, method: str) -> FSDPState:
+    state = state_of(module)
+    if not state.is_outermost:
+        raise RuntimeError(
+            f"Expected the outermost unit, got {state.name!r}. Call {method}() on the module that was given to the "
+            "last fully_shard."
+        )
+    return state
 
 
 def _check_one_mesh(state: FSDPState, what: str) -> None:

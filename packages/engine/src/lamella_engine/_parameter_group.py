@@ -261,6 +261,16 @@ class ParameterGroup:
         return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
 
     @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that the group holds while unsharded, on the model-parallel rank that holds most: equal on all."""
+        _, dtype, _ = dtypes_of(self.parameters[0].sharded, self.policy)
+        layout = self.layout
+        largest = [p.sharding.largest_part(shape) for p, shape in zip(self.parameters, layout.shapes, strict=True)]
+        if any(part != shape for part, shape in zip(largest, layout.shapes, strict=True)):
+            layout = EvenLayout.build(largest, layout.num_shards, dims=layout.dims)
+        return layout.full_numel * dtype.itemsize
+
+    @property
     def is_replaced(self) -> bool:
         """Whether somebody replaced a shard, or its storage; the group must be sharded."""
         return any(parameter.is_replaced for parameter in self.parameters)

@@ -124,6 +124,16 @@ class FSDPState:
         """Whether a gather was started and not waited for."""
         return self._residency is Residency.UNSHARDING
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules hold unsharded parameters."""
+        return self._residency is Residency.UNSHARDED
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """What the parameters weigh unsharded, as every rank counts it."""
+        return sum(group.unsharded_nbytes for group in self.groups)
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -325,11 +335,9 @@ class FSDPState:
         if self.reshards_after_forward and self._forward_is_watched:
             self.reshard(keep_parts=torch.is_grad_enabled())
 
-    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Member | None) -> list[Member]:
+    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
-        if asked:
-            return [state for ref in asked if (state := ref()) is not None]
-        return [] if learned is None else [learned]
+        return [state for ref in asked if (state := ref()) is not None] if asked else learned
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
