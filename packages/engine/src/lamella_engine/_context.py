@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.profiler import record_function
 
 from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._order import LearnedOrders, ReplayedOrder
+from lamella_engine._order_check import OrderCheck
 
 
 class Phase(Enum):
@@ -34,6 +36,11 @@ class Member(Gatherable, Protocol):
     name: str
     max_reductions_in_flight: int
     unshards_in_backward: bool
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """With whom it communicates."""
+        ...
 
     def unshard(self) -> None:
         """Start gathering."""
@@ -110,6 +117,7 @@ class Context:
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
         self.ahead = GatheredAhead()
+        self.order_check = OrderCheck.from_environment()
         self._forward_root: int | None = None
 
     @property
@@ -222,6 +230,7 @@ class Context:
         if is_root:
             self._learned.end_forward(state.index, self._order, backward_follows=torch.is_grad_enabled())
             self._drop_unused_gathers()
+            self._check_order_at_end()
             self._phase = Phase.RESTING
 
     def enter_backward(self, state: Member) -> list[Member]:
@@ -238,6 +247,8 @@ class Context:
         return self._look_ahead(state)
 
     def _look_ahead(self, running: Member) -> list[Member]:
+        if self.order_check is not None:
+            self.order_check.note(f"{self._phase.value} of {running.name or 'the outermost unit'}")
         upcoming, passed = self._order.visit(running.index)
         if passed:
             self.ahead.free(set(passed).difference(upcoming))
@@ -250,7 +261,14 @@ class Context:
         with label("root_post_backward_callback"):
             self.finish_backward()
         self._learned.end_backward(self._order)
+        self._check_order_at_end()
         self._phase = Phase.RESTING
+
+    def _check_order_at_end(self) -> None:
+        """Find a rank whose pass is over while others' go on."""
+        if self.order_check is not None:
+            groups = dict.fromkeys(group for state in self.states for group in state.process_groups)
+            self.order_check.before(f"end the {self._phase.value}", groups)
 
     def finish_backward(self) -> None:
         """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
@@ -269,6 +287,8 @@ class Context:
         for state in self.states:
             state.abandon()
         self._finish_reductions()
+        if self.order_check is not None:
+            self.order_check.forget()
         self._phase = Phase.RESTING
 
     def _drop_unused_gathers(self) -> None:

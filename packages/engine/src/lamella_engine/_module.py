@@ -28,6 +28,7 @@ from lamella_engine._custom_collectives import (
 )
 from lamella_engine._errors import MisuseError
 from lamella_engine._hooks import post_forward, pre_forward
+from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._state import FSDPState
 
@@ -279,6 +280,29 @@ class FSDPModule(fsdp2.FSDPModule):
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}. 0 gathers one unit ahead.")
         _outermost(self, "set_prefetch_budget").context.ahead.budget = nbytes
+
+    def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
+
+        Ranks that differ each get an error that names both orders, before the collective: nothing hangs, and nothing is
+        added up that does not belong together. Without it, a rank that leaves out a unit makes the others wait or
+        receive another unit's parameters. `LAMELLA_DEBUG=order` in the environment does the same for every tree. Slow:
+        for finding out. Results are the same to the bit.
+
+        Args:
+            enable: Every rank must say the same, between steps.
+            timeout_s: How long a rank may take to come before the others give it up.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            ValueError: The time is not positive.
+
+        Effects: from now on each collective of this tree blocks the host until all its ranks have come, for about a
+            millisecond on one host and more on many, through the store of the default process group. No GPU sync.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"Expected `timeout_s` to be a positive number of seconds, got {timeout_s!r}.")
+        _outermost(self, "set_order_check").context.order_check = OrderCheck(timeout_s) if enable else None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's parameters; not for units below.

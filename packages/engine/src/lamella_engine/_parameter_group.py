@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -420,6 +420,10 @@ class ParameterGroup:
         """The gradients of the members that train, by index; None where backward made none."""
         taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
+
+    def gradient_nbytes(self, members: Iterable[int]) -> int:
+        """What a reduction of these members' gradients carries, by their indices."""
+        return sum(self.layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
@@ -134,6 +135,22 @@ class FSDPState:
         """What the parameters weigh unsharded, as every rank counts it."""
         return sum(group.unsharded_nbytes for group in self.groups)
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """With whom the unit communicates."""
+        all_axes = dict.fromkeys(group.axes for group in self.groups)
+        found = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def _check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
+        """Refuse a collective that other ranks are not about to begin, if that is checked.
+
+        Effects: none unless it is; see `OrderCheck.before`.
+        """
+        if (check := self.context.order_check) is not None:
+            name = self.name or "the outermost unit"
+            check.before(f"{verb} {name} ({nbytes()} bytes)", self.process_groups)
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -159,6 +176,7 @@ class FSDPState:
                 return
             self.drop_copy()
         self._check_materialized()
+        self._check_order("gather", lambda: self.unsharded_nbytes)
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
@@ -358,6 +376,7 @@ class FSDPState:
         context = self.context
         context.retire_reductions()
         gradients = {group: group.take_gradients() for group in groups}
+        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken) for g, taken in gradients.items()))
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
@@ -388,6 +407,8 @@ class FSDPState:
         if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
+        if has_outer:
+            self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
         with context.on(stream):
             total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
