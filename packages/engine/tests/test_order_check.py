@@ -189,7 +189,7 @@ def test_ranks_that_agree_get_the_same_to_the_bit(num_ranks: int) -> None:
         unit(model).set_order_check(checked)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for route in ((0, 1, 2), (0, 2), (2, 0, 0)):
-            model.route = route  # type: ignore[attr-defined]
+            model.route = route  # type: ignore[assignment]
             model(rows_of_this_rank(X)).square().mean().backward()
             with torch.no_grad():
                 model(X)
@@ -210,7 +210,7 @@ def test_the_environment_asks_for_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
     def check() -> str:
         model = shard(_Routed())
         if _the_odd_one():
-            model.route = (0, 2)  # type: ignore[attr-defined]
+            model.route = (0, 2)  # type: ignore[assignment]
         return _error(model, _step)
 
     assert all("forward of layers.2" in text for text in run_ranks(check, 2))
