@@ -145,3 +145,12 @@ def test_units_that_were_passed_over_make_room() -> None:
     assert run.run(0) == [1, 2]
     assert run.run(3) == [4]
     assert [unit.index for unit in run.waiting] == [4]
+
+
+@pytest.mark.parametrize("budget", [None, 0, 7])
+def test_one_that_was_passed_over_and_comes_again_keeps_its_place(budget: int | None) -> None:
+    units = [_Unit(i, 4) for i in range(4)]
+    run = _Pass(units, [0, 2, 1, 3, 2], budget)
+    assert run.run(0) == [2]
+    assert run.run(1) == []
+    assert [unit.index for unit in run.waiting] == [2]

@@ -67,7 +67,10 @@ class GatheredAhead:
             upcoming: What is expected after it, in order.
         """
         self._units.pop(running.index, None)
-        chosen = list(islice(upcoming, 1)) if self.budget is None else self._within(self.budget, running, upcoming)
+        if self.budget is not None:
+            chosen = self._within(self.budget, running, upcoming)
+        else:
+            chosen = [] if any(self._waiting()) else list(islice(upcoming, 1))
         for unit in chosen:
             if not (unit.is_unsharding or unit.is_unsharded):
                 self._units[unit.index] = weakref.ref(unit)
