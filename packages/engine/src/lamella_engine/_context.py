@@ -13,10 +13,13 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.profiler import record_function
 
+from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._order import LearnedOrders, ReplayedOrder
+from lamella_engine._order_check import OrderCheck
 
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
@@ -29,12 +32,11 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-class Member(Protocol):
+class Member(Gatherable, Protocol):
     """What a context asks of a unit."""
 
     context: Context
     name: str
-    index: int
     max_reductions_in_flight: int
     unshards_in_backward: bool
 
@@ -44,16 +46,12 @@ class Member(Protocol):
         ...
 
     @property
-    def is_unsharding(self) -> bool:
-        """Whether a gather was started and not waited for."""
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """With whom it communicates."""
         ...
 
     def unshard(self) -> None:
         """Start gathering."""
-        ...
-
-    def reshard(self) -> None:
-        """Free what was gathered."""
         ...
 
     def begin_pass(self) -> None:
@@ -152,6 +150,8 @@ class Context:
         self._last_backward_ended_on: torch.Stream | None = None
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
+        self.ahead = GatheredAhead()
+        self.order_check = OrderCheck.from_environment()
         self._forward_root: int | None = None
         self._awaits_gradients = False
         self._reads_shards = False
@@ -234,16 +234,16 @@ class Context:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, state: Member) -> Member | None:
+    def enter_forward(self, state: Member) -> list[Member]:
         """Note that a unit's forward begins; the first one begins a pass.
 
         Returns:
-            The unit to gather ahead, or None.
+            The units to gather ahead.
         """
         if self._phase is not Phase.FORWARD or self._forward_root == state.index:
             with label("root_pre_forward"):
                 self._begin_forward(state)
-        return self._state(self._order.visit(state.index))
+        return self._look_ahead(state)
 
     def _begin_forward(self, root: Member) -> None:
         self._phase = Phase.FORWARD
@@ -267,26 +267,45 @@ class Context:
         if is_root:
             self._learned.end_forward(state.index, self._order, backward_follows=torch.is_grad_enabled())
             self._drop_unused_gathers()
+            self._check_order_at_end()
             self._phase = Phase.RESTING
 
-    def enter_backward(self, state: Member) -> Member | None:
+    def enter_backward(self, state: Member) -> list[Member]:
         """Note that a unit's backward begins; the first one begins the pass, which ends with autograd's.
 
         Returns:
-            The unit to gather ahead, or None.
+            The units to gather ahead.
         """
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             self._order = self._learned.begin_backward()
             self._max_reductions = self._most_reductions()
             Variable._execution_engine.queue_callback(self._end_backward)
-        return self._state(self._order.visit(state.index))
+        return self._look_ahead(state)
+
+    def _look_ahead(self, running: Member) -> list[Member]:
+        if self.order_check is not None:
+            self.order_check.note(f"{self._phase.value} of {running.name or 'the outermost unit'}")
+        upcoming, passed = self._order.visit(running.index)
+        if passed:
+            self.ahead.free(set(passed).difference(upcoming))
+        members = (member for index in upcoming if (member := self._states[index]()) is not None)
+        if self._phase is Phase.BACKWARD:
+            members = (member for member in members if member.unshards_in_backward)
+        return self.ahead.choose(running, members)
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
             self.finish_backward()
         self._learned.end_backward(self._order)
+        self._check_order_at_end()
         self._phase = Phase.RESTING
+
+    def _check_order_at_end(self) -> None:
+        """Find a rank whose pass is over while others' go on."""
+        if self.order_check is not None:
+            groups = dict.fromkeys(group for state in self.states for group in state.process_groups)
+            self.order_check.before(f"end the {self._phase.value}", groups)
 
     def finish_backward(self) -> None:
         """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
@@ -339,10 +358,9 @@ class Context:
         self._last_backward_ended_on = None
         self._on_arrival.clear()
         self.finish_reductions()
+        if self.order_check is not None:
+            self.order_check.forget()
         self._phase = Phase.RESTING
-
-    def _state(self, index: int | None) -> Member | None:
-        return None if index is None else self._states[index]()
 
     def _drop_unused_gathers(self) -> None:
         for state in self.states:

@@ -33,6 +33,7 @@ from lamella_engine._extended_group import ExtendedGroup
 from lamella_engine._handles import Hold, UnshardHandle
 from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._main_grads import MainGrads
+from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
 from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
 from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
@@ -152,9 +153,7 @@ class FSDPModule(fsdp2.FSDPModule):
         Effects: those of `reduce_gradients` for what is left; with the last backward the current stream waits for all
             reductions, and copies of the parameters are stale. No host sync on CUDA.
         """
-        state = state_of(self)
-        _check_outermost(state, "wait_for_gradients")
-        state.context.end_step()
+        _outermost(self, "wait_for_gradients").context.end_step()
 
     def delay_gradient(self, parameter: nn.Parameter) -> Callable[[], None]:
         """Say that a parameter's gradient comes after its unit's backward, from now on; not for units below.
@@ -238,9 +237,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         Effects: waits for what was started; not a collective.
         """
-        state = state_of(self)
-        _check_outermost(state, "reset_iter_state")
-        state.context.reset()
+        _outermost(self, "reset_iter_state").context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the step's last: only then the compute stream waits for all reductions."""
@@ -390,6 +387,53 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: One of them is no unit.
         """
         state_of(self).backward_prefetch = _references(modules)
+
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """Say how much may be gathered ahead of the unit that runs, in forward and in backward.
+
+        Units are gathered in the order that was learned, the next first, while the unsharded parameters of those that
+        wait for their turn weigh no more than this. One unit is always gathered ahead, whatever it weighs. Lists given
+        to `set_modules_to_forward_prefetch` and its sibling count for their units instead.
+
+        Args:
+            nbytes: For the whole tree: beside the units that run or are kept, at most so many bytes of unsharded
+                parameters, in the compute dtype and with padding, are alive. None, the default, gathers only the
+                next unit. Not from free memory: what is communicated must follow from what every rank knows, so every
+                rank must give the same.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            TypeError: Neither an int nor None.
+            ValueError: Negative.
+        """
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | None):
+            raise TypeError(f"Expected `nbytes` to be an int or None, got {nbytes!r}.")
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}. 0 gathers one unit ahead.")
+        _outermost(self, "set_prefetch_budget").context.ahead.budget = nbytes
+
+    def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
+
+        Ranks that differ each get an error that names both orders, before the collective: nothing hangs, and nothing is
+        added up that does not belong together. Without it, a rank that leaves out a unit makes the others wait or
+        receive another unit's parameters. `LAMELLA_DEBUG=order` in the environment does the same for every tree. Slow:
+        for finding out. Results are the same to the bit.
+
+        Args:
+            enable: Every rank must say the same, between steps.
+            timeout_s: How long a rank may take to come before the others give it up.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            ValueError: The time is not positive.
+
+        Effects: from now on each collective of this tree blocks the host until all its ranks have come, for about a
+            millisecond on one host and more on many, through the store of the default process group. No GPU sync.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"Expected `timeout_s` to be a positive number of seconds, got {timeout_s!r}.")
+        _outermost(self, "set_order_check").context.order_check = OrderCheck(timeout_s) if enable else None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's parameters; not for units below.
@@ -603,12 +647,14 @@ def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
 
 
-def _check_outermost(state: FSDPState, method: str) -> None:
+def _outermost(module: object, method: str) -> FSDPState:
+    state = state_of(module)
     if not state.is_outermost:
         raise RuntimeError(
             f"Expected the outermost unit, got {state.name!r}. Call {method}() on the module that was given to the "
             "last fully_shard."
         )
+    return state
 
 
 def _check_between_steps(state: FSDPState) -> None:

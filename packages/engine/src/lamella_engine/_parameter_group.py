@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -300,6 +300,16 @@ class ParameterGroup:
         return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
 
     @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that the group holds while unsharded, on the model-parallel rank that holds most: equal on all."""
+        _, dtype, _ = dtypes_of(self.parameters[0].sharded, self.policy)
+        layout = self.layout
+        largest = [p.sharding.largest_part(shape) for p, shape in zip(self.parameters, layout.shapes, strict=True)]
+        if any(part != shape for part, shape in zip(largest, layout.shapes, strict=True)):
+            layout = EvenLayout.build(largest, layout.num_shards, dims=layout.dims)
+        return layout.full_numel * dtype.itemsize
+
+    @property
     def is_replaced(self) -> bool:
         """Whether somebody replaced a shard, or its storage; the group must be sharded."""
         return any(parameter.is_replaced for parameter in self.parameters)
@@ -464,6 +474,10 @@ class ParameterGroup:
         """The gradients of the members that train, by index; None where backward made none."""
         taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
+
+    def gradient_nbytes(self, members: Iterable[int]) -> int:
+        """What a reduction of these members' gradients carries, by their indices."""
+        return sum(self.layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:

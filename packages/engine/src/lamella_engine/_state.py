@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from lamella_buffers import Done, Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
@@ -163,6 +164,31 @@ class FSDPState:
         """Whether the forward under way has yet to run this one of the unit's modules."""
         return module_id in self._awaited
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules hold unsharded parameters."""
+        return self._residency is Residency.UNSHARDED
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """What the parameters weigh unsharded, as every rank counts it."""
+        return sum(group.unsharded_nbytes for group in self.groups)
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """With whom the unit communicates."""
+        all_axes = dict.fromkeys(group.axes for group in self.groups)
+        found = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def _check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
+        """Refuse a collective that other ranks are not about to begin, if that is checked.
+
+        Effects: none unless it is; see `OrderCheck.before`.
+        """
+        if (check := self.context.order_check) is not None:
+            check.before(f"{verb} {self.title} ({nbytes()} bytes)", self.process_groups)
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     @property
@@ -217,6 +243,7 @@ class FSDPState:
                 return
             self.drop_copy()
         self._check_at_home()
+        self._check_order("gather", lambda: self.unsharded_nbytes)
         if self.is_offloaded:
             context.note_shards_are_read()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
@@ -463,11 +490,9 @@ class FSDPState:
         if self.reshards_after_forward and self._forward_is_watched:
             self.reshard(keep_parts=torch.is_grad_enabled())
 
-    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Member | None) -> list[Member]:
+    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
-        if asked:
-            return [state for ref in asked if (state := ref()) is not None]
-        return [] if learned is None else [learned]
+        return [state for ref in asked if (state := ref()) is not None] if asked else learned
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -491,6 +516,7 @@ class FSDPState:
         self.delayed.join(context.compute_stream)
         gradients = {group: group.take_gradients() for group in groups}
         self.delayed.release(context.compute_stream)
+        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken) for g, taken in gradients.items()))
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
@@ -527,6 +553,8 @@ class FSDPState:
         if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
+        if has_outer:
+            self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
         with context.on(stream):
             total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
