@@ -25,8 +25,9 @@ from lamella_buffers import (
     standalone,
     transport_for,
 )
+from lamella_engine._ragged import dtensor_over, lie_alike, ragged
 from lamella_engine._sharding import DataAxes, Sharding, local_of
-from lamella_layout import EvenLayout
+from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
 # Originals that were sharded, to their names. One that is still found in a module later was tied to the sharded one.
@@ -109,6 +110,12 @@ class ShardedParameter:
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
                 f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
                 "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
+            )
+        if not lie_alike(held, self.sharded):
+            before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
+            raise TypeError(
+                f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
+                "(`load_state_dict` without `assign`), which moves the rows."
             )
         return held
 
@@ -227,8 +234,10 @@ class ParameterGroup:
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         num_shards = self.axes.num_shards
-        self.layout = EvenLayout.build(shapes, num_shards, dims=dims)
-        self.main_layout = EvenLayout.build(shapes, num_shards * self.axes.num_outer_shards, dims=dims)
+        self.layout: EvenLayout | FlatLayout = EvenLayout.build(shapes, num_shards, dims=dims)
+        self.main_layout: EvenLayout | FlatLayout = EvenLayout.build(
+            shapes, num_shards * self.axes.num_outer_shards, dims=dims
+        )
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -244,9 +253,8 @@ class ParameterGroup:
         allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self.allocator
         self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.main_weight.device, allocator)
         self.unsharded_weight.allocate()
-        slots = zip(self.parameters, self.unsharded_weight.slots, self.layout.shapes, strict=True)
-        for parameter, slot, shape in slots:
-            whole = parameter.sharding.wrap(self._recipe.decode([slot], torch.Size(shape)))
+        for parameter, tensor in zip(self.parameters, self.unsharded_weight.tensors, strict=True):
+            whole = parameter.sharding.wrap(self._recipe.decode([tensor.view(-1)], tensor.shape))
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
@@ -294,7 +302,7 @@ class ParameterGroup:
         Effects: allocates the shards anew and copies them. Not a collective.
         """
         left = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
-        self._lay_out([self.layout.shapes[i] for i in left], [self.layout.dims[i] for i in left])
+        self._lay_out([self.layout.shapes[i] for i in left], [self.parameters[i].sharding.dim for i in left])
         self.parameters = [self.parameters[i] for i in left]
         self._take([parameter.shard for parameter in self.parameters], keep_parameters=True)
 
@@ -550,6 +558,8 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
+    if sharding.keep is not None:
+        return ragged(shard, sharding.mesh, sharding.placements, whole.shape)
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(
         shard, sharding.mesh, sharding.placements, run_check=False, shape=whole.shape, stride=stride
@@ -572,7 +582,7 @@ def _gradient(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` that lies as the parameter does. `DTensor.from_local` says the same ten times slower."""
     spec = parameter.sharded._spec  # type: ignore[attr-defined]
     # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives.
-    gradient = DTensor(parameter.shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    gradient = dtensor_over(parameter.shard, spec)
     gradient._local_tensor = local
     return gradient
 
