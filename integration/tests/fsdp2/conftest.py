@@ -1,7 +1,8 @@
 """One suite, two implementations: what torch's FSDP2 does here, lamella must do with nothing but the import changed.
 
 A test takes `api`, a namespace with `fully_shard` and what goes with it. The run on torch says that the test is right,
-the run on lamella that lamella is. What it lacks is in `not_yet.py`.
+the run on lamella that lamella is. What it lacks is in `not_yet.py`. Both run on CPU over gloo, and on four GPUs
+over NCCL.
 """
 
 from pathlib import Path
@@ -9,15 +10,30 @@ from types import ModuleType
 
 import pytest
 import torch.distributed.fsdp
+from fsdp2_models import Where
 from not_yet import NOT_YET
 
 import lamella_engine
 
-API = {"torch": torch.distributed.fsdp, "lamella": lamella_engine}
+API = {
+    "torch": torch.distributed.fsdp,
+    "lamella": lamella_engine,
+    "torch_nccl": torch.distributed.fsdp,
+    "lamella_nccl": lamella_engine,
+}
+
+IS_OLD = torch.__version__ < "2.13"
 
 
-@pytest.fixture(params=API)
-def api(request: pytest.FixtureRequest) -> ModuleType:
+@pytest.fixture(
+    params=[
+        "torch",
+        "lamella",
+        *(pytest.param(name, marks=pytest.mark.gpu4) for name in ("torch_nccl", "lamella_nccl")),
+    ]
+)
+def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(Where, "device", "cuda" if request.param.endswith("_nccl") else "cpu")
     return API[request.param]
 
 
@@ -27,10 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known = set()
     for item in ours:
         test, case, implementation = _name_of(item)
+        if IS_OLD and API.get(implementation) is torch.distributed.fsdp:
+            item.add_marker(pytest.mark.xfail(strict=False, reason="older than the suite"))
         lacks = NOT_YET.get(item.path.stem, {})
         for key in {f"{test}[{case}]", test} & lacks.keys():
             known.add((item.path.stem, key))
-            if implementation == "lamella":
+            if API.get(implementation) is lamella_engine:
                 item.add_marker(pytest.mark.xfail(strict=True, reason=lacks[key]))
     files = {item.path.stem for item in ours}
     stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - known

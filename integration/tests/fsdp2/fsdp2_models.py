@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lamella_integration.collectives import CollectiveCounter
-from lamella_testing import run_ranks
+from lamella_testing import Team, run_ranks
 
 Result = TypeVar("Result")
 Api = ModuleType
@@ -31,10 +32,22 @@ Api = ModuleType
 DIM = 6
 
 
+class Where:
+    """What the running test computes on: the `api` fixture sets it, and forked ranks inherit it."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
 def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iterable[Any] | None = None) -> None:
-    """Run a scenario on forked gloo ranks, with each case in turn; one that hangs is a failure soon."""
+    """Run a scenario on forked ranks, with each case in turn; one that hangs is a failure soon.
+
+    On GPUs the ranks stay from test to test, and what a scenario makes without saying where is made there.
+    """
+    device = Where.device
 
     def go_through() -> None:
+        Where.device = device
+        torch.set_default_device(device)
         for case in [()] if cases is None else cases:
             try:
                 scenario(*(case if isinstance(case, tuple) else (case,)))
@@ -42,7 +55,17 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
                 error.add_note(f"In the case {case}")
                 raise
 
-    run_ranks(go_through, num_ranks, timeout_s=40.0)
+    if device == "cpu":
+        run_ranks(go_through, num_ranks, timeout_s=40.0)
+    else:
+        _team(num_ranks).run(go_through, timeout_s=40.0)
+
+
+@cache
+def _team(num_ranks: int) -> Team:
+    team = Team(num_ranks, device="cuda")
+    atexit.register(team.close)
+    return team
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -99,14 +122,18 @@ def twins(make: Callable[[], nn.Module] = Stack, *, seed: int = 0) -> tuple[Any,
 
 def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random numbers that differ between ranks and between seeds."""
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return torch.randn(*(shape or (4, DIM)), generator=generator)
+    return draw(*(shape or (4, DIM)), seed=1000 * seed + dist.get_rank())
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    """Random numbers that follow from the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(Where.device)
 
 
 @cache  # DTensor caches by equality and would hand back parameters on an equal mesh made before
 def grid(*names: str) -> DeviceMesh:
     """Four ranks as two by two."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return init_device_mesh(Where.device, (2, 2), mesh_dim_names=names)
 
 
 # -- comparisons ------------------------------------------------------------------------------------------------------
@@ -132,7 +159,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **to
     tolerance = tolerance or {"rtol": 1e-4, "atol": 1e-5}
     if isinstance(got, DTensor):
         got, expected = _comparable(got, expected)
-    torch.testing.assert_close(got, expected.detach(), msg=lambda text: f"{name}: {text}", **tolerance)
+    # An offloaded shard is on the CPU, and what it is compared with on a GPU.
+    torch.testing.assert_close(got, expected.detach().to(got.device), msg=lambda text: f"{name}: {text}", **tolerance)
 
 
 def _comparable(got: DTensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fsdp2_models import (
     Api,
     Stack,
+    Where,
     assert_close,
     assert_equal_models,
     average,
@@ -44,7 +45,7 @@ def test_a_scaled_step_is_skipped_on_every_rank_if_one_finds_infinity(api: Api) 
         _, model = twins(Stack)
         shard(api, model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler = GradScaler(Where.device, init_scale=4.0)
         scaler.scale(model(inputs()).square().sum()).backward()
         before = [local(parameter).clone() for parameter in model.parameters()]
         gradient = local(model.stem.weight.grad)

@@ -12,6 +12,7 @@ from fsdp2_models import (
     Api,
     Block,
     Stack,
+    Where,
     assert_all_sharded,
     assert_equal_models,
     assert_none_sharded,
@@ -33,7 +34,7 @@ def test_a_sharded_parameter_is_the_dtensor_of_torchs_chunks(api: Api, num_ranks
     def scenario() -> None:
         expected, model = twins(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Conv1d(4, 8, 3)))
         api.fully_shard(model)
-        mesh = init_device_mesh("cpu", (num_ranks,))
+        mesh = init_device_mesh(Where.device, (num_ranks,))
         for (name, full), (other, parameter) in zip(expected.named_parameters(), model.named_parameters(), strict=True):
             assert name == other
             assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
@@ -119,11 +120,11 @@ def test_a_mesh_is_made_over_all_ranks_unless_one_is_given(api: Api) -> None:
     def scenario() -> None:
         model = api.fully_shard(nn.Linear(8, 8))
         assert model.weight.device_mesh.size() == 4
-        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        pairs = init_device_mesh(Where.device, (2, 2), mesh_dim_names=("outer", "inner"))
         model = api.fully_shard(nn.Linear(8, 8), mesh=pairs["inner"])
         assert model.weight.device_mesh == pairs["inner"]
         assert model.weight.to_local().shape == (4, 8)
-        from_group = DeviceMesh.from_group(pairs["outer"].get_group(), "cpu", mesh_dim_names=("dp",))
+        from_group = DeviceMesh.from_group(pairs["outer"].get_group(), Where.device, mesh_dim_names=("dp",))
         expected, model = twins(lambda: nn.Linear(DIM, 4))
         api.fully_shard(model, mesh=from_group)
         assert_trains_as(expected, model, mesh=from_group)
@@ -197,7 +198,7 @@ def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_method
             if not inside:
                 apply(model)
             assert all(parameter.is_meta for parameter in model.parameters())
-            model.to_empty(device="cpu")
+            model.to_empty(device=Where.device)
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.detach().fill_(1337)
@@ -247,7 +248,7 @@ def test_units_may_be_materialised_one_by_one_and_a_parameter_replaced(api: Api)
         for module in (model.one, model.two, model):
             api.fully_shard(module)
         for module in (model.one, model.two):
-            module.to_empty(device="cpu")
+            module.to_empty(device=Where.device)
             with torch.no_grad():
                 module.weight.fill_(2.0)
         with torch.no_grad():
@@ -334,7 +335,7 @@ def _noncontiguous(api: Api) -> None:
 
 def _spread(api: Api, *, other: bool = False, placement: Shard | Replicate | None = None, **kwargs: object) -> None:
     """Shard a module whose parameters lie on a mesh of all axes, or not quite."""
-    meshes = [init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)) for _ in range(2)]
+    meshes = [init_device_mesh(Where.device, (1,), mesh_dim_names=("dp",)) for _ in range(2)]
     model = nn.Linear(2, 2)
     for name, parameter in list(model.named_parameters()):
         spread = distribute_tensor(parameter, meshes[0], [placement or Replicate()])
@@ -367,11 +368,11 @@ REFUSED: dict[str, Refused] = {
     ),
     "noncontiguous": (_noncontiguous, NotImplementedError, "FSDP does not support non-contiguous parameters"),
     "mesh_of_three_axes": (
-        lambda api: api.fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 1, 1))),
+        lambda api: api.fully_shard(Block(), mesh=init_device_mesh(Where.device, (1, 1, 1))),
         ValueError, "fully_shard expects a 1D or 2D DeviceMesh but got",
     ),
     "mesh_of_two_axes_without_names": (
-        lambda api: api.fully_shard(Block(), mesh=init_device_mesh("cpu", (1, 1))),
+        lambda api: api.fully_shard(Block(), mesh=init_device_mesh(Where.device, (1, 1))),
         AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified",
     ),
     "tied_across_units": (_tie_units, ValueError, "already managed by another"),
@@ -419,21 +420,21 @@ REFUSED: dict[str, Refused] = {
     "dp_mesh_dims_that_the_mesh_lacks": (
         lambda api: api.fully_shard(
             Block(),
-            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
+            mesh=init_device_mesh(Where.device, (1,), mesh_dim_names=("dp",)),
             dp_mesh_dims=api.DataParallelMeshDims(shard="other"),
         ),
         ValueError, "not found in mesh.mesh_dim_names",
     ),
     "dp_mesh_dims_without_names": (
         lambda api: api.fully_shard(
-            Block(), mesh=init_device_mesh("cpu", (1,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
+            Block(), mesh=init_device_mesh(Where.device, (1,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
         ),
         ValueError, "mesh_dim_names",
     ),
     "dp_mesh_dims_over_plain_parameters": (
         lambda api: api.fully_shard(
             Block(),
-            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)),
+            mesh=init_device_mesh(Where.device, (1,), mesh_dim_names=("dp",)),
             dp_mesh_dims=api.DataParallelMeshDims(shard="dp"),
         ),
         ValueError, "must be DTensors",

@@ -13,6 +13,7 @@ from fsdp2_models import (
     average,
     count,
     descend,
+    draw,
     grid,
     inputs,
     on_ranks,
@@ -55,7 +56,7 @@ class _Replicated(ColwiseParallel):
 
 def _rows_of_this_replica(mesh: DeviceMesh, seed: int = 0) -> torch.Tensor:
     """Tensor-parallel peers see the same rows."""
-    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(100 * seed + mesh.get_local_rank("dp")))
+    return draw(4, DIM, seed=100 * seed + mesh.get_local_rank("dp"))
 
 
 def test_a_parameter_keeps_its_placement_and_gains_one(api: Api) -> None:
@@ -172,7 +173,7 @@ def test_axes_of_data_parallelism_are_named_on_a_mesh_of_all_axes(api: Api) -> N
             assert parameter.device_mesh == mesh
         spans_all = case == "replicate_and_shard"
         seed = dist.get_rank() if spans_all else mesh.get_local_rank("dp")
-        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+        x = draw(4, DIM, seed=seed)
         expected(x).square().sum().backward()
         out = model(_on_mesh(mesh, x))
         out.to_local().square().sum().backward()

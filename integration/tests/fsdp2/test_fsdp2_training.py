@@ -10,6 +10,7 @@ from fsdp2_models import (
     Api,
     Block,
     Stack,
+    Where,
     assert_all_sharded,
     assert_close,
     assert_equal_models,
@@ -263,7 +264,8 @@ class _Tied(nn.Module):
 
 
 def _tokens(step: int) -> torch.Tensor:
-    return torch.randint(0, 17, (2, 8), generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(0, 17, (2, 8), generator=generator, device="cpu").to(Where.device)
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["root", "list"])

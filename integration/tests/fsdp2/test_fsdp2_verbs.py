@@ -10,6 +10,7 @@ from fsdp2_models import (
     Api,
     Block,
     Stack,
+    Where,
     assert_all_sharded,
     assert_close,
     assert_equal_models,
@@ -364,7 +365,7 @@ def test_a_trainer_of_any_device_may_hand_over_its_optimizers_event(api: Api) ->
         shard(api, model)
         for _ in range(2):
             assert_trains_as(expected, model, num_steps=1)
-            model.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
+            model.set_post_optim_event(torch.get_device_module(Where.device).current_stream().record_event())
 
     on_ranks(scenario)
 

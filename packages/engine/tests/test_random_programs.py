@@ -27,12 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from lamella_buffers import PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, fully_shard
 from lamella_testing import run_ranks
 
 NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
 DIM = 6
-X = torch.randn(12, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+CAN_POOL = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch 2.12
 
 
 class _Leaf(nn.Module):
@@ -63,21 +64,28 @@ class _Tree(nn.Module):
         return torch.tanh(self.own(x))
 
 
+@cache
+def _batch() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(12, DIM, generator=generator, dtype=torch.float64, device="cpu").to(torch.get_default_device())
+
+
 def _make(seed: int) -> nn.Module:
     return _Tree(Random(seed), depth=2).double()
 
 
 def _cut(choose: Random, model: nn.Module) -> None:
     inner = [module for module in model.modules() if module is not model and not isinstance(module, nn.ModuleList)]
+    allocator = choose.choice([None, PoolAllocator() if CAN_POOL else None])
     for module in reversed(inner):
         if choose.random() < 0.4:
-            fully_shard(module, **_options(choose))
-    fully_shard(model, **_options(choose))
+            fully_shard(module, allocator=allocator, **_options(choose))
+    fully_shard(model, allocator=allocator, **_options(choose))
 
 
 @cache
 def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    return init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
 def _options(choose: Random) -> dict[str, Any]:
@@ -128,7 +136,7 @@ def _validate(_: Random, pair: Pair) -> None:
 
 
 def _look(_: Random, pair: Pair) -> None:
-    torch.testing.assert_close(pair[1](X), pair[0](X))
+    torch.testing.assert_close(pair[1](_batch()), pair[0](_batch()))
 
 
 def _keep(choose: Random, pair: Pair) -> None:
@@ -143,7 +151,7 @@ def _read_state(_: Random, pair: Pair) -> None:
 def _train_one_alone(choose: Random, pair: Pair) -> None:
     names = [name for name, module in pair[1].named_modules() if isinstance(module, FSDPModule)]
     name = choose.choice(names)
-    for model, x in zip(pair, (X, rows_of_this_rank(X)), strict=True):
+    for model, x in zip(pair, (_batch(), rows_of_this_rank(_batch())), strict=True):
         _backward(model.get_submodule(name), x)
 
 
@@ -160,7 +168,7 @@ def _step(choose: Random, pair: Pair) -> None:
     num_microbatches, reduces_each, recomputed = choose.randint(1, 3), choose.random() < 0.5, choose.random() < 0.3
     for i in range(num_microbatches):
         unit(pair[1]).set_requires_gradient_sync(reduces_each or i == num_microbatches - 1)
-        for model, x in zip(pair, (X, rows_of_this_rank(X)), strict=True):
+        for model, x in zip(pair, (_batch(), rows_of_this_rank(_batch())), strict=True):
             _backward(model, x + i, recomputed=recomputed)
     for _, state in units(pair[1]):
         state.reshard()  # where nothing trained, no backward did
@@ -185,13 +193,19 @@ def _run(seed: int) -> None:
             optimizer.zero_grad()
 
 
-def _run_all(seeds: range) -> None:
+def _run_all(seeds: range, device: str = "cpu") -> None:
+    torch.set_default_device(device)
     for seed in seeds:
         _run(seed)
 
 
 def test_random_programs_give_the_unsharded_gradients() -> None:
     run_ranks(_run_all, NUM_RANKS, range(NUM_PROGRAMS))
+
+
+@pytest.mark.gpu4
+def test_random_programs_give_the_unsharded_gradients_on_gpus() -> None:
+    run_ranks(_run_all, NUM_RANKS, range(5 * NUM_PROGRAMS), "cuda", device="cuda")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lamella_buffers import Allocator
+from lamella_engine._offload import Offload
 from lamella_engine._parameter_group import Candidate, ParameterGroup
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import FlatLayout
@@ -24,18 +25,25 @@ class FlatGroup(ParameterGroup):
         candidates: As for `ParameterGroup`, each with what of it must stay together, and so are the others.
         policy: Number formats.
         allocator: Gives the unsharded buffer its bytes.
+        offload: Where the shards rest, if not on the device.
 
     Effects: those of `ParameterGroup`.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        policy: MixedPrecisionPolicy,
+        allocator: Allocator,
+        offload: Offload | None = None,
+    ) -> None:
         axes = candidates[0].sharding.axes
         self._packed = _pack(candidates, axes)
         placed = [
             candidate._replace(sharding=_placed(candidate.sharding, self._packed, i))
             for i, candidate in enumerate(candidates)
         ]
-        super().__init__(placed, policy, allocator)
+        super().__init__(placed, policy, allocator, offload)
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         self.main_layout = self._packed

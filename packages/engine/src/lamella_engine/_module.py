@@ -93,9 +93,13 @@ class FSDPModule(fsdp2.FSDPModule):
 
         The hooks do this at the end of the unit's backward; a schedule that runs without hooks calls it.
 
-        Effects: collective on the unit's axis if there are gradients; no host sync on CUDA.
+        Effects: collective on the unit's axis if there are gradients; no host sync on CUDA, unless shards rest on the
+            CPU and no backward is under way, whose end would wait for them.
         """
-        state_of(self).reduce_gradients()
+        state = state_of(self)
+        state.reduce_gradients()
+        if state.is_offloaded and state.context.is_resting:
+            state.context.finish_reductions()
 
     def reset_iter_state(self) -> None:
         """Return the whole tree to rest after an exception in forward or backward; that step's gradients are lost.
@@ -391,8 +395,7 @@ class FSDPModule(fsdp2.FSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
         state = state_of(self)
-        state.reshard()
-        state.drop_copy()
+        state.leave_nothing_but_shards()
         module: nn.Module = super(fsdp2.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced_shards(keep_parameters=True)
         return module
@@ -433,7 +436,7 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     def wrapped(*args: Any, **kwargs: Any) -> object:
         module = ref()
         state = state_of(module)
-        args, kwargs = pre_forward(state, args, kwargs)
+        args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
         return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
 
     functools.update_wrapper(wrapped, function or method)

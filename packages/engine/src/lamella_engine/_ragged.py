@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from lamella_engine._ragged_ops import compute, rows_of
+from lamella_engine._ragged_ops import compute, reduce_ragged, rows_of
 from lamella_layout import RaggedShard
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RaggedDTensor(DTensor):
     fused ones, norms, sums and extremes), and refuses everything else: `full_tensor()` is the way out, and
     `redistribute` makes a plain DTensor of it. `torch.distributed.checkpoint` writes and reads its rows.
 
-    `lamella_engine._ragged.ragged` makes one.
+    `fully_shard(..., keep=)` makes parameters of this class.
     """
 
     @classmethod
@@ -137,23 +137,6 @@ class RaggedDTensor(DTensor):
         return self._local_tensor
 
 
-def ragged(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """A tensor over this rank's rows.
-
-    Args:
-        local: The rows.
-        mesh: Of the axes.
-        placements: One an axis. Without a ragged one the result is a plain DTensor.
-        shape: Of the whole tensor.
-
-    Effects: none; a view.
-    """
-    whole = torch.Size(shape)
-    meta = TensorMeta(whole, torch.empty(whole, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return dtensor_over(local, spec)
-
-
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of the class that its placements ask for, over its local tensor.
 
@@ -184,10 +167,7 @@ def _whole(tensor: RaggedDTensor) -> torch.Tensor:
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
     whole[slice(*rows_of(tensor))] = tensor._local_tensor
     as_bytes = whole.view(-1).view(torch.uint8)  # every byte is one rank's, and zero on the others: exact
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, RaggedShard) and tensor.device_mesh.size(axis) > 1 and as_bytes.numel():
-            dist.all_reduce(as_bytes, group=tensor.device_mesh.get_group(axis))
-    return whole
+    return reduce_ragged(as_bytes, tensor, dist.ReduceOp.SUM).view(whole.dtype).view(whole.shape)
 
 
 def _check_gradient_lies_alike(grad_placements: object) -> None:

@@ -228,10 +228,11 @@ def _draw(func: Any, args: Args, kwargs: Kwargs) -> DTensor:
     if any(isinstance(value, torch.Tensor) for value in (*rest, *kwargs.values())):
         raise _refusal(func, _described((args, kwargs)))
     func(whole, *rest, **kwargs)
-    into._local_tensor.copy_(whole[slice(*rows_of(into))])
+    drawn = whole[slice(*rows_of(into))].to(into.device_mesh.device_type)
     for axis, placement in enumerate(into.placements):
-        if placement.is_replicate() and into.device_mesh.size(axis) > 1 and into._local_tensor.numel():
-            dist.broadcast(into._local_tensor, group=into.device_mesh.get_group(axis), group_src=0)
+        if placement.is_replicate() and into.device_mesh.size(axis) > 1 and drawn.numel():
+            dist.broadcast(drawn, group=into.device_mesh.get_group(axis), group_src=0)
+    into._local_tensor.copy_(drawn)
     return into  # type: ignore[no-any-return]
 
 
@@ -293,6 +294,19 @@ def _local_beside(func: Any, value: Any, like: DTensor | None) -> Any:
 # -- over the ranks -------------------------------------------------------------------------------------------------
 
 
+def reduce_ragged(tensor: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce a tensor over the ragged axes of another.
+
+    Effects: collective, one call an axis, on the current stream; where the tensor is not on the mesh's device
+        (offloaded shards), a copy there and back, which the host waits for.
+    """
+    sent = tensor.to(like.device_mesh.device_type).contiguous()
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, RaggedShard) and like.device_mesh.size(axis) > 1 and sent.numel():
+            dist.all_reduce(sent, op, group=like.device_mesh.get_group(axis))
+    return sent.to(tensor.device)
+
+
 def _over_ranks(values: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce what each rank has of its rows.
 
@@ -302,10 +316,7 @@ def _over_ranks(values: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpType
     sent = values if invalid is None else torch.stack([values, invalid.to(values.dtype)])
     if invalid is not None and op is dist.ReduceOp.MIN:
         sent[1].neg_()
-    sent = sent.contiguous()
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, RaggedShard) and like.device_mesh.size(axis) > 1:
-            dist.all_reduce(sent, op, group=like.device_mesh.get_group(axis))
+    sent = reduce_ragged(sent, like, op)
     if invalid is None:
         return sent
     return torch.where(sent[1] != 0, math.nan, sent[0])

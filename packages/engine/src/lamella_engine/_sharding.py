@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamella_engine._errors import MisuseError
 from lamella_engine._policies import DataParallelMeshDims
-from lamella_layout import FlatLayout, Keep, strided_placements
+from lamella_layout import FlatLayout, Keep, ragged_rows, strided_placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -244,6 +244,17 @@ class Sharding:
     part: DTensorSpec | None = None
     keep: Keep | None = None
 
+    def own_part(self, local: torch.Tensor) -> torch.Tensor:
+        """What this rank owns of a tensor of the parameter's shape, or of its local part's where it came as a DTensor.
+
+        Effects: none; a view.
+        """
+        if self.keep is not None and (coordinate := self.mesh.get_coordinate()) is not None:
+            rows = ragged_rows(self.placements, coordinate)
+            return local if rows is None else local[slice(*rows)]
+        parts = torch.chunk(local, self.axes.num_shards * self.axes.num_outer_shards, self.dim)
+        return parts[self.axes.main_rank] if self.axes.main_rank < len(parts) else local.narrow(self.dim, 0, 0)
+
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter over its local part: a DTensor if it came as one.
 
@@ -332,6 +343,22 @@ def groups_that_share(tensor: DTensor, name: str = "a gradient") -> list[dist.Pr
     mesh = tensor.device_mesh
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
+
+
+def all_reduce_anywhere(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce a small tensor in place over a group, which may be unable to on its device: NCCL on the CPU.
+
+    Effects: collective on the group; if it cannot take the tensor, a copy to a device and back, and a host sync.
+    """
+    devices = group._device_types
+    if any(device.type == tensor.device.type for device in devices):
+        dist.all_reduce(tensor, op, group=group)
+        return
+    there = tensor.to(devices[0])
+    dist.all_reduce(there, op, group=group)
+    tensor.copy_(there)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

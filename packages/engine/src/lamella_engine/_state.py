@@ -14,6 +14,7 @@ from lamella_buffers import Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._extended_group import split_extended
+from lamella_engine._offload import CPU
 from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
@@ -92,6 +93,7 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
+        self._reader: FSDPState | None = None
         self._awaited: set[int] = set()
         self._forward_is_watched = True
         self._residency = Residency.SHARDED
@@ -113,11 +115,33 @@ class FSDPState:
         self._residency = to
 
     @property
+    def unit(self) -> FSDPState:
+        """The unit that has the parameters: this one, or one that reads them and took them over."""
+        return self if self._reader is None else self._reader.unit
+
+    def take_over(self, other: FSDPState) -> None:
+        """Communicate another unit's parameters from now on, with this one's own. Both must be at rest.
+
+        Effects: none; not a collective.
+        """
+        other.drop_copy()
+        for parameter in (p for group in other.groups for p in group.parameters):
+            parameter.name = f"{other.name}.{parameter.name}"
+        self.groups += other.groups
+        other.groups, other._reader = (), self
+        self._gathered_at = -1
+
+    @property
     def reshards_after_forward(self) -> bool:
         """Whether the parameters go after forward. The outermost unit's stay for the backward that begins with it."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return not (self.is_outermost and torch.is_grad_enabled())
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards rest on the CPU."""
+        return any(group.offload is not None for group in self.groups)
 
     @property
     def is_unsharding(self) -> bool:
@@ -130,10 +154,11 @@ class FSDPState:
         """Start gathering the parameters; nothing if they are unsharded or on the way.
 
         Raises:
-            RuntimeError: The parameters are on the meta device.
+            RuntimeError: The parameters are on the meta device, or rest on the CPU and are not there.
 
         Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
-            buffers on the gather stream and casts this rank's shards there; no host sync.
+            buffers on the gather stream and casts this rank's shards there, copied to the device before if they rest on
+            the CPU; no host sync.
         """
         if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
             return
@@ -149,6 +174,9 @@ class FSDPState:
                 return
             self.drop_copy()
         self._check_materialized()
+        self._check_at_home()
+        if self.is_offloaded:
+            context.note_shards_are_read()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
@@ -211,6 +239,16 @@ class FSDPState:
                 group.unsharded_weight.free()
             self.residency = Residency.SHARDED
 
+    def leave_nothing_but_shards(self) -> None:
+        """Return to rest, since somebody is about to read, write or replace main weights.
+
+        Effects: those of `reshard` and `drop_copy`. Where main weights rest on the CPU, a host sync if some were
+            gathered since the last one.
+        """
+        self.reshard()
+        self.drop_copy()
+        self.context.wait_for_shards()
+
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage, or whose Parameter, somebody replaced while they were at rest.
 
@@ -253,10 +291,28 @@ class FSDPState:
         names = [name for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self.name or 'the outermost unit'} on {self.context.device}: they must "
-                "be materialized from meta device before training. Got these still on meta device: "
-                f'{names}. Call `model.to_empty(device="{self.context.device.type}")` and initialise them first.'
+                f"Expected the parameters of {self._title} on {self._home}: they must be materialized from meta "
+                f"device before training. Got these still on meta device: {names}. Call "
+                f'`model.to_empty(device="{self._home.type}")` and initialise them first.'
             )
+
+    def _check_at_home(self) -> None:
+        away = [group for group in self.groups if not group.is_at_home]
+        if away:
+            devices = {parameter.name: str(parameter.shard.device) for group in away for parameter in group.parameters}
+            raise RuntimeError(
+                f"Expected the parameters of {self._title} on the CPU, as `offload_policy` says, got {devices}. FSDP "
+                "parameters should be materialized on CPU when enabling CPU offloading. Load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them.'
+            )
+
+    @property
+    def _title(self) -> str:
+        return self.name or "the outermost unit"
+
+    @property
+    def _home(self) -> torch.device:
+        return CPU if self.is_offloaded else self.context.device
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -271,23 +327,27 @@ class FSDPState:
         self._drop_parts()
         self.adopt_replaced_shards()
 
-    def begin_forward(self, *, is_recomputed: bool) -> bool:
+    def begin_forward(self, module_id: int, *, is_recomputed: bool) -> bool:
         """Unshard for the forward of one of the unit's modules, and gather units ahead.
 
         Args:
+            module_id: Whose forward begins: one of the unit's modules, or one whose parameters were taken over.
             is_recomputed: It runs again inside backward: nothing is gathered ahead.
 
         Returns:
             Whether the unit's forward begins here. That of a unit of several modules begins with the first of them to
             run, and is over when each has run.
         """
+        is_read = module_id not in self.module_ids
+        if is_read and self._residency is Residency.UNSHARDED and self._gathered_at == updates.count:
+            return False
         begins = not self._awaited or len(self.module_ids) == 1
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
             ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
             self.drop_stale_weights()
         if begins:
-            self._awaited = set(self.module_ids)
+            self._awaited = {module_id} if is_read else set(self.module_ids)
             self._forward_is_watched = True
         self.unshard()
         _gather_ahead(ahead, "forward")
@@ -305,6 +365,8 @@ class FSDPState:
             is_watched: Whether its outputs will say when the unit's backward begins; else the parameters must stay.
             is_recomputed: It ran again inside backward, which reshards when it ends.
         """
+        if module_id not in self.module_ids | self._awaited:
+            return  # one whose parameters were taken over, inside the unit's own forward
         self._awaited.discard(module_id)
         self._forward_is_watched &= is_watched
         if is_recomputed or (self._awaited and not self.context.is_forward_root(self)):
@@ -385,6 +447,12 @@ class FSDPState:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(total.shards.flat)
             group.install_gradients(total)
+            hooks = group.hooks(total.present)
+            if group.offload is not None:
+                context.expect_gradients(hooks)
+            else:
+                for hook in hooks:
+                    hook()
             if stream is not context.reduce_scatter_stream:
                 context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
 

@@ -1,0 +1,127 @@
+"""On four GPUs over NCCL: every ZeRO stage trains as the unsharded model does, however late a stream may be."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lamella_buffers import MemPoolAllocator, PoolAllocator
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine._context import Context
+from lamella_engine._module import state_of
+from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train
+from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.gpu4
+
+Options = Callable[[], dict[str, Any]]
+
+
+@cache
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+WAYS: dict[str, Options] = {
+    "DDP": lambda: {"mesh": _mesh(4), "placements": DDP},
+    "ZERO1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
+    "ZERO2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
+    "ZERO3": lambda: {"mesh": _mesh(4), "placements": ZERO3},
+    "HSDP as FSDP2": lambda: {"mesh": _mesh(2, 2)},
+    "HSDP, ZERO1": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO1)},
+    "HSDP, ZERO2": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO2)},
+    "HSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
+    "HFSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
+    "pairs hold the whole after forward": lambda: {"mesh": _mesh(4), "reshard_after_forward": 2},
+    "ZERO3 in a pool": lambda: {"mesh": _mesh(4), "allocator": PoolAllocator()},
+    "ZERO3 in a MemPool": lambda: {"mesh": _mesh(4), "allocator": MemPoolAllocator()},
+}
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
+
+
+def _model(task: Task) -> nn.Module:
+    return task.model(device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def _two_rows_a_rank(task: Task) -> Task:
+    """Two batches as one, so that each of four ranks has a row for either microbatch."""
+
+    def draw(generator: torch.Generator) -> Batch:
+        (x, y), (more_x, more_y) = task.draw(generator), task.draw(generator)
+        return torch.cat([x, more_x]), torch.cat([y, more_y])
+
+    return replace(task, draw=draw)
+
+
+LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
+def test_it_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -> None:
+    recipe = Recipe(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
+
+    def unsharded() -> list[Trace]:
+        return [train(task, _model(task), recipe) for task in (LLAMA, ODD)]
+
+    def sharded() -> list[Trace]:
+        return [train(task, shard(_model(task), fully_shard, **WAYS[way]()), recipe) for task in (LLAMA, ODD)]
+
+    [expected] = run_ranks(unsharded, 1, device="cuda")
+    for traces in run_ranks(sharded, 4, device="cuda"):
+        for got, wanted in zip(traces, expected, strict=True):
+            torch.testing.assert_close(got.losses, wanted.losses, rtol=1e-5, atol=0.0)
+            torch.testing.assert_close(got.grad_norms, wanted.grad_norms, rtol=1e-4, atol=0.0)
+            torch.testing.assert_close(got.weights, wanted.weights, rtol=0.0, atol=1e-3)
+
+
+# -- late streams ----------------------------------------------------------------------------------------------------
+
+NUM_STRESSED_STEPS = 200
+LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of the model's kernels
+
+
+def _delay_streams(model: nn.Module, context: Context) -> None:
+    """Let one stream or another sleep at random points of forward and backward; on each rank others."""
+    choose = Random(dist.get_rank())
+    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
+
+    def delay(*_: object) -> None:
+        if choose.random() < 0.3:
+            with context.on(choose.choice([context.compute_stream, *engines])):
+                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(delay)
+        module.register_forward_hook(delay)
+        if not list(module.children()):
+            module.register_full_backward_pre_hook(delay)
+
+
+@EVERY_WAY
+def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
+    """A missing wait shows as memory that was read or freed too early."""
+    recipe = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, max_norm=1.0)
+
+    def traces() -> tuple[Trace, Trace]:
+        found = []
+        for is_late in (False, True):
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            model = shard(_model(LLAMA), fully_shard, mp_policy=policy, **WAYS[way]())
+            if is_late:
+                _delay_streams(model, state_of(model).context)
+            found.append(train(LLAMA, model, recipe))
+        return found[0], found[1]
+
+    for punctual, late in run_ranks(traces, 4, device="cuda"):
+        assert late.losses == punctual.losses
+        assert late.grad_norms == punctual.grad_norms
+        torch.testing.assert_close(late.weights, punctual.weights, rtol=0.0, atol=0.0)
