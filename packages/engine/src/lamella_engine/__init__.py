@@ -26,8 +26,11 @@ from lamella_engine._plan import ShardingPlan as ShardingPlan
 from lamella_engine._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from lamella_engine._policies import DataParallelMeshDims as DataParallelMeshDims
 from lamella_engine._policies import OffloadPolicy as OffloadPolicy
+from lamella_engine._ragged import RaggedDTensor as RaggedDTensor
 from lamella_engine._reads import declare_reads as declare_reads
 from lamella_engine._report import describe as describe
 from lamella_engine._units import fully_shard_model as fully_shard_model
 from lamella_engine._units import plan_units as plan_units
+from lamella_layout import Rows as Rows
+from lamella_layout import Whole as Whole
 from lamella_precision import MixedPrecisionPolicy as MixedPrecisionPolicy

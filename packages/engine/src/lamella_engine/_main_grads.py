@@ -95,8 +95,8 @@ class MainGrads:
             buffer = self._spare.pop()
             if (buffer.dtype, buffer.device) == (dtype, device):
                 return buffer
-        places = [group.parameters.index(parameter) for parameter in self.parameters]
-        shapes, dims = [group.layout.shapes[i] for i in places], [group.layout.dims[i] for i in places]
+        shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in self.parameters]
+        dims = [parameter.sharding.dim for parameter in self.parameters]
         layout = EvenLayout.build(shapes, group.axes.num_shards, dims=dims)
         return UnshardedBuffer(layout, group.axes.shard_rank, dtype, device, group.allocator)
 
