@@ -43,6 +43,7 @@ from lamella_engine import (
     ZERO1,
     ZERO2,
     ZERO3,
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     declare_reads,
     describe,
@@ -562,6 +563,18 @@ def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
         assert_gradients_equal(*alone)
         with torch.no_grad():
             torch.testing.assert_close(alone[1](torch.ones(2, 7)), alone[0](torch.ones(2, 7)))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("inner", [None, CPUOffloadPolicy(pin_memory=False)])
+def test_shards_may_rest_on_the_cpu(inner: CPUOffloadPolicy | None) -> None:
+    """The reader's and what it reads, or the latter alone."""
+    everywhere: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    apply = partial(_shard, **everywhere) if inner is None else partial(_shard, inner={"offload_policy": inner})
+
+    def check() -> None:
+        assert_trains_alike(*twins(Model, apply), LOSS, num_steps=3)
 
     run_ranks(check, 2)
 
