@@ -187,7 +187,7 @@ class FSDPState:
         Effects: none unless it is; see `OrderCheck.before`.
         """
         if (check := self.context.order_check) is not None:
-            check.before(f"{verb} {self.title} ({nbytes()} bytes)", self.process_groups)
+            check.before(f"{verb} {self.name or 'the outermost unit'} ({nbytes()} bytes)", self.process_groups)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
