@@ -98,8 +98,9 @@ def fully_shard(
         placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
             the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
             over replicas after every microbatch. FSDP2 has no such argument.
-        allocator: Gives unsharded parameters their bytes. None means a `lamella_buffers.CachingAllocator`; a
-            `PoolAllocator` plans for what it serves, so give one object to all units. FSDP2 has no such argument.
+        allocator: Gives unsharded parameters, and gradients that fused kernels add to, their bytes. None means a
+            `lamella_buffers.CachingAllocator`; a `PoolAllocator` plans for what it serves, so give one object to all
+            units. FSDP2 has no such argument.
         keep: What of a parameter must stay on one rank: `Rows(n)` for blocks of n rows, `Whole()`, or a function that
             says so of each parameter. Those parameters are packed into one buffer which is cut where that allows (the
             flat layout), so a rank may have any number of their rows. They become `RaggedDTensor`s. None, also from the
