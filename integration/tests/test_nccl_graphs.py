@@ -23,7 +23,7 @@ def test_a_captured_step_replays_as_the_eager_one(num_ranks: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model: nn.Module = shard(task.model(device=device), fully_shard, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, capturable=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True, capturable=True)
         tokens, labels = (tensor.to(device) for tensor in task.batch(0))
 
         def step() -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lamella_buffers import MemPoolAllocator, PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
 from lamella_engine._context import Context
 from lamella_engine._module import state_of
@@ -40,6 +41,8 @@ WAYS: dict[str, Options] = {
     "HSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
     "HFSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
     "pairs hold the whole after forward": lambda: {"mesh": _mesh(4), "reshard_after_forward": 2},
+    "ZERO3 in a pool": lambda: {"mesh": _mesh(4), "allocator": PoolAllocator()},
+    "ZERO3 in a MemPool": lambda: {"mesh": _mesh(4), "allocator": MemPoolAllocator()},
 }
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 

@@ -22,6 +22,8 @@ API = {
     "lamella_nccl": lamella_engine,
 }
 
+IS_OLD = torch.__version__ < "2.13"
+
 
 @pytest.fixture(
     params=[
@@ -41,10 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known = set()
     for item in ours:
         test, case, implementation = _name_of(item)
+        if IS_OLD and API.get(implementation) is torch.distributed.fsdp:
+            item.add_marker(pytest.mark.xfail(strict=False, reason="older than the suite"))
         lacks = NOT_YET.get(item.path.stem, {})
         for key in {f"{test}[{case}]", test} & lacks.keys():
             known.add((item.path.stem, key))
-            if API[implementation] is lamella_engine:
+            if API.get(implementation) is lamella_engine:
                 item.add_marker(pytest.mark.xfail(strict=True, reason=lacks[key]))
     files = {item.path.stem for item in ours}
     stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - known

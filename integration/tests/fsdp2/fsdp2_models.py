@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lamella_integration.collectives import CollectiveCounter
-from lamella_testing import run_ranks
+from lamella_testing import Team, run_ranks
 
 Result = TypeVar("Result")
 Api = ModuleType
@@ -40,12 +41,13 @@ class Where:
 def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iterable[Any] | None = None) -> None:
     """Run a scenario on forked ranks, with each case in turn; one that hangs is a failure soon.
 
-    On GPUs what it makes without saying where is made there.
+    On GPUs the ranks stay from test to test, and what a scenario makes without saying where is made there.
     """
+    device = Where.device
 
     def go_through() -> None:
-        if Where.device == "cuda":
-            torch.set_default_device("cuda")
+        Where.device = device
+        torch.set_default_device(device)
         for case in [()] if cases is None else cases:
             try:
                 scenario(*(case if isinstance(case, tuple) else (case,)))
@@ -53,7 +55,17 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
                 error.add_note(f"In the case {case}")
                 raise
 
-    run_ranks(go_through, num_ranks, device=Where.device, timeout_s=40.0 if Where.device == "cpu" else 120.0)
+    if device == "cpu":
+        run_ranks(go_through, num_ranks, timeout_s=40.0)
+    else:
+        _team(num_ranks).run(go_through, timeout_s=40.0)
+
+
+@cache
+def _team(num_ranks: int) -> Team:
+    team = Team(num_ranks, device="cuda")
+    atexit.register(team.close)
+    return team
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -147,7 +159,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **to
     tolerance = tolerance or {"rtol": 1e-4, "atol": 1e-5}
     if isinstance(got, DTensor):
         got, expected = _comparable(got, expected)
-    torch.testing.assert_close(got, expected.detach(), msg=lambda text: f"{name}: {text}", **tolerance)
+    # An offloaded shard is on the CPU, and what it is compared with on a GPU.
+    torch.testing.assert_close(got, expected.detach().to(got.device), msg=lambda text: f"{name}: {text}", **tolerance)
 
 
 def _comparable(got: DTensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

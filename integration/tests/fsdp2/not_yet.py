@@ -9,11 +9,6 @@ NOT_YET: dict[str, dict[str, str]] = {
         "test_a_refusal_has_fsdp2s_exception_and_words[dp_mesh_dims_on_another_mesh]": "an equal mesh is taken",
         "test_a_refusal_has_fsdp2s_exception_and_words[dp_mesh_dims_and_fewer_ranks_after_forward]": "works here",
     },
-    "test_fsdp2_offload": {
-        "test_offloaded_shards_train_as_data_parallelism": "CPUOffloadPolicy",
-        "test_offloaded_gradients_accumulate_over_microbatches": "CPUOffloadPolicy",
-        "test_an_offloaded_model_on_meta_is_asked_for_on_the_cpu": "CPUOffloadPolicy",
-    },
     "test_fsdp2_placement": {
         "test_after_forward_each_pair_of_ranks_may_hold_the_whole": "keeps its part beside the shards, not in them",
     },

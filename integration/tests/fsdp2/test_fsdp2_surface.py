@@ -50,6 +50,8 @@ def test_a_policy_is_made_and_compared_as_torchs(api: Api, name: str) -> None:
     def fields(policy: object) -> dict[str, object]:
         return {field: getattr(policy, field) for field in inspect.signature(getattr(fsdp2, name)).parameters}
 
+    if not hasattr(fsdp2, name):
+        pytest.skip(f"this torch has no {name} to compare with")
     arguments = {"shard": "dp"} if name == "DataParallelMeshDims" else {}
     made = getattr(api, name)(**arguments)
     assert fields(made) == fields(getattr(fsdp2, name)(**arguments))

@@ -87,3 +87,43 @@ def test_the_conformance_test_catches_live_buffers_that_share_bytes() -> None:
 
     with pytest.raises(AssertionError, match="must survive"):
         check_allocator(Sharing())
+
+
+def test_the_conformance_test_catches_addresses_that_are_not_aligned() -> None:
+    class Shifting(CachingAllocator):
+        def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return super().create(numel + 1, dtype, device)[1:]
+
+        def allocate(self, buffer: torch.Tensor) -> None:
+            if buffer.untyped_storage().nbytes():
+                raise RuntimeError
+            buffer.untyped_storage().resize_((buffer.numel() + 1) * buffer.itemsize)
+
+    with pytest.raises(AssertionError, match="multiple of 64"):
+        check_allocator(Shifting())
+
+
+def test_the_conformance_test_catches_freed_buffers_whose_bytes_can_be_read() -> None:
+    class Keeping(CachingAllocator):
+        """Frees nothing, but refuses what it must."""
+
+        def __init__(self) -> None:
+            self._free: set[int] = set()
+
+        def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            buffer = super().create(numel, dtype, device)
+            self._free.discard(id(buffer))  # another's, earlier
+            return buffer
+
+        def allocate(self, buffer: torch.Tensor) -> None:
+            if id(buffer) not in self._free:
+                raise RuntimeError
+            self._free.remove(id(buffer))
+
+        def free(self, buffer: torch.Tensor) -> None:
+            if id(buffer) in self._free:
+                raise RuntimeError
+            self._free.add(id(buffer))
+
+    with pytest.raises(AssertionError, match="no bytes"):
+        check_allocator(Keeping())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.tensor._random
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from lamella_buffers import Payload, Pending, ReduceOp, Transport
@@ -22,6 +23,17 @@ from lamella_engine import FSDPModule, fully_shard
 from lamella_engine._module import find_state
 from lamella_engine._state import FSDPState, Residency
 from lamella_layout import mesh_region
+
+if TYPE_CHECKING or hasattr(_fsdp_common, "ShardPlacementResult"):
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as ShardPlacementResult
+else:  # torch before 2.12
+
+    class ShardPlacementResult(NamedTuple):
+        """What a placement function says of a parameter that has a mesh of its own."""
+
+        placement: Any
+        mesh_info: Any
+
 
 # Any: torch leaves `Tensor.backward` untyped.
 Forward = Callable[[nn.Module], Any]

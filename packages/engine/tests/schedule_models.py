@@ -10,7 +10,7 @@ from engine_models import unit
 from torch import nn
 from torch.nn import functional as F
 
-from lamella_engine import Hold
+from lamella_engine import FSDPModule, Hold
 
 DIM, HIDDEN, NUM_LAYERS = 8, 12, 3
 
@@ -154,10 +154,11 @@ class _Slot:
 class Microbatch:
     """Runs one microbatch slot by slot, by verbs alone. Both ways are generators that yield after each slot."""
 
-    def __init__(self, model: Stack, x: torch.Tensor, *, dw_at_once: bool = True) -> None:
+    def __init__(self, model: Stack, x: torch.Tensor, *, dw_at_once: bool = True, reduces: bool = True) -> None:
         self._model = model
         self._x = x
         self._dw_at_once = dw_at_once
+        self._end = FSDPModule.reduce_gradients if reduces else FSDPModule.keep_gradients
         self.loss = 0.0
 
     def forward(self) -> Iterator[str]:
@@ -190,12 +191,12 @@ class Microbatch:
             for slot in reversed(self._slots[i]):
                 gradient = slot.backward(gradient)
                 yield f"backward {i}"
-            unit(layers[i]).reduce_gradients()
+            self._end(unit(layers[i]))
             if self._dw_at_once:
                 layers[i].down.backward_dw()  # type: ignore[union-attr, operator]
             hold.release()
         self._stem.backward(gradient)
-        unit(self._model).reduce_gradients()
+        self._end(unit(self._model))
         root.release()
         yield "backward"
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from engine_models import (
     Net,
+    ShardPlacementResult,
     assert_gradients_equal,
     assert_trains_alike,
     case,
@@ -26,7 +27,7 @@ from engine_models import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torchs
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 
 from lamella_buffers import GlooTransport

@@ -540,7 +540,7 @@ def test_a_subclass_is_moved_to_the_meshs_device_with_what_it_holds() -> None:
     module = nn.Linear(2, 3, bias=False)
     module.weight = nn.Parameter(Pair.encode(module.weight.detach()))
     before: Any = module.weight
-    _move_to([module], torch.device("meta"), set())
+    _move_to([module], torch.device("meta"), torch.device("meta"), set())
     moved: Any = module.weight
     assert moved is before and type(moved).__name__ == "Pair" and moved._is_param
     assert moved.requires_grad and moved.device.type == "meta"

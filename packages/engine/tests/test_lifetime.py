@@ -15,6 +15,7 @@ from engine_models import Net, adamw, case, inputs, shard, unit, units
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lamella_buffers import PoolAllocator
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
@@ -96,6 +97,33 @@ def test_a_deleted_model_is_freed_without_the_cyclic_collector(policy: MixedPrec
                 fully_shard(model, mp_policy=policy)
                 happens(model)
                 storages = _watch(model)
+                del model, layer
+                assert not _alive(storages)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 has no pools")
+@pytest.mark.parametrize("keeps_pool", [True, False])
+def test_a_deleted_model_frees_its_pool_without_the_cyclic_collector(keeps_pool: bool) -> None:
+    def check() -> None:
+        for happens in (_rests, _runs_forward, _validates, _is_cast, _is_reset):
+            with case(happens.__name__), _without_cycle_collector():
+                pool = PoolAllocator()
+                model = Net()
+                for layer in model.layers:
+                    fully_shard(layer, allocator=pool)
+                fully_shard(model, allocator=pool)
+                for _ in range(4):
+                    _runs_backward(model)
+                chunks = {f"chunk {i}": chunk.memory for i, chunk in enumerate(pool._plan._chunks)}
+                storages = {name: weakref.ref(memory) for name, memory in chunks.items() if memory is not None}
+                assert len(storages) == 3  # the outermost unit's, and two for layers in turn
+                del chunks
+                happens(model)
+                storages |= _watch(model)
+                if not keeps_pool:
+                    del pool
                 del model, layer
                 assert not _alive(storages)
 

@@ -144,15 +144,14 @@ def test_a_unit_is_gathered_once_for_all_who_hold_it(stage: str, blocks: list[in
     run_ranks(on_each_rank, 2)
 
 
-def test_gradients_are_kept_without_sync_and_reduced_with_the_next() -> None:
+def test_gradients_that_are_kept_are_reduced_with_the_next() -> None:
     def on_each_rank() -> None:
         reference, model = twins(Stack, lambda model: _shard(model, "ZERO3"))
         assert isinstance(model, Stack)
         log = record(model)
         _step_unsharded(reference, BATCHES)
-        for syncs, batch in zip((False, True), BATCHES, strict=True):
-            unit(model).set_requires_gradient_sync(syncs)
-            microbatch = Microbatch(model, rows_of_this_rank(batch))
+        for reduces, batch in zip((False, True), BATCHES, strict=True):
+            microbatch = Microbatch(model, rows_of_this_rank(batch), reduces=reduces)
             in_turns(microbatch.forward())
             in_turns(microbatch.backward())
         unit(model).wait_for_gradients()
@@ -390,6 +389,20 @@ def test_a_gather_at_rest_waits_for_who_wrote_the_shards_and_for_every_reader_be
     run_ranks(on_each_rank, 2)
 
 
+def test_gradients_that_hooks_kept_may_be_reduced_while_hooks_go_on_keeping() -> None:
+    def on_each_rank() -> None:
+        reference, model = twins(Stack, lambda model: _shard(model, "ZERO3"))
+        _step_unsharded(reference, BATCHES[:1])
+        unit(model).set_requires_gradient_sync(False)
+        _step_unsharded(model, [rows_of_this_rank(BATCHES[0])])
+        unit(model).reduce_gradients()
+        unit(model).set_requires_gradient_sync(True)
+        unit(model).wait_for_gradients()
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_every_stream_that_waits_for_a_hold_waits_for_the_gather() -> None:
     class Stream:
         def __init__(self) -> None:
@@ -414,4 +427,4 @@ def test_every_stream_that_waits_for_a_hold_waits_for_the_gather() -> None:
         assert second not in gathers.waited, "there was nothing to gather any more"
 
     with pytest.MonkeyPatch.context() as patch:
-        run_ranks(lambda: on_each_rank(patch), 1)
+        run_ranks(lambda: on_each_rank(patch), 2)

@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, case, inputs, record, rows_of_this_rank, twins, unit, units, whole
+from engine_models import (
+    Net,
+    ShardPlacementResult,
+    case,
+    inputs,
+    record,
+    rows_of_this_rank,
+    twins,
+    unit,
+    units,
+    whole,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard

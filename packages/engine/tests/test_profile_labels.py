@@ -31,7 +31,7 @@ def test_phases_have_fsdp2s_names_and_the_units() -> None:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
         model(X).mean().backward()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             model(X).mean().backward()
         names = {event.name for event in profiler.events() or () if event.name.startswith("FSDP::")}
         for phase in OF_A_UNIT:

@@ -27,11 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from lamella_buffers import PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, fully_shard
 from lamella_testing import run_ranks
 
 NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
 DIM = 6
+CAN_POOL = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch 2.12
 
 
 class _Leaf(nn.Module):
@@ -74,10 +76,11 @@ def _make(seed: int) -> nn.Module:
 
 def _cut(choose: Random, model: nn.Module) -> None:
     inner = [module for module in model.modules() if module is not model and not isinstance(module, nn.ModuleList)]
+    allocator = choose.choice([None, PoolAllocator() if CAN_POOL else None])
     for module in reversed(inner):
         if choose.random() < 0.4:
-            fully_shard(module, **_options(choose))
-    fully_shard(model, **_options(choose))
+            fully_shard(module, allocator=allocator, **_options(choose))
+    fully_shard(model, allocator=allocator, **_options(choose))
 
 
 @cache

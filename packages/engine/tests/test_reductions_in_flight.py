@@ -20,12 +20,14 @@ from engine_models import (
     unit,
     units,
 )
+from fake_streams import Work, fake_streams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_engine import fully_shard, share_comm_ctx
 from lamella_engine._context import Context, Reduction
 from lamella_engine._module import find_state
+from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -64,6 +66,29 @@ def test_as_many_are_in_flight_as_asked_for_and_none_after_backward(num: int) ->
         assert_trains_alike(reference, model, LOSS)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("num_axes", [1, 2])
+def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are divided, cast and added to after they were reduced, on the stream that did."""
+    installed: list[Work] = []
+    real = ParameterGroup.install_gradients
+
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2,) * num_axes, mesh_dim_names=("outer", "inner")[-num_axes:])
+        _, model = twins(apply=lambda model: fully_shard(model.layers[0], mesh=mesh) and fully_shard(model, mesh=mesh))
+        streams = fake_streams(model)
+
+        def install(self: ParameterGroup, reduced: Reduced) -> None:
+            installed.append(streams.work())
+            real(self, reduced)
+
+        monkeypatch.setattr(ParameterGroup, "install_gradients", install)
+        LOSS(model).backward()
+        assert len(installed) == 2
+        assert all(work.is_before(streams.compute.seen) for work in installed)
+
+    run_ranks(check, 2**num_axes)
 
 
 def test_the_largest_number_in_the_tree_counts() -> None:

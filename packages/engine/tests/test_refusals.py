@@ -12,23 +12,12 @@ from engine_models import Net, shard, unit
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from lamella_testing import run_ranks
 
 
 def _on_one_rank(check: Callable[[], None]) -> None:
     run_ranks(check, 1)
-
-
-def test_arguments_of_fsdp2_that_are_not_supported_are_named() -> None:
-    def check() -> None:
-        module = nn.Linear(2, 2)
-        with pytest.raises(NotImplementedError, match="`offload_policy`"):
-            fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        assert type(module) is nn.Linear
-        assert type(module.weight) is nn.Parameter
-
-    _on_one_rank(check)
 
 
 def test_torchs_own_policies_are_taken() -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from lamella_engine import fully_shard
-from lamella_mamba import sharding_units
+from lamella_engine import fully_shard, fully_shard_model
+from lamella_mamba import declare_direct_reads, sharding_units
 from lamella_testing import assert_trains_as_unsharded
 
 VOCAB_SIZE = 64
@@ -56,6 +56,25 @@ def test_the_units_are_the_blocks_and_hold_all_that_is_read_directly() -> None:
         names = {name for name, _ in unit.named_parameters()}
         children = {"conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight"}
         assert {f"mixer.{name}" for name in children | {"A_log", "D", "dt_bias"}} <= names
+
+
+def test_children_that_are_units_train_as_part_of_whatever_reads_them() -> None:
+    def shard_children(model: nn.Module) -> None:
+        declare_direct_reads(model)
+        for unit in sharding_units(model):
+            for name in ("mixer.conv1d", "mixer.norm", "mixer.out_proj", "mixer", "norm"):
+                fully_shard(unit.get_submodule(name))
+        shard(model)
+
+    assert_trains_as_unsharded(make_model, shard_children, mean_loss, BATCH)
+
+
+def test_the_smallest_units_train_as_the_unsharded_model_does() -> None:
+    def shard_leaves(model: nn.Module) -> None:
+        declare_direct_reads(model)
+        fully_shard_model(model, units=1, verbose=False)
+
+    assert_trains_as_unsharded(make_model, shard_leaves, mean_loss, BATCH)
 
 
 def test_a_model_of_another_family_is_refused() -> None:

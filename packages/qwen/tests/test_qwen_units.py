@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lamella_engine import fully_shard
-from lamella_qwen import NAMED_CONFIGS, sharding_units
+from lamella_engine import fully_shard, fully_shard_model, plan_units
+from lamella_qwen import NAMED_CONFIGS, declare_direct_reads, sharding_units
 from lamella_testing import assert_trains_as_unsharded
 
 BATCH = torch.randint(1024, (4, 33), generator=torch.Generator().manual_seed(1))
@@ -51,6 +51,27 @@ def test_a_convolution_that_is_read_directly_lies_in_its_layers_unit() -> None:
     inside = {id(module) for unit in sharding_units(model) for module in unit.modules() if module is not unit}
     assert len(convolutions) == 3
     assert all(id(convolution) in inside for convolution in convolutions)
+
+
+def test_convolutions_that_are_units_train_as_part_of_whatever_reads_them() -> None:
+    def shard_convolutions(model: nn.Module) -> None:
+        declare_direct_reads(model)
+        for module in model.modules():
+            if isinstance(module, nn.Conv1d):
+                fully_shard(module)
+        shard(model)
+
+    assert_trains_as_unsharded(make_model, shard_convolutions, mean_loss, BATCH)
+
+
+def test_the_smallest_units_train_as_the_unsharded_model_does() -> None:
+    def shard_leaves(model: nn.Module) -> None:
+        declare_direct_reads(model)
+        plan = plan_units(model, units=1)
+        assert any("conv1d.weight without calling its module" in note for note in plan.notes)
+        fully_shard_model(model, units=1, verbose=False)
+
+    assert_trains_as_unsharded(make_model, shard_leaves, mean_loss, BATCH, num_steps=2)
 
 
 def test_a_model_of_another_family_is_refused() -> None:

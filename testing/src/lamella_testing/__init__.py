@@ -4,3 +4,4 @@ from lamella_testing._parity import assert_trains_as_unsharded as assert_trains_
 from lamella_testing._ranks import RankFailure as RankFailure
 from lamella_testing._ranks import RankTimeout as RankTimeout
 from lamella_testing._ranks import run_ranks as run_ranks
+from lamella_testing._team import Team as Team

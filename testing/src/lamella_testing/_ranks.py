@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar, TypeVarTuple
+from typing import Literal, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ class RankTimeout(TimeoutError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rank:
+class Rank:
     """What the parent holds of one child."""
 
     rank: int
@@ -95,21 +95,30 @@ def run_ranks(
     if num_ranks < 1:
         raise ValueError(f"Expected `num_ranks` of at least 1, got {num_ranks}.")
     if device == "cuda":
-        _check_gpus(num_ranks)
+        check_gpus(num_ranks)
     with tempfile.TemporaryDirectory(prefix="lamella-ranks-") as directory:
-        ranks: list[_Rank] = []
+        ranks: list[Rank] = []
+
+        def serve(rank: int, connection: Connection) -> None:
+            def call() -> Result:
+                join_group(rank, num_ranks, Path(directory), device)
+                return fn(*args)
+
+            _serve(connection, call)
+
         try:
             # No comprehension: were one start to fail, the ranks before it must be killed.
             for rank in range(num_ranks):
-                ranks.append(_start(rank, num_ranks, Path(directory), device, lambda: fn(*args)))  # noqa: PERF401
-            payloads = _collect(ranks, timeout_s)
+                ranks.append(start(rank, Path(directory), serve))  # noqa: PERF401
+            payloads = collect(ranks, timeout_s)
             _let_go(ranks)
         finally:
-            _kill(ranks)
+            kill(ranks)
     return [pickle.loads(payload) for payload in payloads]
 
 
-def _check_gpus(num_ranks: int) -> None:
+def check_gpus(num_ranks: int) -> None:
+    """Refuse to fork ranks that could not use their GPUs."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "Expected a parent process that has not used CUDA, got one that has: forked ranks cannot use it "
@@ -149,47 +158,43 @@ def _fork(target: Callable[[], None]) -> ForkProcess:
     return process
 
 
-def _start(
-    rank: int,
-    num_ranks: int,
-    directory: Path,
-    device: Device,
-    call: Callable[[], object],
-) -> _Rank:
+def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> Rank:
+    """Fork a rank that does nothing but `serve`, and never returns from it."""
     parent_end, child_end = _FORK.Pipe(duplex=True)
     stack_file = directory / f"stack-{rank}"
-    store = f"file://{directory / 'store'}"
 
     def main() -> None:
         parent_end.close()
-        _dump_stack_on_signal(stack_file)
-        _serve(child_end, lambda: _in_group(rank, num_ranks, store, device, call))
+        faulthandler.register(signal.SIGUSR1, file=stack_file.open("w"), all_threads=False)
+        try:
+            serve(rank, child_end)
+        except (EOFError, OSError):
+            pass  # The parent is gone; so are we.
+        finally:
+            # Group threads may need the interpreter lock during its shutdown, and abort (pytorch PR 179291).
+            os._exit(0)
 
     process = _fork(main)
     child_end.close()  # Now the child alone holds it, so that its death is an end of file here.
-    return _Rank(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
+    return Rank(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
 
 
-def _dump_stack_on_signal(stack_file: Path) -> None:
-    faulthandler.register(signal.SIGUSR1, file=stack_file.open("w"), all_threads=False)
-
-
-def _in_group(rank: int, num_ranks: int, store: str, device: Device, call: Callable[[], object]) -> object:
+def join_group(rank: int, num_ranks: int, directory: Path, device: Device) -> None:
+    """Make this process a rank."""
     torch.set_num_threads(1)  # A forked child hangs in the parent's OpenMP pool.
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=store,
+        init_method=f"file://{directory / 'store'}",
         rank=rank,
         world_size=num_ranks,
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
-    return call()
 
 
-def _serve(connection: Connection, call: Callable[[], object]) -> NoReturn:
-    """Send the outcome, stay until the parent lets go, leave without running the interpreter's exit."""
+def outcome_of(call: Callable[[], object]) -> bytes:
+    """What a rank tells its parent of a call."""
     try:
         # Not `connection.send`: torch makes that pass tensors as file descriptors of a process about to go.
         message = b"+" + pickle.dumps(call())
@@ -197,19 +202,18 @@ def _serve(connection: Connection, call: Callable[[], object]) -> NoReturn:
         message = b"-" + traceback.format_exc().encode()
     sys.stdout.flush()
     sys.stderr.flush()
-    try:
-        connection.send_bytes(message)
-        connection.recv_bytes()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except (EOFError, OSError):
-        pass  # The parent is gone; so are we.
-    finally:
-        # Group threads may need the interpreter lock during its shutdown, and abort (pytorch PR 179291).
-        os._exit(0)
+    return message
 
 
-def _collect(ranks: list[_Rank], timeout_s: float) -> list[bytes]:
+def _serve(connection: Connection, call: Callable[[], object]) -> None:
+    """Send the outcome, and stay until the parent lets go."""
+    connection.send_bytes(outcome_of(call))
+    connection.recv_bytes()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def collect(ranks: list[Rank], timeout_s: float) -> list[bytes]:
     """Every rank's pickled result, or the first failure."""
     deadline = time.monotonic() + timeout_s
     by_connection = {rank.connection: rank for rank in ranks}
@@ -225,7 +229,7 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[bytes]:
     return [payloads[rank.rank] for rank in ranks]
 
 
-def _receive(ranks: list[_Rank]) -> list[tuple[_Rank, bytes]]:
+def _receive(ranks: list[Rank]) -> list[tuple[Rank, bytes]]:
     results, failures = [], []
     for rank in ranks:
         try:
@@ -250,7 +254,7 @@ def _describe_death(process: ForkProcess) -> str:
     return f"Expected a result, got exit code {code}."
 
 
-def _stacks(ranks: list[_Rank]) -> str:
+def _stacks(ranks: list[Rank]) -> str:
     for rank in ranks:
         if rank.process.pid is not None and rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -258,7 +262,7 @@ def _stacks(ranks: list[_Rank]) -> str:
     return "\n".join(f"Rank {rank.rank}: {rank.stack_file.read_text()}" for rank in ranks)
 
 
-def _let_go(ranks: list[_Rank]) -> None:
+def _let_go(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.connection.send_bytes(b"")
     deadline = time.monotonic() + _LEAVE_TIMEOUT_S
@@ -266,7 +270,8 @@ def _let_go(ranks: list[_Rank]) -> None:
         rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _kill(ranks: list[_Rank]) -> None:
+def kill(ranks: list[Rank]) -> None:
+    """End them wherever they are."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:

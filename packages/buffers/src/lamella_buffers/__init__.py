@@ -2,9 +2,12 @@
 
 from lamella_buffers._allocator import Allocator as Allocator
 from lamella_buffers._allocator import CachingAllocator as CachingAllocator
+from lamella_buffers._allocator import MemPoolAllocator as MemPoolAllocator
 from lamella_buffers._buffer import ShardedBuffer as ShardedBuffer
 from lamella_buffers._buffer import UnshardedBuffer as UnshardedBuffer
 from lamella_buffers._buffer import standalone as standalone
+from lamella_buffers._pool import PoolAllocator as PoolAllocator
+from lamella_buffers._pool import PoolReport as PoolReport
 from lamella_buffers._redistribute import all_gather as all_gather
 from lamella_buffers._redistribute import all_reduce as all_reduce
 from lamella_buffers._redistribute import reduce_scatter as reduce_scatter

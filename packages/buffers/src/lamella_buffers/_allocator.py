@@ -16,8 +16,8 @@ class Allocator(Protocol):
     forward to backward: after the next `allocate` the same views must read the new bytes.
     `lamella_buffers.testing.check_allocator` tests any implementation.
 
-    Streams: `allocate` and `free` are called with the stream current that fills the buffer, and the caller has made
-    that stream wait for the last user before `free`.
+    Streams: `allocate` is called with the stream current that fills the buffer, and `free` with any. Before `free` the
+    caller has made the first wait for the last user, so the bytes may go to whatever is allocated on it next.
     """
 
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -33,7 +33,9 @@ class Allocator(Protocol):
         ...
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Take the bytes back. The tensor and its views stay, and must not be read before the next `allocate`.
+        """Take the bytes back, so that the storage has none. The tensor and its views stay.
+
+        They must not be read before the next `allocate`; who does it all the same must not find another's bytes.
 
         Raises:
             RuntimeError: The buffer has no bytes.
@@ -70,3 +72,41 @@ class CachingAllocator:
         if storage.nbytes() == 0 and buffer.numel() != 0:
             raise RuntimeError(f"Expected an allocated buffer of {buffer.numel()} elements, got one without bytes.")
         storage.resize_(0)
+
+
+class MemPoolAllocator(CachingAllocator):
+    """The caching allocator in a `torch.cuda.MemPool` of its own, on the device that is current when it is made.
+
+    Nothing else gets a block between the buffers', and their freed blocks serve nothing else.
+
+    Attributes:
+        pool: The pool. Its `snapshot()` tells what it holds.
+
+    Raises:
+        RuntimeError: There is no CUDA device.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "Expected a CUDA device, got none: torch has memory pools there only. "
+                "Take CachingAllocator or PoolAllocator."
+            )
+        self.pool = torch.cuda.MemPool()
+
+    def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make the buffer.
+
+        Effects: allocates numel * itemsize bytes from the pool, for the current stream; no host sync unless it must
+            grow.
+        """
+        with torch.cuda.use_mem_pool(self.pool, device.index):
+            return super().create(numel, dtype, device)
+
+    def allocate(self, buffer: torch.Tensor) -> None:
+        """Grow the storage to the buffer's size.
+
+        Effects: as `create`.
+        """
+        with torch.cuda.use_mem_pool(self.pool, buffer.device.index):
+            super().allocate(buffer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 import torch
@@ -16,9 +16,11 @@ from lamella_buffers._transport import Payload, Transport
 def check_allocator(allocator: Allocator, device: torch.device | str = "cpu", *, seed: int = 0) -> None:
     """Assert what an engine relies on in an allocator.
 
-    Views made once read what was written after any later allocation; buffers that are alive together never share
-    bytes; a buffer's contents survive others coming and going; allocating twice and freeing twice are refused; an
-    order of calls that was never seen before (a validation pass, a skipped layer) works.
+    Views made once, and graphs that saved them, read what was written after any later allocation; buffers that are
+    alive together never share bytes, and keep their contents while others come and go; addresses are aligned;
+    allocating twice and freeing twice are refused; a freed buffer has no bytes; an order of calls that was never seen
+    before (a validation pass, a skipped layer) works, after one that was seen many times too. On a GPU: the bytes of a
+    buffer that was freed go to no other stream.
 
     Args:
         allocator: What to test; nothing else may be using it.
@@ -28,12 +30,18 @@ def check_allocator(allocator: Allocator, device: torch.device | str = "cpu", *,
     Raises:
         AssertionError: A property does not hold; the message says which.
 
-    Effects: allocates a few MiB on the current stream; synchronises with the host.
+    Effects: allocates a few MiB on the current stream, and on two others; synchronises with the host.
     """
     where = torch.device(device)
     _check_views_follow(allocator, where)
+    _check_graphs_follow(allocator, where)
     _check_misuse_is_refused(allocator, where)
-    _check_live_buffers_are_apart(allocator, where, random.Random(seed))
+    buffers = _Stamped(allocator, where)
+    _check_any_order(buffers, random.Random(seed))
+    _check_orders_that_repeat(buffers)
+    _check_freed_is_empty(allocator, where)
+    if where.type == "cuda":
+        _check_streams_are_apart(allocator, where)
 
 
 def _check_views_follow(allocator: Allocator, device: torch.device) -> None:
@@ -41,7 +49,7 @@ def _check_views_follow(allocator: Allocator, device: torch.device) -> None:
     assert buffer.shape == (1024,), f"`create` must give a flat tensor of 1024 elements, gave {tuple(buffer.shape)}"
     view = buffer[256:512].view(16, 16)
     allocator.free(buffer)
-    for value in (1.0, 2.0):
+    for value in (1.0, 2.0, 3.0, 4.0):
         allocator.allocate(buffer)
         # Asked before it is read: a view that kept a freed storage reads memory that is not there.
         assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "a view must follow its buffer"
@@ -50,30 +58,130 @@ def _check_views_follow(allocator: Allocator, device: torch.device) -> None:
         allocator.free(buffer)
 
 
+def _check_graphs_follow(allocator: Allocator, device: torch.device) -> None:
+    """Backward reads a weight that was freed and filled again after forward."""
+    buffer = allocator.create(1024, torch.float32, device)
+    weight = torch.nn.Parameter(buffer[256:512].view(16, 16))
+    allocator.free(buffer)
+    inputs = torch.ones(1, 16, device=device, requires_grad=True)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        allocator.allocate(buffer)
+        buffer.fill_(value)
+        output = (inputs @ weight.t()).sum()
+        allocator.free(buffer)
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffer):
+            allocator.allocate(buffer)
+            buffer.fill_(-value)
+        (gradient,) = torch.autograd.grad(output, inputs)
+        assert bool((gradient == -16 * value).all()), "backward must read the bytes of the last allocation"
+        allocator.free(buffer)
+
+
 def _check_misuse_is_refused(allocator: Allocator, device: torch.device) -> None:
     buffer = allocator.create(1024, torch.bfloat16, device)
-    assert _raises(lambda: allocator.allocate(buffer)), "allocating a buffer that has its bytes must raise"
+    for _ in range(4):
+        assert _raises(lambda: allocator.allocate(buffer)), "allocating a buffer that has its bytes must raise"
+        allocator.free(buffer)
+        assert _raises(lambda: allocator.free(buffer)), "freeing a buffer that has no bytes must raise"
+        allocator.allocate(buffer)
     allocator.free(buffer)
-    assert _raises(lambda: allocator.free(buffer)), "freeing a buffer that has no bytes must raise"
 
 
-def _check_live_buffers_are_apart(allocator: Allocator, device: torch.device, order: random.Random) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
-    buffers = [allocator.create(1024 * (i + 1), dtypes[i % 3], device) for i in range(7)]
+class _Stamped:
+    """Seven buffers that are filled with a number when they are allocated, and asked for it when they are freed."""
+
+    count = 7
+
+    def __init__(self, allocator: Allocator, device: torch.device) -> None:
+        self._allocator = allocator
+        dtypes = (torch.float32, torch.bfloat16, torch.uint8)
+        self._buffers = [allocator.create(1023 * (i + 1), dtypes[i % 3], device) for i in range(self.count)]
+        self._alignment = 64 if device.type == "cpu" else 256
+        self._stamps: dict[int, int] = {}
+        self._num_stamps = 0
+        for buffer in self._buffers:
+            allocator.free(buffer)
+
+    def toggle(self, i: int) -> None:
+        buffer = self._buffers[i]
+        if i in self._stamps:
+            same = bool((buffer == self._stamps.pop(i)).all())
+            assert same, "a live buffer's contents must survive other buffers' calls"
+            self._allocator.free(buffer)
+            return
+        self._allocator.allocate(buffer)
+        address = buffer.data_ptr()
+        assert address % self._alignment == 0, f"an address must be a multiple of {self._alignment}, got {address:#x}"
+        self._num_stamps = self._num_stamps % 200 + 1  # all of them exact in each of the dtypes
+        self._stamps[i] = self._num_stamps
+        buffer.fill_(self._num_stamps)
+
+    def free_all(self) -> None:
+        for i in list(self._stamps):
+            self.toggle(i)
+
+
+def _check_any_order(buffers: _Stamped, order: random.Random) -> None:
+    for _ in range(200):
+        buffers.toggle(order.randrange(buffers.count))
+    buffers.free_all()
+
+
+def _check_orders_that_repeat(buffers: _Stamped) -> None:
+    """Training steps with other passes between: whoever learned the first must still serve the others, and it again."""
+    last = buffers.count - 1
+    inner = range(1, buffers.count)
+    step = [0, *_two_alive(inner), *_two_alive(reversed(inner)), 0]
+    one_more_alive = [0, *inner[:3], *_two_alive(inner[3:]), *inner[:3], 0]
+    everything = [*range(buffers.count), *range(buffers.count)]
+    for between in ([], [0, *_two_alive(inner), 0], one_more_alive, everything, [last, 0, last, 0]):
+        for _ in range(4):
+            for i in step:
+                buffers.toggle(i)
+        for i in between:
+            buffers.toggle(i)
+        for i in step[: len(step) // 2]:  # ended by an exception
+            buffers.toggle(i)
+        buffers.free_all()
+
+
+def _two_alive(order: Iterable[int]) -> list[int]:
+    """Toggles that allocate each before the one before it is freed."""
+    ordered = list(order)
+    between = [i for pair in zip(ordered[1:], ordered[:-1], strict=True) for i in pair]
+    return [ordered[0], *between, ordered[-1]]
+
+
+def _check_freed_is_empty(allocator: Allocator, device: torch.device) -> None:
+    buffer = allocator.create(1024, torch.float32, device)
+    for _ in range(4):
+        allocator.free(buffer)
+        assert buffer.untyped_storage().nbytes() == 0, "a freed buffer must have no bytes that could be read"
+        allocator.allocate(buffer)
+    allocator.free(buffer)
+
+
+def _check_streams_are_apart(allocator: Allocator, device: torch.device) -> None:
+    """A stream that is late writes to a buffer that was freed, while another fills its own."""
+    accelerator = torch.get_device_module(device)
+    late, other = accelerator.Stream(device), accelerator.Stream(device)
+    buffers = [allocator.create(1 << 18, torch.float32, device) for _ in range(2)]
     for buffer in buffers:
         allocator.free(buffer)
-    live: dict[int, int] = {}
-    for tick in range(1, 200):
-        i = order.randrange(len(buffers))
-        if i in live:
-            assert bool((buffers[i] == live.pop(i)).all()), "a live buffer's contents must survive other buffers' calls"
-            allocator.free(buffers[i])
-        else:
-            allocator.allocate(buffers[i])
-            buffers[i].fill_(tick)
-            live[i] = tick
-    for i in live:
-        allocator.free(buffers[i])
+    accelerator.synchronize(device)
+    for _ in range(5):
+        with accelerator.stream(late):
+            allocator.allocate(buffers[0])
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            buffers[0].fill_(1)
+        allocator.free(buffers[0])  # with another stream current, as a buffer's last user may be on one
+        with accelerator.stream(other):
+            allocator.allocate(buffers[1])
+            buffers[1].fill_(2)
+        accelerator.synchronize(device)
+        assert bool((buffers[1] == 2).all()), "the bytes of a freed buffer must stay with its stream"
+        with accelerator.stream(other):
+            allocator.free(buffers[1])
 
 
 def check_transport(transport: Transport, device: torch.device | str = "cpu") -> None:

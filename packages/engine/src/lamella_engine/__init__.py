@@ -12,6 +12,7 @@ from lamella_engine._handles import UnshardHandle as UnshardHandle
 from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._module import register_fsdp_forward_method as register_fsdp_forward_method
 from lamella_engine._module import share_comm_ctx as share_comm_ctx
+from lamella_engine._optimizers import shard_optimizer as shard_optimizer
 from lamella_engine._placements import DDP as DDP
 from lamella_engine._placements import HFSDP as HFSDP
 from lamella_engine._placements import HSDP as HSDP
@@ -25,6 +26,7 @@ from lamella_engine._plan import ShardingPlan as ShardingPlan
 from lamella_engine._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from lamella_engine._policies import DataParallelMeshDims as DataParallelMeshDims
 from lamella_engine._policies import OffloadPolicy as OffloadPolicy
+from lamella_engine._reads import declare_reads as declare_reads
 from lamella_engine._report import describe as describe
 from lamella_engine._units import fully_shard_model as fully_shard_model
 from lamella_engine._units import plan_units as plan_units

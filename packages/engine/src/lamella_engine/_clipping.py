@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lamella_engine._sharding import groups_that_share, local_of
+from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
 
 
 def clip_grad_norm_(
@@ -22,7 +22,8 @@ def clip_grad_norm_(
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, which serves as well where all parameters lie on one mesh; this one takes
-    parameters on any meshes, sharded or replicated, and plain ones beside them.
+    parameters on any meshes, sharded or replicated, and plain ones beside them. Of shards that rest on the CPU torch's
+    needs a process group that can reduce there ("cpu:gloo,cuda:nccl"), and this one does not.
 
     Args:
         parameters: Those whose `.grad` counts; the same on every rank. Plain tensors count as equal on all ranks.
@@ -39,7 +40,8 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite, and `error_if_nonfinite` was given.
 
     Effects: collective: an all-reduce of 4 bytes for each set of mesh axes that gradients are sharded along, an axis;
-        on the current stream. No host sync but for `error_if_nonfinite`.
+        on the current stream. No host sync but for `error_if_nonfinite`, and for gradients on the CPU in a group that
+        has no backend for it: their norms are summed on its device.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
@@ -58,7 +60,8 @@ def clip_grad_norm_(
             for local in locals_:
                 local.mul_(scale.to(local.dtype))
         else:
-            torch._foreach_mul_(locals_, scale)
+            for device in dict.fromkeys(local.device for local in locals_):  # units may rest on the CPU, or not
+                torch._foreach_mul_([local for local in locals_ if local.device == device], scale.to(device))
     return total
 
 
@@ -79,10 +82,10 @@ def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor
     if not math.isinf(p):
         norm = norm.pow(p)
     for group in groups:
-        dist.all_reduce(norm, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+        all_reduce_anywhere(norm, group, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM)
     return norm if math.isinf(p) else norm.pow(1 / p)
 
 
 def _norm_of(norms: list[torch.Tensor], p: float) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), p)
     return norm

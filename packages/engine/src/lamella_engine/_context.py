@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -112,6 +112,10 @@ class Context:
     4. What is reduced once more, over replicas or the outer axis, is so on the all-reduce stream, which waits for each
        reduction. The reduce stream waits for an older one before what that read is freed, and the compute stream for
        all of them at the end of the step's last backward.
+    5. Shards that rest on the CPU are copied from there on the gather stream, and their gradients to there on the
+       stream that reduced them. What the copies have on the device is allocated and read on these streams alone. The
+       host waits once: at the end of backward, for the compute stream, which has waited for both by then. After it
+       the optimizer may read gradients, and write shards that no copy reads any more.
     The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
     ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
     gradient was made), it waits for them too.
@@ -134,6 +138,9 @@ class Context:
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
         self._forward_root: int | None = None
+        self._awaits_gradients = False
+        self._reads_shards = False
+        self._on_arrival: dict[Callable[[], None], None] = {}
 
     @property
     def is_resting(self) -> bool:
@@ -203,7 +210,7 @@ class Context:
 
         Effects: the compute stream waits for the reductions that this tree has in flight.
         """
-        self._finish_reductions()
+        self.finish_reductions()
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
         self.all_reduce_stream = other.all_reduce_stream
@@ -275,7 +282,7 @@ class Context:
         for state in self.states:
             state.finish_backward()
         self._drop_unused_gathers()
-        if self.is_last_backward:
+        if self.is_last_backward or self._on_arrival:
             self._last_backward_ended_on = self.compute_stream
             self.finish_awaited()
 
@@ -285,7 +292,7 @@ class Context:
         if stream is None or any(state.awaits_gradients for state in self.states):
             return
         self._last_backward_ended_on = None
-        self._finish_reductions()
+        self.finish_reductions()
         if stream != self.compute_stream:  # the last gradient was made on another
             stream.wait_stream(self.compute_stream)
 
@@ -313,7 +320,8 @@ class Context:
         for state in self.states:
             state.abandon()
         self._last_backward_ended_on = None
-        self._finish_reductions()
+        self._on_arrival.clear()
+        self.finish_reductions()
         self._phase = Phase.RESTING
 
     def _state(self, index: int | None) -> Member | None:
@@ -346,13 +354,20 @@ class Context:
     def _most_reductions(self) -> int:
         return max(member.max_reductions_in_flight for member in self.states)
 
-    def _finish_reductions(self) -> None:
-        """Order the compute stream after every reduction, and let go of what they read."""
-        self._retire_all_but(0)
+    def finish_reductions(self) -> None:
+        """Order the compute stream after every reduction, and let go of what they read.
+
+        Effects: where gradients go to the CPU, the host waits for the compute stream.
+        """
+        if self._reductions:
+            # For more than their events: gradients are divided, cast and added to after those.
+            self.compute_stream.wait_stream(self.reduce_scatter_stream)
+            self._retire_all_but(0)
         while self._all_reductions:
             event = self._all_reductions.popleft().event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)
+        self._wait_for_gradients()
 
     def _retire_all_but(self, num_left: int) -> None:
         while len(self._reductions) > num_left:
@@ -367,3 +382,44 @@ class Context:
         self._all_reductions.append(reduction)
         if len(self._all_reductions) > 2:
             self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)
+
+    # -- the host ---------------------------------------------------------------------------------------------------
+
+    def expect_gradients(self, on_arrival: Sequence[Callable[[], None]]) -> None:
+        """Note that gradients are on their way to the CPU.
+
+        Args:
+            on_arrival: What to call when they are there, at the end of this backward; once, however often it is noted.
+        """
+        self._awaits_gradients = True
+        self._on_arrival.update(dict.fromkeys(on_arrival))
+
+    def _wait_for_gradients(self) -> None:
+        """Let the host wait for the compute stream, which has waited for the gradients that go to the CPU."""
+        if not self._awaits_gradients:
+            return
+        self._awaits_gradients = self._reads_shards = False
+        _wait_on_host(self.compute_stream)
+        on_arrival, self._on_arrival = self._on_arrival, {}
+        with torch.no_grad():
+            for call in on_arrival:
+                call()
+
+    def note_shards_are_read(self) -> None:
+        """Note that the gather stream will read shards on the CPU."""
+        self._reads_shards = True
+
+    def wait_for_shards(self) -> None:
+        """Let the host wait until shards on the CPU have been read: somebody may be about to write them.
+
+        Effects: a host sync if there was a gather since the last one, else none.
+        """
+        if self._reads_shards:
+            self._reads_shards = False
+            _wait_on_host(self.all_gather_stream)
+
+
+def _wait_on_host(stream: torch.Stream) -> None:
+    event: torch.Event | None = stream.record_event()
+    if event is not None:  # torch's CPU streams record none
+        event.synchronize()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_engine._module import find_state
 from lamella_engine._parameter_group import ShardedParameter
-from lamella_engine._sharding import groups_that_share
+from lamella_engine._sharding import all_reduce_anywhere, groups_that_share
 from lamella_engine._text import clean_name
 
 Kind = Literal["nan", "inf"]
@@ -232,7 +232,7 @@ def _sum_over_ranks(rows: torch.Tensor, sharers: list[list[dist.ProcessGroup]]) 
     summed = list(rows.unbind())
     for group, indices in members.items():
         part = torch.stack([summed[i] for i in indices])
-        dist.all_reduce(part, group=group)
+        all_reduce_anywhere(part, group)
         for i, row in zip(indices, part.unbind(), strict=True):
             summed[i] = row
     return torch.stack(summed)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
 from lamella_engine._errors import MisuseError
+from lamella_engine._offload import Offload
 from lamella_engine._parameter_group import (
     Candidate,
     ParameterGroup,
@@ -51,6 +52,7 @@ def new_group(
     allocator: Allocator,
     *,
     neighbours: Transport | None = None,
+    offload: Offload | None = None,
 ) -> ParameterGroup:
     """The group of parameters of which all are extended or none is.
 
@@ -59,6 +61,7 @@ def new_group(
         policy: Number formats.
         allocator: Of the unsharded buffer of parameters that are not extended.
         neighbours: The group's.
+        offload: As for `ParameterGroup`.
 
     Raises:
         NotImplementedError: They are extended, and lie as such a parameter cannot.
@@ -67,7 +70,7 @@ def new_group(
     Effects: those of the group.
     """
     if not is_extended(local_of(candidates[0].parameter)):
-        group = ParameterGroup(candidates, policy, allocator)
+        group = ParameterGroup(candidates, policy, allocator, offload)
         group.neighbours = neighbours
         return group
     parameters, shapes = [], []
@@ -75,9 +78,9 @@ def new_group(
         whole, sharding = local_of(candidate.parameter), candidate.sharding
         _check_lies(candidate.name, sharding, neighbours)
         _check_main_dtype(candidate, policy)
-        parameters.append(sharded_parameter(candidate, _chunk(whole, sharding.axes)))
+        parameters.append(sharded_parameter(candidate, _chunk(whole, sharding.axes, offload)))
         shapes.append(whole.shape)
-    return ExtendedGroup(parameters, shapes, policy, allocator)
+    return ExtendedGroup(parameters, shapes, policy, allocator, offload)
 
 
 def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
@@ -109,9 +112,10 @@ def _extended(group: ParameterGroup, found: Sequence[ShardedParameter]) -> Exten
     for parameter in found:
         _check_lies(parameter.name, parameter.sharding, group.neighbours)
         # Memory of its own for the same object, which the methods are bound to.
-        parameter.shard.set_(parameter.shard.clone())  # type: ignore[call-overload]
+        own = parameter.shard.clone()
+        parameter.shard.set_(own if group.offload is None else group.offload.pinned(own))  # type: ignore[call-overload]
     shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in found]
-    made = ExtendedGroup(found, shapes, group.policy, group.allocator)
+    made = ExtendedGroup(found, shapes, group.policy, group.allocator, group.offload)
     for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only"):
         setattr(made, name, getattr(group, name))
     return made
@@ -128,6 +132,7 @@ class ExtendedGroup(ParameterGroup):
         shapes: Of the whole parameters; local ones, where they are DTensors on other axes.
         policy: Number formats. The first method is given it, the second the compute dtype.
         allocator: Not used: the second method allocates.
+        offload: As for `ParameterGroup`.
 
     Effects: none. What is gathered into is allocated by the first gather.
     """
@@ -138,8 +143,9 @@ class ExtendedGroup(ParameterGroup):
         shapes: Sequence[tuple[int, ...]],
         policy: MixedPrecisionPolicy,
         allocator: Allocator,
+        offload: Offload | None = None,
     ) -> None:
-        self._begin(parameters[0].sharding.axes, policy, allocator)
+        self._begin(parameters[0].sharding.axes, policy, allocator, offload)
         self._lay_out(shapes, [0] * len(shapes))
         self.parameters = list(parameters)
         self._mesh = _mesh_of(self.axes)
@@ -169,7 +175,7 @@ class ExtendedGroup(ParameterGroup):
                 )
             if not keep_parameters:
                 parameter.adopt(parameter.replacement())
-            self._point(parameter, _with_room(shard, shape, self.axes.num_shards))
+            self._point(parameter, _with_room(shard, shape, self.axes.num_shards, self.offload))
             parameter.unsharded = parameter.sharded
         self._describe_shards()
         self._build_unsharded()
@@ -185,7 +191,7 @@ class ExtendedGroup(ParameterGroup):
         Effects: those of `fsdp_pre_all_gather`, on the current stream.
         """
         with torch.inference_mode(False), torch.no_grad():
-            sent = [extension.send(self._mesh, self.policy) for extension in self._extensions]
+            sent = [extension.send(self._mesh, self.policy, self.offload) for extension in self._extensions]
             self.unsharded_weight.allocate()
         return list(chain.from_iterable(sent)), self.unsharded_weight
 
@@ -216,9 +222,13 @@ class _Extension:
         self.outputs: list[torch.Tensor] = []
         self.inner: tuple[torch.Tensor, ...] = ()
 
-    def send(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
-        """What this rank puts on the wire, flat."""
+    def send(
+        self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: Offload | None = None
+    ) -> list[torch.Tensor]:
+        """What this rank puts on the wire, flat. A shard that rests on the CPU is asked for it on the device."""
         shard: Any = self._parameter.shard
+        if offload is not None:
+            shard = shard.to(offload.device, non_blocking=True)
         more = (self._shape, _stride(self._shape), self._parameter.owners[0].module(), policy)
         inputs, self._metadata = shard.fsdp_pre_all_gather(mesh, *(more if self._takes_more else ()))
         self._check_rows(inputs)
@@ -370,23 +380,25 @@ def _mesh_of(axes: DataAxes) -> DeviceMesh:
     return axes.mesh[names[axes.shard_axis]]
 
 
-def _chunk(whole: torch.Tensor, axes: DataAxes) -> torch.Tensor:
+def _chunk(whole: torch.Tensor, axes: DataAxes, offload: Offload | None) -> torch.Tensor:
     """A copy of this rank's rows, of the same class, with memory for as many as the first rank has."""
     with torch.no_grad():
         chunks = torch.chunk(whole.detach(), axes.num_shards)
         rank = axes.shard_rank
         rows = chunks[rank] if rank < len(chunks) else whole.detach().narrow(0, 0, 0)
         padded = whole.new_zeros((_num_rows(whole.shape, axes.num_shards), *whole.shape[1:]))
-        return _fill(padded, rows)
+        return _fill(padded if offload is None else offload.pinned(padded), rows)
 
 
-def _with_room(rows: torch.Tensor, shape: tuple[int, ...], num_shards: int) -> torch.Tensor:
-    """The rows, or a copy of them with memory for as many as the first rank has."""
+def _with_room(
+    rows: torch.Tensor, shape: tuple[int, ...], num_shards: int, offload: Offload | None = None
+) -> torch.Tensor:
+    """The rows, or a copy of them with memory for as many as the first rank has, where they are to rest."""
     num_rows = _num_rows(shape, num_shards)
-    if len(rows) == num_rows:
-        return rows
     with torch.no_grad():
-        return _fill(rows.new_zeros((num_rows, *shape[1:])), rows)
+        padded = rows if len(rows) == num_rows else rows.new_zeros((num_rows, *shape[1:]))
+        padded = padded if offload is None else offload.pinned(padded)
+        return rows if padded is rows else _fill(padded, rows)
 
 
 def _fill(padded: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

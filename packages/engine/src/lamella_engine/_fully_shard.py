@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lamella_buffers import CachingAllocator, Transport, transport_for
+from lamella_buffers import Allocator, CachingAllocator, Transport, transport_for
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule, attach_state, find_state
+from lamella_engine._offload import CPU, Offload
 from lamella_engine._parameter_group import (
     Candidate,
     Owner,
@@ -29,7 +30,8 @@ from lamella_engine._parameter_group import (
     name_of_sharded_original,
 )
 from lamella_engine._placements import AxisPlacement, strategy_of
-from lamella_engine._policies import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
 from lamella_precision import MixedPrecisionPolicy
@@ -50,6 +52,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: AxisPlacement | tuple[AxisPlacement, ...] | None = None,
+    allocator: Allocator | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -82,13 +85,17 @@ def fully_shard(
         shard_placement_fn: Says of each parameter the dim to shard it along (None means dim 0; another dim must divide,
             and costs a staging copy each way), and with FSDP2's `ShardPlacementResult` its own mesh.
         mp_policy: Number formats; torch's own policy is taken too. None keeps the parameters' own.
-        offload_policy: Where shards rest.
+        offload_policy: `CPUOffloadPolicy` lets shards, gradients and optimizer state rest on the CPU, in pinned memory
+            unless it says otherwise; the optimizer steps there. Each gather copies this rank's shards to the device,
+            each reduction the gradients back, and the host waits for those at the end of backward.
         ignored_params: Parameters that are left alone: not sharded, moved or reduced.
         dp_mesh_dims: Names the data axes of `mesh`, which is then the whole mesh: every parameter must be a DTensor on
             it, replicated over the data axes.
         placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
             the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
             over replicas after every microbatch. FSDP2 has no such argument.
+        allocator: Gives unsharded parameters their bytes. None means a `lamella_buffers.CachingAllocator`; a
+            `PoolAllocator` plans for what it serves, so give one object to all units. FSDP2 has no such argument.
 
     Returns:
         `module`, changed; every module of a list is a unit's module then, and they share one state.
@@ -99,13 +106,14 @@ def fully_shard(
             `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
             `placements` do not fit the mesh or `reshard_after_forward`; a parameter's class defines one of the two
             methods that say what is gathered, or one that takes other arguments.
-        NotImplementedError: An argument that FSDP2 has and lamella does not support yet, or a dim other than the first
-            that does not divide; a parameter whose class says what is gathered lies as that cannot.
+        TypeError: An argument is of the wrong type.
+        NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
+            class says what is gathered lies as that cannot.
         RuntimeError: A unit below is in the middle of a step.
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. Else not
         a collective: every rank must hold the same values. Moves the unit's parameters and buffers to the mesh's
-        device.
+        device; with `CPUOffloadPolicy` parameters to the CPU.
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
@@ -119,32 +127,47 @@ def fully_shard(
             f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
         )
     policy = _as_policy(mp_policy)
+    source = _as_allocator(allocator)
     owners = [inner for _, inner in _own_modules(modules)]
     device = _device_of(axes.mesh)
     candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn)
-    neighbours = _neighbours(candidates, reshard_after_forward)
-    _move_to(modules, device, ignored_params or set())
-
-    context = Context(device)
     inner = _inner_units(modules)
     for below, name in inner.items():
         _check_resting(name, below)
-    allocator = CachingAllocator()
+    read = units_read(
+        _own_modules(modules),
+        inner,
+        inside={id(each) for module in modules for each in module.modules()},
+        strategy=strategy,
+        num_neighbours=None if isinstance(reshard_after_forward, bool) else reshard_after_forward,
+    )
+    neighbours = _neighbours(candidates, reshard_after_forward)
+    offload = Offload.of(offload_policy, device)
+    _move_to(modules, device, CPU if offload else device, ignored_params or set())
+
+    context = Context(device)
     groups = []
     for members in _by_kind(candidates, policy):
         beside = neighbours.get(members[0].sharding.axes)
-        groups.append(new_group(members, policy, allocator, neighbours=beside))
+        groups.append(new_group(members, policy, source, neighbours=beside, offload=offload))
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag, strategy)
     for below, name in inner.items():
         below.name, below.is_outermost = name, False
-        context.add(below)
+        if below not in read:
+            context.add(below)
+    for below in read:
+        for each in _modules_of(below, modules):
+            attach_state(each, state)
+        state.take_over(below)
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         attach_state(each, state)
+        each.register_forward_hook(explain_undeclared, always_call=True)
     register_hooks(modules, owners, state)
+    note_in_unit(owners)
     return module
 
 
@@ -167,9 +190,13 @@ def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
     names: dict[FSDPState, list[str]] = {}
     for module in modules:
         for name, inner in module.named_modules():
-            if (state := find_state(inner)) is not None:
+            if (state := find_state(inner)) is not None and id(inner) in state.module_ids:
                 names.setdefault(state, []).append(name)
     return {state: ", ".join(found) for state, found in names.items()}
+
+
+def _modules_of(state: FSDPState, modules: list[nn.Module]) -> list[nn.Module]:
+    return [inner for module in modules for inner in module.modules() if find_state(inner) is state]
 
 
 def _check_arguments(
@@ -185,8 +212,6 @@ def _check_arguments(
             f"Expected `reshard_after_forward` to be a bool, a number of ranks or None, got {reshard_after_forward!r}: "
             "reshard_after_forward should be a bool or an int representing the group size to reshard to."
         )
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError("Expected `offload_policy` to be left at its default: it is not supported yet.")
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
@@ -214,6 +239,17 @@ def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None)
             policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
         )
     raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
+
+
+def _as_allocator(allocator: Allocator | None) -> Allocator:
+    if allocator is None:
+        return CachingAllocator()
+    if not isinstance(allocator, Allocator):
+        raise TypeError(
+            f"Expected `allocator` to be an Allocator or None, got {type(allocator).__name__}. It needs the methods "
+            "create, allocate and free."
+        )
+    return allocator
 
 
 def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:
@@ -324,21 +360,23 @@ def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[
     return list(groups.values())
 
 
-def _move_to(modules: list[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move the unit's own parameters and buffers, but those on meta."""
+def _move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
+    """Move the unit's own buffers to the device, and its parameters to where they are to rest, but those on meta."""
     ignored_ids = {id(parameter) for parameter in ignored}
     for _, inner in _own_modules(modules):
-        for tensor in (*inner._parameters.values(), *inner._buffers.values()):
-            if tensor is None or id(tensor) in ignored_ids or tensor.device == device or tensor.is_meta:
+        parameters = [(parameter, rest) for parameter in inner._parameters.values()]
+        buffers = [(buffer, device) for buffer in inner._buffers.values()]
+        for tensor, to in parameters + buffers:
+            if tensor is None or id(tensor) in ignored_ids or tensor.device == to or tensor.is_meta:
                 continue
             if isinstance(tensor, DTensor):
-                tensor._local_tensor = local_of(tensor).to(device)
+                tensor._local_tensor = local_of(tensor).to(to)
             elif _is_wrapper(tensor):
-                moved = tensor.detach().to(device)
+                moved = tensor.detach().to(to)
                 moved = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
                 torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
             else:
-                tensor.data = tensor.data.to(device)
+                tensor.data = tensor.data.to(to)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

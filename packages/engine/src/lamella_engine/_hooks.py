@@ -16,6 +16,11 @@ checkpointing have.
 Note [Units of several modules]. Their hooks run for each module. Every output is watched; of the inputs only those of
 the first module to run, as whatever autograd does for the others comes before. A module that is called again while
 others have not run is part of the same forward; one that is called after all have run begins another.
+
+Note [Units that another reads]. A unit whose parameters another reads without calling its modules hands them over: its
+hooks then drive the other, `state.unit`, and only inputs and outputs are still cast as its own policy says. Inside the
+other's forward and backward they find everything unsharded and do nothing. Called anywhere else, such a module is a
+forward of the other unit by itself.
 """
 
 from __future__ import annotations
@@ -48,16 +53,16 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
     """
 
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return pre_forward(state, args, kwargs)
+        return pre_forward(state, module, args, kwargs)
 
     def after(module: nn.Module, args: Args, output: object) -> object:
         return post_forward(state, module, output)
 
     def leave_nothing_but_shards(*_: object) -> None:
-        state.leave_nothing_but_shards()
+        state.unit.leave_nothing_but_shards()
 
     def adopt(*_: object) -> None:
-        state.adopt_replaced_shards(keep_parameters=True)
+        state.unit.adopt_replaced_shards(keep_parameters=True)
 
     state.module_ids = frozenset(id(module) for module in modules)
     for module in modules:
@@ -70,23 +75,25 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
 
 
 @_disable_dynamo
-def pre_forward(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Unshard, and prepare the inputs."""
-    with label("pre_forward", state.name):
-        begins = state.begin_forward(is_recomputed=_in_backward())
-    if state.context.is_forward_root(state):
-        args, kwargs = _move((args, kwargs), state.context.device)
+    unit = state.unit
+    with label("pre_forward", unit.name):
+        begins = unit.begin_forward(id(module), is_recomputed=_in_backward())
+    if unit.context.is_forward_root(unit):
+        args, kwargs = _move((args, kwargs), unit.context.device)
     args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")
-    return _watch_inputs(state, args, kwargs) if begins else (args, kwargs)
+    return _watch_inputs(unit, args, kwargs) if begins else (args, kwargs)
 
 
 @_disable_dynamo
 def post_forward(state: FSDPState, module: nn.Module, output: object) -> object:
     """Reshard, and prepare the outputs."""
+    unit = state.unit
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
-    with label("post_forward", state.name):
-        is_watched = _watch_outputs(state, output)
-        state.end_forward(id(module), is_watched=is_watched, is_recomputed=_in_backward())
+    with label("post_forward", unit.name):
+        is_watched = _watch_outputs(unit, output)
+        unit.end_forward(id(module), is_watched=is_watched, is_recomputed=_in_backward())
     return output
 
 

@@ -119,18 +119,36 @@ class FSDPModule(fsdp2.FSDPModule):
         """End this unit's backward: reduce its unsharded gradients into its sharded parameters; not for units below.
 
         The hooks do this at the end of the unit's backward; a schedule that runs without hooks calls it once after each
-        backward of the unit. As after hooks, gradients are kept for a later microbatch where
-        `set_requires_gradient_sync(False)` or, with ZeRO-1 and DDP, `set_is_last_backward(False)` says so; and if some
-        are delayed (`delay_gradient`), all of it happens when the last of them is there. Call it on a stream that is
-        ordered after those that made gradients.
+        backward of the unit. With ZeRO-1 and DDP gradients are kept for a later microbatch where
+        `set_is_last_backward(False)` says so, as after hooks; `set_requires_gradient_sync` is for hooks alone. If some
+        gradients are delayed (`delay_gradient`), all of it happens when the last of them is there. Call it on a stream
+        that is ordered after those that made gradients.
 
         Raises:
             RuntimeError: There are no gradients, or a hook is going to end this backward.
 
         Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
-            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA.
+            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA, unless
+            shards rest on the CPU and no backward is under way, whose end would wait for them.
         """
-        state_of(self).end_backward_by_hand()
+        state = state_of(self)
+        state.end_backward_by_hand(reduces=True)
+        if state.is_offloaded and state.context.is_resting:
+            state.context.finish_reductions()
+
+    def keep_gradients(self) -> None:
+        """End this unit's backward, and keep its gradients unreduced for a later one; not for units below.
+
+        What a schedule that runs without hooks calls in place of `reduce_gradients()` where a later microbatch, or
+        `wait_for_gradients()`, is to reduce them. Kept gradients are summed in the reduce dtype.
+
+        Raises:
+            RuntimeError: As `reduce_gradients`.
+
+        Effects: on the current stream: a cast or an add a gradient, where the reduce dtype is another one; not a
+            collective.
+        """
+        state_of(self).end_backward_by_hand(reduces=False)
 
     def wait_for_gradients(self) -> None:
         """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
@@ -182,7 +200,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         def note() -> None:
             if (state := ref()) is not None:
-                state.note_gradient(delayed)
+                state.unit.note_gradient(delayed)
 
         return note
 
@@ -555,7 +573,7 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     def wrapped(*args: Any, **kwargs: Any) -> object:
         module = ref()
         state = state_of(module)
-        args, kwargs = pre_forward(state, args, kwargs)
+        args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
         return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
 
     functools.update_wrapper(wrapped, function or method)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_buffers import (
@@ -25,11 +26,13 @@ from lamella_buffers import (
     standalone,
     transport_for,
 )
+from lamella_engine._offload import Offload
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
-# Originals that were sharded, to their names. One that is still found in a module later was tied to the sharded one.
+# Originals that were sharded, to what became of them. One that is still found in a module later was tied to the sharded
+# one; one that is found in an optimizer is trained no more.
 # (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
 _sharded_originals = WeakIdKeyDictionary()
 _MARK = "_is_lamella_shard"
@@ -126,10 +129,14 @@ class ShardedParameter:
             self.accumulated += gradient
         self.unsharded.grad = None
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody waits for reduced gradients: an optimizer inside backward."""
+        return bool(getattr(self.sharded, "_post_accumulate_grad_hooks", None))
+
     def run_hooks(self) -> None:
-        """Call what `register_post_accumulate_grad_hook` put on the sharded form: an optimizer inside backward."""
-        hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
-        for hook in hooks.values():
+        """Call what `register_post_accumulate_grad_hook` put on the sharded form."""
+        for hook in self.sharded._post_accumulate_grad_hooks.values():
             hook(self.sharded)
 
     def take_gradient(self) -> torch.Tensor | None:
@@ -174,13 +181,15 @@ class ParameterGroup:
     happen to be present on this rank.
 
     Args:
-        candidates: The parameters, of one set of data axes, on their mesh's device or on meta. Their storage is not
-            kept.
+        candidates: The parameters, of one set of data axes, on the device where shards rest, or on meta. Their storage
+            is not kept.
         policy: Number formats.
         allocator: Gives the unsharded buffer its bytes.
+        offload: How shards rest on the CPU; None where they rest on the mesh's device.
 
     Attributes:
         allocator: As given.
+        offload: As given.
         layout: Of the shards that are gathered, and the unsharded buffer.
         main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
         main_weight: This rank's main weights, which the DTensors are views of.
@@ -199,19 +208,27 @@ class ParameterGroup:
     Effects: allocates the shards, and for a moment the unsharded buffer, on the current stream; not a collective.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
-        self._begin(candidates[0].sharding.axes, policy, allocator)
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        policy: MixedPrecisionPolicy,
+        allocator: Allocator,
+        offload: Offload | None = None,
+    ) -> None:
+        self._begin(candidates[0].sharding.axes, policy, allocator, offload)
         wholes = [local_of(candidate.parameter) for candidate in candidates]
         self._lay_out([whole.shape for whole in wholes], [candidate.sharding.dim for candidate in candidates])
         main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, policy)
-        self.main_weight = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, main_dtype, wholes[0].device)
+        self.main_weight = self._new_main_weight(main_dtype, wholes[0].device)
         self.main_weight.copy_from(wholes)
         shards = [standalone(shard) for shard in self.main_weight.shards]
         self.parameters = [sharded_parameter(c, shard) for c, shard in zip(candidates, shards, strict=True)]
         self._build_unsharded()
         self.install_sharded()
 
-    def _begin(self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator) -> None:
+    def _begin(
+        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator, offload: Offload | None
+    ) -> None:
         """Know how to communicate, before there is anything to."""
         self.axes = axes
         self.policy = policy
@@ -226,6 +243,7 @@ class ParameterGroup:
         self.partial: Reduced | None = None
         self._rank = self.axes.shard_rank
         self.allocator = allocator
+        self.offload = offload
         self.model_weight: ShardedBuffer | None = None
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
@@ -235,6 +253,14 @@ class ParameterGroup:
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
+    def _new_main_weight(self, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
+        numel = self.main_layout.shard_numel
+        if self.offload is not None and device.type == "cpu":
+            flat = self.offload.empty(numel, dtype)
+        else:
+            flat = torch.empty(numel, dtype=dtype, device=device)
+        return ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
+
     def _build_unsharded(self) -> None:
         """Make the unsharded buffer and the parameters that are views of it, once; their bytes come and go."""
         if self.is_meta:
@@ -243,9 +269,9 @@ class ParameterGroup:
         self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
         (dtype,) = self._recipe.payload_dtypes(main_dtype)
         self._sends_main = dtype == main_dtype
-        is_main_itself = self._sends_main and self.axes.shard_axis is None
+        is_main_itself = self._sends_main and self.axes.shard_axis is None and self.offload is None
         allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self.allocator
-        self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.main_weight.device, allocator)
+        self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.device, allocator)
         self.unsharded_weight.allocate()
         slots = zip(self.parameters, self.unsharded_weight.slots, self.layout.shapes, strict=True)
         for parameter, slot, shape in slots:
@@ -253,6 +279,16 @@ class ParameterGroup:
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are gathered and gradients reduced."""
+        return self.main_weight.device if self.offload is None else self.offload.device
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether the shards lie where they are to rest."""
+        return self.offload is None or self.main_weight.device.type == "cpu"
 
     @property
     def is_meta(self) -> bool:
@@ -287,6 +323,8 @@ class ParameterGroup:
         if not self.is_replaced:
             return
         given = [_local(parameter.replacement()) for parameter in self.parameters]
+        if self.offload is not None:
+            given = [self.offload.bring_home(shard) for shard in given]
         if any(shard.is_meta for shard in given):
             return  # not all of them have storage yet; `meta_names` tells which
         self._take(given, keep_parameters=keep_parameters)
@@ -303,15 +341,15 @@ class ParameterGroup:
 
     def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
         """Make local tensors this rank's shards, in one buffer."""
-        flat = torch.zeros(self.main_layout.shard_numel, dtype=given[0].dtype, device=given[0].device)
-        self.main_weight = ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
+        self.main_weight = self._new_main_weight(given[0].dtype, given[0].device)
         with torch.no_grad():
+            self.main_weight.flat.zero_()
             torch._foreach_copy_(list(self.main_weight.shards), given)
         for parameter, shard in zip(self.parameters, self.main_weight.shards, strict=True):
             if not keep_parameters:
                 parameter.adopt(parameter.replacement())
             self._point(parameter, standalone(shard))
-        self.reduce_dtype = self.policy.reduce_dtype_of(flat.dtype)
+        self.reduce_dtype = self.policy.reduce_dtype_of(self.main_weight.dtype)
         self._build_unsharded()
         self.install_sharded()
 
@@ -339,16 +377,30 @@ class ParameterGroup:
             What `lamella_buffers.all_gather` moves. In the main weights' own dtype they are sent from where they lie;
             in another they are cast into this rank's slice of the buffer, and the gather is in place.
 
-        Effects: on the current stream, which allocates the buffer.
+        Effects: on the current stream, which allocates the buffer. Where main weights rest on the CPU, one copy of
+            this rank's to the device, into memory of its own that goes with what is returned.
         """
         into = self.unsharded_weight
         into.allocate()
         if self.outer is not None:
             return self._gathered_over_outer(self.outer).slots, into
         if self._sends_main:
-            return self.main_weight.slots, into
-        self._recipe.encode(self.main_weight.slots, [into.own])
+            return self._slots_on_device(into), into
+        self._recipe.encode(self._slots_on_device(), [into.own])
         return into.own, into
+
+    def _slots_on_device(self, into: UnshardedBuffer | None = None) -> Sequence[torch.Tensor]:
+        """This rank's main weights: where they lie, or a copy of those that rest on the CPU.
+
+        Args:
+            into: Takes the copy if this rank's part is all of it. Otherwise the copy has memory of its own, used on
+                the current stream alone: that memory may go as soon as what reads it was put on this stream.
+        """
+        if self.offload is None:
+            return self.main_weight.slots
+        place = into.flat if into is not None and self.layout.num_shards == 1 else None
+        flat = self.offload.to_device(self.main_weight.flat, place)
+        return [flat[slice(*self.main_layout.shard_slot(i))] for i in range(self.main_layout.num_tensors)]
 
     def _gathered_over_outer(self, outer: Transport) -> ShardedBuffer:
         """This rank's shards in the compute dtype: those that are there, or new ones.
@@ -356,11 +408,10 @@ class ParameterGroup:
         Effects: a collective on the outer axis if they are made anew, on the current stream; blocks the host on gloo.
         """
         if self.model_weight is None:
-            dtype, device = self.unsharded_weight.dtype, self.unsharded_weight.device
-            self.model_weight = ShardedBuffer.empty(self.layout, self._rank, dtype, device)
+            self.model_weight = ShardedBuffer.empty(self.layout, self._rank, self.unsharded_weight.dtype, self.device)
             wholes = self.model_weight.slots
             own = [torch.tensor_split(whole, outer.num_ranks)[outer.rank] for whole in wholes]
-            self._recipe.encode(self.main_weight.slots, [own])
+            self._recipe.encode(self._slots_on_device(), [own])
             outer.all_gather([Payload(a, b) for a, b in zip(own, wholes, strict=True) if b.numel() > 0]).wait()
         return self.model_weight
 
@@ -428,7 +479,7 @@ class ParameterGroup:
 
         Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
-        shards = ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.main_weight.device)
+        shards = ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.device)
         if len(present) < len(self.parameters):
             shards.flat.zero_()
         return Reduced(shards, [present.get(i, False) for i in range(len(self.parameters))])
@@ -454,7 +505,7 @@ class ParameterGroup:
             all_reduce([reduced.shards.flat], self.replicas, self.reduce_op).wait()
         if self.outer is None:
             return reduced
-        parts = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, self.reduce_dtype, self.main_weight.device)
+        parts = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, self.reduce_dtype, self.device)
         moves = zip(parts.slots, reduced.shards.slots, strict=True)
         self.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], self.reduce_op).wait()
         return Reduced(parts, reduced.present)
@@ -466,27 +517,36 @@ class ParameterGroup:
             reduced: What `reduce_op` made of all ranks' gradients. Members that are not present keep their `.grad`.
 
         Effects: on the current stream: one cast of the shards where the dtypes differ, one add where gradients are
-            there already; then the parameters' own hooks.
+            there already. Where shards rest on the CPU, one copy to it, or one each way of those that are added to:
+            the host must wait for the stream before it reads them.
         """
         shards, present = reduced
         if self.reduce_op is not dist.ReduceOp.AVG:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
             shards = ShardedBuffer(shards.layout, shards.rank, shards.flat.to(self.main_weight.dtype))
-        totals, parts = [], []
         for parameter, shard, wanted in zip(self.parameters, shards.shards, present, strict=True):
             if not wanted:
                 _check_absent_everywhere(parameter, shard)
-            elif parameter.sharded.grad is None:
-                parameter.sharded.grad = _gradient(parameter, shard)
-            else:
-                totals.append(_local(parameter.sharded.grad))
-                parts.append(shard)
+        taking = [i for i, wanted in enumerate(present) if wanted]
+        fresh = [i for i in taking if self.parameters[i].sharded.grad is None]
+        self._add_gradients(shards, taking)
+        if fresh and self.offload is not None:
+            shards = ShardedBuffer(shards.layout, shards.rank, self.offload.to_host(shards.flat))
+        for i in fresh:
+            self.parameters[i].sharded.grad = _gradient(self.parameters[i], shards.shards[i])
+
+    def _add_gradients(self, shards: ShardedBuffer, members: Sequence[int]) -> None:
+        """Add reduced gradients to those of the members that have earlier ones."""
+        totals = {i: _local(grad) for i in members if (grad := self.parameters[i].sharded.grad) is not None}
         if totals:
-            torch._foreach_add_(totals, parts)
-        for parameter, wanted in zip(self.parameters, present, strict=True):
-            if wanted:
-                parameter.run_hooks()
+            add = torch._foreach_add_ if self.offload is None else self.offload.add_
+            add(list(totals.values()), [shards.shards[i] for i in totals])
+
+    def hooks(self, present: Sequence[bool]) -> list[Callable[[], None]]:
+        """What calls the hooks of members that were given a gradient and have some."""
+        given = (parameter for parameter, wanted in zip(self.parameters, present, strict=True) if wanted)
+        return [parameter.run_hooks for parameter in given if parameter.has_hooks]
 
 
 class _Borrowed:
@@ -520,8 +580,21 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
     """The name under which this very parameter was sharded before, or None."""
-    name: str | None = _sharded_originals.get(parameter)  # type: ignore[no-untyped-call]
-    return name
+    name, _ = _sharded_originals.get(parameter, (None, None))  # type: ignore[no-untyped-call]
+    return cast("str | None", name)
+
+
+def any_sharded_originals() -> bool:
+    """Whether somebody still holds a parameter as it was before it was sharded."""
+    return len(_sharded_originals) > 0
+
+
+def sharded_from(original: torch.Tensor) -> ShardedParameter | None:
+    """What this very parameter became; None if it was never sharded, or its unit is gone."""
+    if isinstance(original, nn.Parameter) and is_sharded(original):
+        return None  # it is one; asked of every parameter at every step, so this answer is quick
+    _, became = _sharded_originals.get(original, (None, lambda: None))  # type: ignore[no-untyped-call]
+    return cast("ShardedParameter | None", became())
 
 
 def _transport(group: dist.ProcessGroup | None) -> Transport | None:
@@ -539,8 +612,7 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
     own = vars(original.detach())
     marks = {name: mark for name, mark in vars(original).items() if name not in own} | {_MARK: True}
     vars(sharded).update(marks)
-    _sharded_originals[original] = candidate.name
-    return ShardedParameter(
+    parameter = ShardedParameter(
         name=candidate.name,
         owners=candidate.owners,
         sharded=sharded,
@@ -550,13 +622,29 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
         marks=marks,
         unsharded=sharded,
     )
+    _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
+    return parameter
+
+
+def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    """This rank's part of a tensor of the parameter's shape, which lies as the parameter does.
+
+    Effects: allocates the part, on the parameter's device and the current stream; not a collective.
+    """
+    local, axes, dim = local_of(whole), parameter.sharding.axes, parameter.sharding.dim
+    parts = torch.chunk(local, axes.num_shards * axes.num_outer_shards, dim)
+    part = parts[axes.main_rank] if axes.main_rank < len(parts) else local.narrow(dim, 0, 0)
+    own = part.to(parameter.shard.device, dtype, copy=True).contiguous()
+    return _dtensor(own, whole, parameter.sharding)
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
-    stride = torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(
-        shard, sharding.mesh, sharding.placements, run_check=False, shape=whole.shape, stride=stride
+    """A DTensor over `shard`, wherever it lies: `DTensor.from_local` would move it to the mesh's device."""
+    meta = torch.empty(whole.shape, dtype=shard.dtype, device="meta")
+    spec = DTensorSpec(
+        sharding.mesh, tuple(sharding.placements), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype)
     )
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _check_absent_everywhere(parameter: ShardedParameter, shard: torch.Tensor) -> None:

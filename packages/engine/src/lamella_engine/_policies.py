@@ -30,7 +30,10 @@ else:  # torch before 2.12
 
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
-                raise ValueError("Expected `shard` or `replicate` to name an axis, got neither.")
+                raise ValueError(
+                    "Expected `shard` or `replicate` to name an axis, got neither: At least one of shard or replicate "
+                    "must be set."
+                )
 
         @property
         def shard_names(self) -> tuple[str, ...]:

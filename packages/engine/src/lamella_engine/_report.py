@@ -34,7 +34,7 @@ def describe(module: nn.Module) -> str:
     """
     alike: dict[str, list[str]] = {}
     for name, inner in module.named_modules():
-        if (state := find_state(inner)) is not None:
+        if (state := find_state(inner)) is not None and id(inner) in state.module_ids:
             alike.setdefault("\n".join(_unit(inner, state)), []).append(clean_name(name) or "(the module)")
     if not alike:
         raise ValueError(
@@ -56,7 +56,8 @@ def _group(group: ParameterGroup) -> Iterator[str]:
     dtypes = dtypes_of(group.parameters[0].sharded, group.policy)
     main, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     unsharded_nbytes = group.layout.full_numel * dtypes[1].itemsize
-    yield f"at rest     {main}, {size_text(group.main_weight.flat.nbytes)} a rank with padding"
+    home = "" if group.offload is None else ", on the CPU"
+    yield f"at rest     {main}, {size_text(group.main_weight.flat.nbytes)} a rank with padding{home}"
     yield f"unsharded   {compute}, {size_text(unsharded_nbytes)} with padding"
     yield f"gradients   {f'reduced in {reduced}' if group.is_trainable else 'none: frozen'}"
     yield f"mesh        {_mesh(_dtensor(group.parameters[0]))}"

@@ -313,6 +313,22 @@ def groups_that_share(tensor: DTensor, name: str = "a gradient") -> list[dist.Pr
     return [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
 
 
+def all_reduce_anywhere(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce a small tensor in place over a group, which may be unable to on its device: NCCL on the CPU.
+
+    Effects: collective on the group; if it cannot take the tensor, a copy to a device and back, and a host sync.
+    """
+    devices = group._device_types
+    if any(device.type == tensor.device.type for device in devices):
+        dist.all_reduce(tensor, op, group=group)
+        return
+    there = tensor.to(devices[0])
+    dist.all_reduce(there, op, group=group)
+    tensor.copy_(there)
+
+
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 

@@ -16,6 +16,7 @@ from lamella_engine._context import Context, Member, Reduction, label
 from lamella_engine._delayed import DelayedGradients
 from lamella_engine._extended_group import split_extended
 from lamella_engine._main_grads import MainGrads
+from lamella_engine._offload import CPU
 from lamella_engine._parameter_group import ParameterGroup, Reduced, ShardedParameter
 from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
@@ -97,6 +98,7 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
+        self._reader: FSDPState | None = None
         self._awaited: set[int] = set()
         self._forward_is_watched = True
         self._residency = Residency.SHARDED
@@ -105,6 +107,7 @@ class FSDPState:
         self._holders: set[object] = set()
         self._readers: list[torch.Event] = []
         self.delayed = DelayedGradients()
+        self._reduces = True
         self.main_grads: tuple[MainGrads, ...] = ()
         self._gathered_at = -1
         self.requires_all_reduce = True
@@ -123,11 +126,36 @@ class FSDPState:
         self._residency = to
 
     @property
+    def unit(self) -> FSDPState:
+        """The unit that has the parameters: this one, or one that reads them and took them over."""
+        return self if self._reader is None else self._reader.unit
+
+    def take_over(self, other: FSDPState) -> None:
+        """Communicate another unit's parameters from now on, with this one's own. Both must be at rest.
+
+        Effects: none; not a collective.
+        """
+        other.drop_copy()
+        for parameter in (p for group in other.groups for p in group.parameters):
+            parameter.name = f"{other.name}.{parameter.name}"
+        self.groups += other.groups
+        self.main_grads += other.main_grads
+        for parameter in other.delayed.parameters:
+            self.delayed.add(parameter)
+        other.groups, other.main_grads, other._reader = (), (), self
+        self._gathered_at = -1
+
+    @property
     def reshards_after_forward(self) -> bool:
         """Whether the parameters go after forward. The outermost unit's stay for the backward that begins with it."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return not (self.is_outermost and torch.is_grad_enabled())
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards rest on the CPU."""
+        return any(group.offload is not None for group in self.groups)
 
     @property
     def is_unsharding(self) -> bool:
@@ -165,10 +193,11 @@ class FSDPState:
             holder: For whom. None is the one holder that hooks and plain verbs are.
 
         Raises:
-            RuntimeError: The parameters are on the meta device.
+            RuntimeError: The parameters are on the meta device, or rest on the CPU and are not there.
 
         Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
-            buffers on the gather stream and casts this rank's shards there; no host sync.
+            buffers on the gather stream and casts this rank's shards there, copied to the device before if they rest on
+            the CPU; no host sync.
         """
         if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
             self._holders.add(holder)
@@ -180,12 +209,15 @@ class FSDPState:
             self.adopt_replaced_shards()
             context.order_gathers_after_updates()
         self._check_materialized()
+        self._check_at_home()
         self._holders.add(holder)
         if self._residency is Residency.KEPT:
             if self._gathered_at == updates.count:
                 self.residency = Residency.UNSHARDING
                 return
             self.drop_copy()
+        if self.is_offloaded:
+            context.note_shards_are_read()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
@@ -251,18 +283,6 @@ class FSDPState:
             group.unsharded_weight.free()
         self.residency = Residency.SHARDED
 
-    def leave_nothing_but_shards(self) -> None:
-        """Reshard, and keep no copy either: somebody is about to read or write main weights.
-
-        Raises:
-            RuntimeError: Somebody holds the parameters.
-
-        Effects: those of `reshard` and `drop_copy`.
-        """
-        self.check_not_held()
-        self.reshard()
-        self.drop_copy()
-
     def drop_copy(self) -> None:
         """Free copies of the parameters that were kept: somebody may be about to write main weights.
 
@@ -274,6 +294,20 @@ class FSDPState:
             for group in self.groups:
                 group.unsharded_weight.free()
             self.residency = Residency.SHARDED
+
+    def leave_nothing_but_shards(self) -> None:
+        """Return to rest, since somebody is about to read, write or replace main weights.
+
+        Raises:
+            RuntimeError: Somebody holds the parameters.
+
+        Effects: those of `reshard` and `drop_copy`. Where main weights rest on the CPU, a host sync if some were
+            gathered since the last one.
+        """
+        self.check_not_held()
+        self.reshard()
+        self.drop_copy()
+        self.context.wait_for_shards()
 
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage, or whose Parameter, somebody replaced while they were at rest.
@@ -326,10 +360,24 @@ class FSDPState:
         names = [name for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self.title} on {self.context.device}: they must "
-                "be materialized from meta device before training. Got these still on meta device: "
-                f'{names}. Call `model.to_empty(device="{self.context.device.type}")` and initialise them first.'
+                f"Expected the parameters of {self.title} on {self._home}: they must be materialized from meta "
+                f"device before training. Got these still on meta device: {names}. Call "
+                f'`model.to_empty(device="{self._home.type}")` and initialise them first.'
             )
+
+    def _check_at_home(self) -> None:
+        away = [group for group in self.groups if not group.is_at_home]
+        if away:
+            devices = {parameter.name: str(parameter.shard.device) for group in away for parameter in group.parameters}
+            raise RuntimeError(
+                f"Expected the parameters of {self.title} on the CPU, as `offload_policy` says, got {devices}. FSDP "
+                "parameters should be materialized on CPU when enabling CPU offloading. Load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them.'
+            )
+
+    @property
+    def _home(self) -> torch.device:
+        return CPU if self.is_offloaded else self.context.device
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -344,23 +392,27 @@ class FSDPState:
         self._drop_parts()
         self.adopt_replaced_shards()
 
-    def begin_forward(self, *, is_recomputed: bool) -> bool:
+    def begin_forward(self, module_id: int, *, is_recomputed: bool) -> bool:
         """Unshard for the forward of one of the unit's modules, and gather units ahead.
 
         Args:
+            module_id: Whose forward begins: one of the unit's modules, or one whose parameters were taken over.
             is_recomputed: It runs again inside backward: nothing is gathered ahead.
 
         Returns:
             Whether the unit's forward begins here. That of a unit of several modules begins with the first of them to
             run, and is over when each has run.
         """
+        is_read = module_id not in self.module_ids
+        if is_read and self._residency is Residency.UNSHARDED and self._gathered_at == updates.count:
+            return False
         begins = not self._awaited or len(self.module_ids) == 1
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
             ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
             self.drop_stale_weights()
         if begins:
-            self._awaited = set(self.module_ids)
+            self._awaited = {module_id} if is_read else set(self.module_ids)
             self._forward_is_watched = True
         self.unshard()
         _gather_ahead(ahead, "forward")
@@ -378,6 +430,8 @@ class FSDPState:
             is_watched: Whether its outputs will say when the unit's backward begins; else the parameters must stay.
             is_recomputed: It ran again inside backward, which reshards when it ends.
         """
+        if module_id not in self.module_ids | self._awaited:
+            return  # one whose parameters were taken over, inside the unit's own forward
         self._awaited.discard(module_id)
         self._forward_is_watched &= is_watched
         if is_recomputed or (self._awaited and not self.context.is_forward_root(self)):
@@ -467,6 +521,12 @@ class FSDPState:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(total.shards.flat)
             group.install_gradients(total)
+            hooks = group.hooks(total.present)
+            if group.offload is not None:
+                context.expect_gradients(hooks)
+            else:
+                for hook in hooks:
+                    hook()
             if stream is not context.reduce_scatter_stream:
                 context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
 
@@ -488,15 +548,15 @@ class FSDPState:
         """Reshard, and reduce the gradients or keep them for a later microbatch, once those that are delayed came."""
         self.awaits_backward_end = False
         self._awaited.clear()
-        is_complete = self._note_end()
+        is_complete = self._note_end(reduces=self.requires_gradient_sync)
         if self.reshard_after_backward:
             with label("post_backward_reshard", self.name):
                 self.reshard()
         if is_complete:
             self._use_gradients()
 
-    def end_backward_by_hand(self) -> None:
-        """The same for a backward that no hook ends; who drives it reshards.
+    def end_backward_by_hand(self, *, reduces: bool) -> None:
+        """The same for a backward that no hook ends; who drives it reshards, and says whether gradients are reduced.
 
         Raises:
             RuntimeError: A hook will end it, or no gradient is there.
@@ -515,7 +575,7 @@ class FSDPState:
                 f"Expected gradients to reduce in {self.title}, got none. Run its backward first; where some ranks "
                 "have none, call set_reduce_scatter_unused_params(True)."
             )
-        if self._note_end():
+        if self._note_end(reduces=reduces):
             self._use_gradients()
 
     def note_gradient(self, parameter: ShardedParameter) -> None:
@@ -533,8 +593,9 @@ class FSDPState:
         self._use_gradients()
         self.context.finish_awaited()
 
-    def _note_end(self) -> bool:
+    def _note_end(self, *, reduces: bool) -> bool:
         """Whether all gradients are there. If not, the modules hold the parameters that get them until they are."""
+        self._reduces = reduces
         if self.delayed.end(self.context.compute_stream):
             return True
         if self._residency is Residency.UNSHARDED:
@@ -545,7 +606,7 @@ class FSDPState:
         """Reduce the gradients, or keep them for a later microbatch, or for one that still waits for delayed ones."""
         self._settle_main_grads()
         is_last = self.context.is_last_backward
-        waits = not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last)
+        waits = not self._reduces or (self.strategy.reduces_once and not is_last)
         if waits or self.delayed.num_due:
             self.delayed.join(self.context.compute_stream)
             for group in self.groups:
@@ -582,6 +643,7 @@ class FSDPState:
             return
         self._settle_main_grads()
         if self.has_gradients:
+            self._reduces = self.requires_gradient_sync
             self._use_gradients()
         if not self.requires_gradient_sync or not self.context.is_last_backward:
             return

@@ -10,7 +10,7 @@ Note [What is passed over]
     A module that matches is not always one that can be a unit. One without a forward never runs, so its hooks never
     fire: what it holds stands in for it. One that shares a parameter with a module outside of it would split
     the parameter over two units: it is left to the unit around both, which is the model's, and what matches inside is
-    looked at in its turn.
+    looked at in its turn. So is one with a parameter that a module around it reads without calling it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch.nn as nn
 from lamella_engine._fully_shard import fully_shard
 from lamella_engine._module import find_state, state_of
 from lamella_engine._plan import PlannedParameter, PlannedUnit, ShardingPlan
+from lamella_engine._reads import reads_of
 from lamella_engine._text import clean_name, size_text
 from lamella_precision import MixedPrecisionPolicy
 
@@ -36,8 +37,6 @@ M = TypeVar("M", bound=nn.Module)
 Selector = type[nn.Module] | str
 Policy = MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy
 
-# Their forward reads a child's weight and never calls the child: nothing in them can be a unit of its own.
-_INDIVISIBLE = (nn.MultiheadAttention,)
 _NUM_SUGGESTIONS = 8
 
 
@@ -150,9 +149,11 @@ class _Tree:
         self._ignored = {id(parameter) for parameter in ignored}
         self._places: dict[int, list[tuple[str, set[int]]]] = {}
         self._held: dict[int, dict[int, None]] = {}
+        self._readers: dict[int, tuple[str, str]] = {}
         paths = list(_paths(model))
         for name, path in paths:
             self._note_parameters(name, path)
+            self._note_reads(name, path[-1])
         self.entries = [(name, path[-1]) for name, path in paths if name and self.holds(path[-1])]
 
     def _note_parameters(self, name: str, path: tuple[nn.Module, ...]) -> None:
@@ -163,6 +164,13 @@ class _Tree:
             self._places.setdefault(id(parameter), []).append((_join(name, own_name), through))
             for module in through:
                 self._held.setdefault(module, {})[id(parameter)] = None
+
+    def _note_reads(self, name: str, reader: nn.Module) -> None:
+        for read in reads_of(reader):
+            inner = reader
+            for child in read.split(".")[:-1]:
+                inner = inner.get_submodule(child)
+                self._readers.setdefault(id(inner), (type(reader).__name__, _join(name, read)))
 
     def holds(self, module: nn.Module) -> bool:
         """Whether there is anything in a module to shard."""
@@ -186,7 +194,12 @@ class _Tree:
 
     def is_leaf(self, module: nn.Module) -> bool:
         """Whether nothing inside can be a unit."""
-        return isinstance(module, _INDIVISIBLE) or not any(self.holds(child) for child in module.children())
+        inside = (inner for inner in module.modules() if inner is not module)
+        return not any(self.holds(inner) and self.reader(inner) is None for inner in inside)
+
+    def reader(self, module: nn.Module) -> tuple[str, str] | None:
+        """The class of a module around this one that reads a parameter in it without calling it, and which."""
+        return self._readers.get(id(module))
 
     def tie(self, module: nn.Module) -> tuple[str, str] | None:
         """The names, in a module and outside of it, of a parameter that is shared with the rest of the model."""
@@ -317,7 +330,7 @@ def _choose(tree: _Tree, matched: set[int]) -> tuple[list[tuple[str, nn.Module]]
     seen: set[int] = set()
 
     def walk(name: str, module: nn.Module, *, stands_for_all: bool) -> None:
-        for child_name, child in () if isinstance(module, _INDIVISIBLE) else module.named_children():
+        for child_name, child in module.named_children():
             if id(child) in seen or not tree.holds(child):
                 continue
             seen.add(id(child))
@@ -328,6 +341,9 @@ def _choose(tree: _Tree, matched: set[int]) -> tuple[list[tuple[str, nn.Module]]
             walk(name, module, stands_for_all=is_match)
         elif tie := tree.tie(module):
             notes.append(_tie_note(tree, name, module, tie))
+            walk(name, module, stands_for_all=False)
+        elif reader := tree.reader(module):
+            notes.append(_read_note(name, module, reader))
             walk(name, module, stands_for_all=False)
         else:
             chosen.append((name, module))
@@ -344,6 +360,13 @@ def _tie_note(tree: _Tree, name: str, module: nn.Module, tie: tuple[str, str]) -
     return (
         f"{name} ({type(module).__name__}, {size_text(tree.nbytes(module))}) is no unit: {tie[0]} is tied to {tie[1]}, "
         "and a parameter is in one unit. Both are left to the model's."
+    )
+
+
+def _read_note(name: str, module: nn.Module, reader: tuple[str, str]) -> str:
+    return (
+        f"{name} ({type(module).__name__}) is no unit: a {reader[0]} around it reads {reader[1]} without calling its "
+        "module. It is left to that one's unit."
     )
 
 

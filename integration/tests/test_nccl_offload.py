@@ -1,0 +1,379 @@
+"""On GPUs over NCCL: shards that rest in host memory train as ever, leave the GPU empty, make the host wait once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from lamella_engine import (
+    DDP,
+    HFSDP,
+    HSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    parameter_norms,
+)
+from lamella_engine._module import state_of
+from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
+from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train
+from lamella_testing import run_ranks
+
+ONE = pytest.param(1, marks=pytest.mark.gpu1)
+TWO = pytest.param(2, marks=pytest.mark.gpu2)
+FOUR = pytest.param(4, marks=pytest.mark.gpu4)
+ALL_RANKS = pytest.mark.parametrize("num_ranks", [ONE, TWO, FOUR])
+
+MIB = 2**20
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+@cache
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "DDP": lambda: {"mesh": _mesh(4), "placements": DDP},
+    "ZERO1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
+    "ZERO2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
+    "HSDP as FSDP2": lambda: {"mesh": _mesh(2, 2)},
+    "HSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
+    "HFSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
+    "pairs hold the whole after forward": lambda: {"mesh": _mesh(4), "reshard_after_forward": 2},
+}
+
+
+def _cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _offloaded(task: Task, *, pin_memory: bool = True, **options: Any) -> nn.Module:
+    return shard(task.model(device=_cuda()), fully_shard, offload_policy=CPUOffloadPolicy(pin_memory), **options)
+
+
+def _two_rows_a_rank(task: Task) -> Task:
+    """Two batches as one, so that each of four ranks has a row for either microbatch."""
+
+    def draw(generator: torch.Generator) -> Batch:
+        (x, y), (more_x, more_y) = task.draw(generator), task.draw(generator)
+        return torch.cat([x, more_x]), torch.cat([y, more_y])
+
+    return replace(task, draw=draw)
+
+
+LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
+
+
+def _train(task: Task, model: nn.Module, recipe: Recipe) -> Trace:
+    """As `tasks.train`, for weights that are not where the batch must be, and that NCCL cannot gather from there."""
+    trace = Trace()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
+    num_ranks, num = dist.get_world_size(), recipe.num_microbatches
+    for step in range(recipe.num_steps):
+        inputs, labels = (tensor.chunk(num_ranks)[dist.get_rank()].to(_cuda()) for tensor in task.batch(step))
+        losses: list[float] = [0.0] * num_ranks
+        mine = 0.0
+        for i, (x, y) in enumerate(zip(inputs.chunk(num), labels.chunk(num), strict=True)):
+            model.set_requires_gradient_sync(i == num - 1 or recipe.reduce_every_microbatch)
+            loss = task.loss(model(x), y) / num
+            loss.backward()
+            mine += loss.item()
+        dist.all_gather_object(losses, mine)
+        trace.losses.append(sum(losses) / num_ranks)
+        assert recipe.max_norm is not None
+        trace.grad_norms.append(clip_grad_norm_(model.parameters(), recipe.max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.weights = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    return trace
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    on_gpu = DTensor(parameter.to_local().detach().to(_cuda()), parameter._spec, requires_grad=False)
+    return on_gpu.full_tensor().cpu()
+
+
+def _assert_close(got: Trace, expected: Trace) -> None:
+    torch.testing.assert_close(got.losses, expected.losses, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(got.grad_norms, expected.grad_norms, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=1e-3)
+
+
+def _unsharded(recipe: Recipe) -> list[Trace]:
+    [traces] = run_ranks(
+        lambda: [train(task, task.model(device=_cuda()), recipe) for task in (LLAMA, ODD)], 1, device="cuda"
+    )
+    return traces
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@ALL_RANKS
+@pytest.mark.parametrize("pin_memory", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
+def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(
+    num_ranks: int, pin_memory: bool, reduces_each: bool
+) -> None:
+    recipe = Recipe(num_steps=8, num_microbatches=2, reduce_every_microbatch=reduces_each, max_norm=1.0)
+
+    def traces() -> list[Trace]:
+        return [_train(task, _offloaded(task, pin_memory=pin_memory), recipe) for task in (LLAMA, ODD)]
+
+    expected = _unsharded(recipe)
+    for got in run_ranks(traces, num_ranks, device="cuda"):
+        for each, wanted in zip(got, expected, strict=True):
+            _assert_close(each, wanted)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("way", WAYS)
+def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
+    recipe = Recipe(num_steps=8, num_microbatches=2, max_norm=1.0)
+    expected = _unsharded(recipe)
+
+    def traces() -> list[Trace]:
+        return [_train(task, _offloaded(task, **WAYS[way]()), recipe) for task in (LLAMA, ODD)]
+
+    for got in run_ranks(traces, 4, device="cuda"):
+        for each, wanted in zip(got, expected, strict=True):
+            _assert_close(each, wanted)
+
+
+LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of the model's kernels and copies
+
+
+def _delay_streams(model: nn.Module) -> None:
+    """Let one stream or another sleep at random points of forward and backward; on each rank others."""
+    choose, context = Random(dist.get_rank()), state_of(model).context
+    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
+
+    def delay(*_: object) -> None:
+        if choose.random() < 0.3:
+            with context.on(choose.choice([context.compute_stream, *engines])):
+                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(delay)
+        module.register_forward_hook(delay)
+        if not list(module.children()):
+            module.register_full_backward_pre_hook(delay)
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
+    """A missing wait shows as gradients that were read, or shards that were written, too early."""
+    recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
+
+    def traces() -> tuple[Trace, Trace]:
+        found = []
+        for is_late in (False, True):
+            model = _offloaded(LLAMA, mp_policy=BF16, **WAYS[way]())
+            if is_late:
+                _delay_streams(model)
+            found.append(_train(LLAMA, model, recipe))
+        return found[0], found[1]
+
+    for punctual, late in run_ranks(traces, 4, device="cuda"):
+        assert late.losses == punctual.losses
+        assert late.grad_norms == punctual.grad_norms
+        torch.testing.assert_close(late.weights, punctual.weights, rtol=0.0, atol=0.0)
+
+
+# -- what lies where, and who waits ----------------------------------------------------------------------------------
+
+WIDE = LlamaConfig(dim=2048, num_layers=4, num_heads=16, num_kv_heads=4, ffn_dim=8192, vocab_size=4096)
+
+
+def _allocated() -> int:
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
+@ALL_RANKS
+def test_at_rest_the_gpu_holds_nothing_and_the_host_holds_pinned_shards(num_ranks: int) -> None:
+    def at_rest() -> list[int]:
+        before = _allocated()
+        with torch.device("meta"):
+            model = Llama(WIDE)
+        shard(model, fully_shard, offload_policy=CPUOffloadPolicy(), mp_policy=BF16).to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().normal_(std=0.02)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        tokens = torch.zeros(1, 33, dtype=torch.int64, device=_cuda())
+        nbytes = [_allocated() - before]
+        for _ in range(2):
+            next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+            for parameter in model.parameters():
+                for tensor in (parameter, parameter.grad):
+                    assert isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cuda"
+                    assert tensor.to_local().device.type == "cpu"
+                    assert tensor.to_local().is_pinned() or not tensor.to_local().numel()
+            optimizer.step()
+            optimizer.zero_grad()
+            nbytes.append(_allocated() - before)
+        return nbytes
+
+    with torch.device("meta"):
+        assert sum(parameter.nbytes for parameter in Llama(WIDE).blocks[0].parameters()) > 100 * MIB
+    for nbytes in run_ranks(at_rest, num_ranks, device="cuda"):
+        assert max(nbytes) <= MIB, [f"{each / MIB:.1f} MiB" for each in nbytes]
+
+
+@contextmanager
+def _host_waits() -> Iterator[list[int]]:
+    """Count waits for events, and let all other waits that torch knows of be errors."""
+    waits: list[int] = []
+    real = torch.cuda.Event.synchronize
+
+    def synchronize(self: torch.cuda.Event) -> None:
+        waits.append(1)
+        real(self)
+
+    torch.cuda.Event.synchronize = synchronize
+    torch.cuda.set_sync_debug_mode("error")
+    yield waits
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.Event.synchronize = real
+
+
+def _step_of(model: nn.Module) -> Callable[[], torch.Tensor]:
+    tokens, labels = (tensor.chunk(dist.get_world_size())[0].to(_cuda()) for tensor in LLAMA.batch(0))
+    return lambda: LLAMA.loss(model(tokens), labels)
+
+
+@ALL_RANKS
+def test_the_host_waits_at_the_end_of_backward_alone(num_ranks: int) -> None:
+    def check() -> None:
+        model = _offloaded(LLAMA, mp_policy=BF16)
+        forward = _step_of(model)
+        for _ in range(2):
+            forward().backward()
+            model.zero_grad()
+        with _host_waits() as waits:
+            for num_backwards in range(1, 4):  # all but the first add to earlier gradients
+                loss = forward()
+                assert len(waits) == num_backwards - 1
+                loss.backward()
+                assert len(waits) == num_backwards
+
+    run_ranks(check, num_ranks, device="cuda")
+
+
+@ALL_RANKS
+def test_each_gather_costs_one_copy_up_and_each_reduction_one_down(num_ranks: int) -> None:
+    def copies() -> list[str]:
+        model = _offloaded(LLAMA, mp_policy=BF16)
+        forward = _step_of(model)
+        for _ in range(2):
+            forward().backward()
+            model.zero_grad()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            forward().backward()
+            torch.cuda.synchronize()
+        return [event.name for event in profiler.events() if "HtoD" in event.name or "DtoH" in event.name]
+
+    num_blocks = len(TASKS["llama"].build().units())
+    for names in run_ranks(copies, num_ranks, device="cuda"):
+        up, down = ([name for name in names if way in name] for way in ("HtoD", "DtoH"))
+        assert len(up) == 2 * num_blocks + 1  # the outermost unit stays for its backward
+        assert len(down) == num_blocks + 1
+        assert all("Pinned" in name for name in names), names
+
+
+# -- other ways in and out -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu2
+def test_pinned_shards_come_back_from_where_the_model_was_moved_and_others_are_refused() -> None:
+    def check() -> None:
+        for pin_memory in (True, False):
+            model = _offloaded(ODD, pin_memory=pin_memory)
+            x = ODD.batch(0)[0].to(_cuda())
+            with torch.no_grad():
+                expected = model(x)
+                model.to("cuda")
+                if pin_memory:
+                    assert torch.equal(model(x), expected)
+                else:
+                    words = "FSDP parameters should be materialized on CPU when enabling CPU offloading"
+                    with pytest.raises(RuntimeError, match=words):
+                        model(x)
+                    model.to("cpu")
+                    assert torch.equal(model(x), expected)
+            parameters = list(model.parameters())
+            assert {parameter.device.type for parameter in parameters} == {"cpu"}
+            assert {p.to_local().is_pinned() for p in parameters if p.to_local().numel()} == {pin_memory}
+
+    run_ranks(check, 2, device="cuda")
+
+
+@pytest.mark.gpu2
+def test_norms_need_no_backend_for_the_cpu_and_torchs_clipping_does() -> None:
+    def check() -> None:
+        both = dist.new_group(backend="cpu:gloo,cuda:nccl")
+        norms = []
+        for mesh in (_mesh(2), DeviceMesh.from_group(both, "cuda")):
+            model = _offloaded(ODD, mesh=mesh)
+            x, y = (tensor.to(_cuda()) for tensor in ODD.batch(0))
+            ODD.loss(model(x), y).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 1e9))
+            squares = sum(norm**2 for norm in parameter_norms(model).values())
+            assert squares**0.5 == pytest.approx(norms[-1].item(), rel=1e-5)
+            if mesh is _mesh(2):
+                with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            else:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor())
+        torch.testing.assert_close(norms[1:], norms[:1] * 2)
+
+    run_ranks(check, 2, device="cuda")
+
+
+@pytest.mark.gpu2
+def test_an_optimizer_in_backward_reads_gradients_that_have_arrived() -> None:
+    def weights() -> list[dict[str, torch.Tensor]]:
+        found = []
+        for in_backward in (False, True):
+            model = _offloaded(LLAMA, mp_policy=BF16)
+            optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+            def step(parameter: nn.Parameter, optimizers: dict[Any, Any] = optimizers) -> None:
+                optimizers[parameter].step()
+                optimizers[parameter].zero_grad()
+
+            if in_backward:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(step)
+            forward = _step_of(model)
+            for _ in range(20):
+                forward().backward()
+                if not in_backward:
+                    for parameter in list(model.parameters()):
+                        step(parameter)
+            found.append({name: _whole(parameter) for name, parameter in model.named_parameters()})
+        return found
+
+    for after, inside in run_ranks(weights, 2, device="cuda"):
+        torch.testing.assert_close(inside, after, rtol=0.0, atol=0.0)

@@ -1,0 +1,380 @@
+"""An allocator that learns when buffers live, and from then on gives each a place that was chosen for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+import torch
+
+from lamella_buffers._allocator import Allocator, CachingAllocator
+from lamella_buffers._lifetimes import Lifetime, extent, peak_nbytes, place
+
+_ALIGNMENT = 512  # bytes, as torch's caching allocator has it
+_LONGEST_TRACE = 1 << 15
+_NUM_REMEMBERED = 64
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """What a pool planned, and what it gave.
+
+    Attributes:
+        planned_nbytes: The plan's extent, over all streams.
+        bound_nbytes: The most bytes that one planned round had alive at once: no plan can be smaller. On several
+            streams, the sum of each one's.
+        reserved_nbytes: The plan's memory that was allocated so far. A part that no round asked for is not.
+        live_nbytes: The most bytes that ever were alive at once, in the plan and outside.
+        num_inside: Allocations since the plan was made that got their place in it.
+        num_outside: Those that did not.
+        num_plans: How often a plan was made.
+    """
+
+    planned_nbytes: int
+    bound_nbytes: int
+    reserved_nbytes: int
+    live_nbytes: int
+    num_inside: int
+    num_outside: int
+    num_plans: int
+
+    def __str__(self) -> str:
+        return (
+            f"pool: {_mib(self.planned_nbytes)} planned where {_mib(self.bound_nbytes)} were alive at once, "
+            f"{_mib(self.reserved_nbytes)} reserved, {_mib(self.live_nbytes)} alive at most; "
+            f"plan {self.num_plans}: {self.num_inside} allocations inside, {self.num_outside} outside"
+        )
+
+
+class PoolAllocator:
+    """Learns when buffers live, plans a place for each allocation, and then makes no allocations any more.
+
+    A *round* lasts from the first allocation to the moment when nothing is allocated: with ZeRO-3 a forward and its
+    backward, or a validation. Whatever happens in between, the next round starts anew, so the number of microbatches
+    and rounds of other kinds do not matter. A round that leaves the plan is planned too when it comes for the second
+    time: so a first step, which gathers nothing ahead, is not, and neither is one that an exception ended.
+
+    In a round the k-th allocation of a buffer on a stream has its place. It gets it if no buffer lies there at that
+    moment, whatever the plan says; everything else comes from `source`, as if there were no plan.
+
+    Bytes are moved under a buffer's storage, so views of it follow, and nothing can resize it in between. A tensor's
+    `record_stream` does nothing while it lies in the plan.
+
+    Args:
+        source: Where the plan's memory comes from, and all that lies outside of it. None means a `CachingAllocator`.
+
+    Raises:
+        RuntimeError: This torch cannot move memory between storages.
+
+    Effects: none. One object may serve several models; their units must not run in several threads at a time.
+    """
+
+    def __init__(self, source: Allocator | None = None) -> None:
+        if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+            raise RuntimeError(
+                "Expected a torch that can move memory between storages (UntypedStorage._swap_data_ptr_), got "
+                f"{torch.__version__}. Take a later one, or CachingAllocator."
+            )
+        self._source = CachingAllocator() if source is None else source
+        self._serials = count()
+        self._buffers: dict[int, _Buffer] = {}
+        self._num_live = 0
+        self._round = _Round()
+        self._seen: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+        self._learned: list[_Trace] = []
+        self._plan_is_due = False
+        self._plan = _Plan([])
+        self._num_plans = self._num_inside = self._num_outside = 0
+        self._live_nbytes = self._peak_nbytes = 0
+
+    def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make the buffer, outside of the plan.
+
+        Effects: those of the source.
+        """
+        buffer = self._source.create(numel, dtype, device)
+        storage = buffer.untyped_storage()
+        if buffer.nbytes:
+            gone = _caller(weakref.ref(self), storage._cdata)
+            mine = _Buffer(weakref.ref(storage, gone), next(self._serials), buffer.nbytes)
+            self._buffers[storage._cdata] = mine
+            self._count(mine)
+        return buffer
+
+    def allocate(self, buffer: torch.Tensor) -> None:
+        """Put the buffer in its place, if it has one that is free; else give it bytes of the source.
+
+        Effects: the first time a part of the plan is used, allocates it on the current stream; else none.
+        """
+        storage = buffer.untyped_storage()
+        if storage.nbytes() != 0:
+            raise RuntimeError(f"Expected a freed buffer, got one that holds {storage.nbytes()} bytes.")
+        if not buffer.nbytes:
+            return
+        if self._num_live == 0 and self._plan_is_due:
+            self._make_plan()
+        mine = self._buffers[storage._cdata]
+        request = self._round.begin(mine.serial, _current_stream(buffer.device))
+        found = self._plan.free_place(request)
+        if found is None:
+            self._source.allocate(buffer)
+            self._num_outside += 1
+            self._round.left_plan = True
+        else:
+            found.lend_to(buffer, self._source)
+            self._num_inside += 1
+        mine.request, mine.place = request, found
+        self._count(mine)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Take the bytes back.
+
+        Effects: none on a stream.
+        """
+        storage = buffer.untyped_storage()
+        if storage.nbytes() == 0 and buffer.nbytes:
+            raise RuntimeError(f"Expected an allocated buffer of {buffer.numel()} elements, got one without bytes.")
+        if not buffer.nbytes:
+            return
+        mine = self._buffers[storage._cdata]
+        if mine.place is None:
+            self._source.free(buffer)
+        else:
+            mine.place.take_back(storage)
+        if mine.request is not None:  # not those it was born with
+            self._round.end(mine.request, mine.nbytes)
+        self._uncount(mine)
+
+    def report(self) -> PoolReport:
+        """What was planned, and what was given.
+
+        Effects: none; no host sync.
+        """
+        return PoolReport(
+            planned_nbytes=self._plan.nbytes,
+            bound_nbytes=self._plan.bound_nbytes,
+            reserved_nbytes=self._plan.reserved_nbytes,
+            live_nbytes=self._peak_nbytes,
+            num_inside=self._num_inside,
+            num_outside=self._num_outside,
+            num_plans=self._num_plans,
+        )
+
+    # -- rounds -----------------------------------------------------------------------------------------------------
+
+    def _count(self, mine: _Buffer) -> None:
+        mine.is_live = True
+        self._num_live += 1
+        self._live_nbytes += mine.nbytes
+        self._peak_nbytes = max(self._peak_nbytes, self._live_nbytes)
+
+    def _uncount(self, mine: _Buffer) -> None:
+        mine.is_live, mine.request, mine.place = False, None, None
+        self._num_live -= 1
+        self._live_nbytes -= mine.nbytes
+        if self._num_live == 0:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        ended, self._round = self._round, _Round()
+        if not ended.left_plan or not ended.is_complete:
+            return
+        # Hashes, so that what never comes again holds no memory. Two that clash cost a plan, and nothing else.
+        trace_hash = hash(tuple(ended.trace))
+        if trace_hash in self._seen:
+            self._learned.append(ended.trace)
+            self._plan_is_due = True
+        else:
+            self._seen.append(trace_hash)
+
+    def _make_plan(self) -> None:
+        alive = {mine.serial for mine in self._buffers.values()}
+        self._learned = [[life for life in trace if life.what.serial in alive] for trace in self._learned]
+        self._plan = _Plan(self._learned)
+        self._plan_is_due = False
+        self._num_plans += 1
+        self._num_inside = self._num_outside = 0
+
+    def _forget(self, key: int) -> None:
+        """Let go of a buffer that is no more; the next plan does without it, and with the last one the plan goes."""
+        mine = self._buffers.pop(key)
+        if mine.place is not None:
+            mine.place.vacate()
+        if mine.is_live:
+            self._round.is_complete = False
+            self._uncount(mine)
+        self._plan_is_due = bool(self._learned)
+        if not self._buffers:
+            self._learned, self._plan, self._plan_is_due = [], _Plan([]), False
+
+
+# -- what happens -----------------------------------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    """One allocation of a round: the turn-th of a buffer."""
+
+    stream: Hashable
+    serial: int
+    turn: int
+
+
+_Trace = list[Lifetime[_Request]]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """What is known of a buffer. Its storage is held weakly: it must go with the model."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    serial: int
+    nbytes: int
+    is_live: bool = False
+    request: _Request | None = None
+    place: _Place | None = None
+
+
+@dataclass(eq=False)
+class _Round:
+    """The allocations since nothing was allocated."""
+
+    left_plan: bool = False
+    is_complete: bool = True
+    trace: _Trace = field(default_factory=list)
+    _turns: Counter[tuple[Hashable, int]] = field(default_factory=Counter)
+    _starts: dict[_Request, int] = field(default_factory=dict)
+    _tick: int = 0
+
+    def begin(self, serial: int, stream: Hashable) -> _Request:
+        request = _Request(stream, serial, self._turns[stream, serial])
+        self._turns[stream, serial] += 1
+        self._starts[request] = self._tick
+        self._tick += 1
+        return request
+
+    def end(self, request: _Request, nbytes: int) -> None:
+        start = self._starts.pop(request)
+        if len(self.trace) < _LONGEST_TRACE:
+            self.trace.append(Lifetime(request, _aligned(nbytes), start, self._tick))
+        else:  # What never comes to rest (weights that are kept between steps) must not be written down for ever.
+            self.is_complete = False
+        self._tick += 1
+
+
+def _caller(pool: weakref.ref[PoolAllocator], key: int) -> Callable[[object], None]:
+    """Tells the pool that a buffer is gone, unless the pool went first. A bound method would keep it alive."""
+
+    def call(_: object) -> None:
+        if (alive := pool()) is not None:
+            alive._forget(key)
+
+    return call
+
+
+# -- what is planned --------------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    """A place for each allocation of some traces, in memory of its stream's own.
+
+    A stream's memory is cut in chunks wherever that cuts no place. Each is about as large as a buffer then, and the
+    caching allocator has a block for it, which buffers had before there was a plan.
+    """
+
+    def __init__(self, learned: Sequence[_Trace]) -> None:
+        self._places: dict[_Request, _Place] = {}
+        self._chunks: list[_Chunk] = []
+        self.nbytes = self.bound_nbytes = 0
+        for stream in dict.fromkeys(life.what.stream for trace in learned for life in trace):
+            self._add([[life for life in trace if life.what.stream == stream] for trace in learned])
+
+    def _add(self, traces: Sequence[_Trace]) -> None:
+        nbytes = {life.what: life.nbytes for trace in traces for life in trace}
+        offsets = place(traces)
+        self.nbytes += extent(offsets, nbytes)
+        self.bound_nbytes += max(peak_nbytes(trace) for trace in traces)
+        chunk, begin = _Chunk(), 0
+        for request in sorted(offsets, key=offsets.__getitem__):
+            offset = offsets[request]
+            if offset >= begin + chunk.nbytes:
+                chunk, begin = _Chunk(), offset
+                self._chunks.append(chunk)
+            self._places[request] = chunk.reserve(offset - begin, nbytes[request])
+
+    @property
+    def reserved_nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks if chunk.memory is not None)
+
+    def free_place(self, request: _Request) -> _Place | None:
+        """The place that was planned, if there is one and nobody is in it."""
+        found = self._places.get(request)
+        return found if found is not None and found.is_free else None
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Memory of several places, of which any may overlap."""
+
+    nbytes: int = 0
+    memory: torch.UntypedStorage | None = None
+    occupied: set[tuple[int, int]] = field(default_factory=set)
+
+    def reserve(self, start: int, nbytes: int) -> _Place:
+        self.nbytes = max(self.nbytes, start + nbytes)
+        return _Place(self, start, start + nbytes)
+
+    def storage_at(self, start: int, nbytes: int, source: Allocator, device: torch.device) -> torch.UntypedStorage:
+        """A storage over a part of the memory, which lives as long as any of them."""
+        if self.memory is None:
+            self.memory = source.create(self.nbytes, torch.uint8, device).untyped_storage()
+        part: torch.UntypedStorage = self.memory[start : start + nbytes]
+        return part
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where an allocation goes. While a buffer is here, its storage and `home` have changed memories."""
+
+    chunk: _Chunk
+    start: int
+    end: int
+    home: torch.UntypedStorage | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return all(self.end <= start or end <= self.start for start, end in self.chunk.occupied)
+
+    def lend_to(self, buffer: torch.Tensor, source: Allocator) -> None:
+        if self.home is None:
+            self.home = self.chunk.storage_at(self.start, buffer.nbytes, source, buffer.device)
+        _swap(buffer.untyped_storage(), self.home)
+        self.chunk.occupied.add((self.start, self.end))
+
+    def take_back(self, storage: torch.UntypedStorage) -> None:
+        assert self.home is not None
+        _swap(storage, self.home)
+        self.vacate()
+
+    def vacate(self) -> None:
+        self.chunk.occupied.remove((self.start, self.end))
+
+
+def _swap(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> None:
+    storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+
+
+def _current_stream(device: torch.device) -> Hashable:
+    """What orders memory on a device; on CPU there is one order."""
+    return device if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
