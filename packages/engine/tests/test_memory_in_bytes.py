@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            if isinstance(local, torch.Tensor):
+            if isinstance(local, torch.Tensor) and not local.is_meta:
                 storage = local.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
 
@@ -168,6 +168,21 @@ def _peak(model: _Wide, run: Callable[[nn.Module, torch.Tensor], None]) -> int:
 # A row of every activation, and its gradient: a few times HIDDEN elements a layer.
 def _activations(num_layers: int) -> int:
     return 16 * 4 * HIDDEN * (num_layers + 2)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_sharding_a_unit_holds_its_shards_and_one_whole_copy_of_it(policy: MixedPrecisionPolicy) -> None:
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        with LiveBytes() as live:
+            block = _Block()
+            whole = sum(parameter.nbytes for parameter in block.parameters())
+            live.peak = 0
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        assert live.peak == whole + whole // 4
+        assert live.now == whole // 4
+
+    run_ranks(check, 4)
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])

@@ -157,10 +157,13 @@ def fully_shard(
     _move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     context = Context(device)
-    groups = []
-    for members in _by_kind(candidates, policy):
-        beside = neighbours.get(members[0].sharding.axes)
-        groups.append(new_group(members, policy, source, neighbours=beside, offload=offload))
+    groups = [
+        new_group(members, policy, source, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
+        for members in _by_kind(candidates, policy)
+    ]
+    del candidates  # the originals: their bytes go before the unsharded buffers take theirs
+    for group in groups:
+        group.build_unsharded()
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag, strategy)
