@@ -246,7 +246,8 @@ def transport_for(group: dist.ProcessGroup) -> Transport:
     """
     if group.size() == 1:
         return LocalTransport()
-    return NcclTransport(group) if "nccl" in dist.get_backend(group) else GlooTransport(group)
+    # Not `get_backend`: of a group for which torch chose the backend, that is "undefined".
+    return NcclTransport(group) if "nccl" in dist.get_backend_config(group) else GlooTransport(group)
 
 
 def _by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
