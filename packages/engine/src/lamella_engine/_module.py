@@ -131,13 +131,9 @@ class FSDPModule(fsdp2.FSDPModule):
             RuntimeError: There are no gradients, or a hook is going to end this backward.
 
         Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
-            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA, unless
-            shards rest on the CPU and no backward is under way, whose end would wait for them.
+            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA.
         """
-        state = state_of(self)
-        state.end_backward_by_hand()
-        if state.is_offloaded and state.context.is_resting:
-            state.context.finish_reductions()
+        state_of(self).end_backward_by_hand()
 
     def wait_for_gradients(self) -> None:
         """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
@@ -151,7 +147,8 @@ class FSDPModule(fsdp2.FSDPModule):
                 a hold was not released, or a delayed gradient has not come. The message names them.
 
         Effects: those of `reduce_gradients` for what is left; with the last backward the current stream waits for all
-            reductions, and copies of the parameters are stale. No host sync on CUDA.
+            reductions, and copies of the parameters are stale. No host sync on CUDA, unless shards rest on the CPU:
+            then the host waits for gradients that go there.
         """
         _outermost(self, "wait_for_gradients").context.end_step()
 
