@@ -172,7 +172,7 @@ class FSDPState:
         Effects: none unless it is; see `OrderCheck.before`.
         """
         if (check := self.context.order_check) is not None:
-            check.before(f"{verb} {self._title} ({nbytes()} bytes)", self.process_groups)
+            check.before(f"{verb} {self._title}", self.process_groups, f" ({nbytes()} bytes)")
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
