@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from lamella_buffers._allocator import Allocator
-from lamella_layout import EvenLayout
+from lamella_layout import EvenLayout, FlatLayout
+
+Layout = EvenLayout | FlatLayout
 
 
 class ShardedBuffer:
-    """One rank's shards of a group of tensors, each in its own padded slot of one flat tensor.
+    """One rank's shards of a group of tensors, in one flat tensor.
 
-    A slot ends in padding where torch's chunks run short; it travels with the slot and nobody reads it.
+    In an even layout each lies in a slot of its own, which ends in padding where torch's chunks run short; in a flat
+    one they are packed, and the whole is one slot. Padding travels with the slot and nobody reads it.
 
     Args:
         layout: Where each shard lies.
@@ -22,21 +25,24 @@ class ShardedBuffer:
 
     Attributes:
         flat: (layout.shard_numel,), all of them.
-        slots: For each tensor its padded slot, flat, (layout.slot_numel(i),): what travels.
-        shards: For each tensor a view of its slot of shape layout.shard_shape(i, rank): what a DTensor holds.
+        slots: What travels, flat: each tensor's padded slot in an even layout, everything as one in a flat one.
+        shards: For each tensor a view of shape layout.shard_shape(i, rank): what a DTensor holds.
 
     Effects: none; the buffer is a view of `flat`.
     """
 
-    def __init__(self, layout: EvenLayout, rank: int, flat: torch.Tensor) -> None:
+    def __init__(self, layout: Layout, rank: int, flat: torch.Tensor) -> None:
         self.layout = layout
         self.rank = rank
         self.flat = flat
-        self.slots = tuple(self.flat[slice(*layout.shard_slot(i))] for i in range(layout.num_tensors))
-        self.shards = tuple(_leading(slot, layout.shard_shape(i, rank)) for i, slot in enumerate(self.slots))
+        self.slots = tuple(flat[slice(*slot)] for slot in layout.wire_slots)
+        self.shards = tuple(
+            flat[slice(*layout.local_slot(i, rank))].view(layout.shard_shape(i, rank))
+            for i in range(layout.num_tensors)
+        )
 
     @classmethod
-    def empty(cls, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
+    def empty(cls, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
         """A buffer whose contents are undefined.
 
         Effects: allocates shard_numel * itemsize bytes on the current stream.
@@ -71,8 +77,11 @@ class ShardedBuffer:
 class UnshardedBuffer:
     """A group of whole tensors in one flat allocation whose bytes come and go; the views of it stay.
 
-        flat   | slot 0: rank 0's piece, rank 1's piece, ... , slack | slot 1: ...
+        even   | slot 0: rank 0's piece, rank 1's piece, ... , slack | slot 1: ...
         views  | tensor 0                                |           | tensor 1
+
+        flat   | the one slot: rank 0's piece  | rank 1's piece          | ...
+        views  | tensor 2    | tensor 0                  |    | tensor 1
 
     Args:
         layout: Where each tensor lies. A tensor whose chunks are not contiguous in it must divide over the ranks.
@@ -83,9 +92,9 @@ class UnshardedBuffer:
 
     Attributes:
         flat: (layout.full_numel,).
-        slots: For each tensor its slot, flat, (num_shards * slot_numel,): where a gather lands.
-        own: For each tensor this rank's piece of its slot: where an in-place gather starts from.
-        tensors: For each tensor a view of its slot in the tensor's own shape.
+        slots: Where a gather lands, flat: one a slot of a `ShardedBuffer`, num_shards times as long.
+        own: For each slot this rank's piece of it: where an in-place gather starts from.
+        tensors: For each tensor a view in its own shape.
 
     Raises:
         NotImplementedError: A tensor's chunks are neither contiguous nor equal (a dim other than the first).
@@ -94,20 +103,18 @@ class UnshardedBuffer:
     """
 
     def __init__(
-        self, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device, allocator: Allocator
+        self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, allocator: Allocator
     ) -> None:
-        for i in range(layout.num_tensors):
-            if not layout.is_contiguous(i) and not layout.divides(i):
-                raise NotImplementedError(
-                    f"Expected dim {layout.dims[i]} of shape {layout.shapes[i]} to divide over {layout.num_shards} "
-                    "ranks. Shard along dim 0, which need not."
-                )
+        if isinstance(layout, EvenLayout):
+            _check_gatherable(layout)
         self.layout = layout
         self._allocator = allocator
         self.flat = allocator.create(layout.full_numel, dtype, device)
-        self.slots = tuple(self.flat[slice(*layout.full_slot(i))] for i in range(layout.num_tensors))
-        self.own = tuple(self.flat[slice(*layout.full_shard(i, rank))] for i in range(layout.num_tensors))
-        self.tensors = tuple(_leading(slot, layout.shapes[i]) for i, slot in enumerate(self.slots))
+        self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
+        self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
+        self.tensors = tuple(
+            self.flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes)
+        )
         allocator.free(self.flat)
 
     @property
@@ -163,6 +170,10 @@ def standalone(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def _leading(slot: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The first elements of a flat slot, in a shape."""
-    return slot[: torch.Size(shape).numel()].view(shape)
+def _check_gatherable(layout: EvenLayout) -> None:
+    for i in range(layout.num_tensors):
+        if not layout.is_contiguous(i) and not layout.divides(i):
+            raise NotImplementedError(
+                f"Expected dim {layout.dims[i]} of shape {layout.shapes[i]} to divide over {layout.num_shards} "
+                "ranks. Shard along dim 0, which need not."
+            )

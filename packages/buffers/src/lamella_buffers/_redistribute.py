@@ -17,16 +17,18 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer, by_rank
-from lamella_buffers._transport import Done, Payload, Pending, ReduceOp, Transport
+from lamella_buffers._payload import Payload
+from lamella_buffers._transport import Done, Pending, ReduceOp, Transport
+from lamella_layout import EvenLayout, FlatLayout, Range
 
 
 def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], transport: Transport) -> Pending:
     """Fill unsharded buffers from every rank's slots.
 
     Args:
-        moves: For each buffer the slots to send, one a tensor, (slot_numel,), of the buffer's dtype: those of a
-            `ShardedBuffer`, or the buffer's own pieces (`UnshardedBuffer.own`) written beforehand, which makes the
-            gather in place. The buffers must have their bytes.
+        moves: For each buffer the slots to send, of the buffer's dtype: those of a `ShardedBuffer`, or the buffer's
+            own pieces (`UnshardedBuffer.own`) written beforehand, which makes the gather in place. The buffers must
+            have their bytes.
         transport: The axis.
 
     Effects: one collective on the axis for all moves, on the current stream. No copy on either side, but for tensors
@@ -34,14 +36,16 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
     """
     payloads, copies = [], []
     for slots, into in moves:
+        layout = into.layout
         for i, (shard, full) in enumerate(zip(slots, into.slots, strict=True)):
             if shard.numel() == 0:
                 continue
-            gathered = full if into.layout.is_contiguous(i) else torch.empty_like(full)
+            if isinstance(layout, FlatLayout) or layout.is_contiguous(i):
+                payloads.append(Payload(shard, full))
+                continue
+            gathered, place = torch.empty_like(full), by_rank(into.tensors[i], layout, i)
             payloads.append(Payload(shard, gathered))
-            if gathered is not full:
-                place = by_rank(into.tensors[i], into.layout, i)
-                copies.append((place, gathered.view(place.shape)))
+            copies.append((place, gathered.view(place.shape)))
     pending = transport.all_gather(payloads) if payloads else Done()
     if copies:
         pending.wait()
@@ -54,13 +58,14 @@ def reduce_scatter(
 ) -> Pending:
     """Reduce whole gradients into shards.
 
-    A gradient is read where it lies if it is contiguous, has the buffer's dtype, and is made of equal chunks, one after
-    another in it. Others, and missing ones (None: zeros), are staged in one temporary buffer.
+    In an even layout a gradient is read where it lies if it is contiguous, has the buffer's dtype, and is made of equal
+    chunks, one after another in it. Others, and missing ones (None: zeros), are staged in one temporary buffer. In a
+    flat layout all are: they travel as one payload, in which they lie as the tensors do.
 
     Args:
         moves: For each buffer the gradients of the tensors that take part, by index, in the tensor's shape; the same
-            ones on every rank. The others' shards are left as they are. Gradients must stay alive until the current
-            stream has passed this call.
+            ones on every rank. The others' shards are left as they are; in a flat layout they become zeros. Gradients
+            must stay alive until the current stream has passed this call.
         transport: The axis.
         op: How to reduce.
 
@@ -69,7 +74,10 @@ def reduce_scatter(
     """
     payloads = []
     for gradients, into in moves:
-        wholes = _wire(gradients, into)
+        if isinstance(into.layout, FlatLayout):
+            payloads += [Payload(into.flat, _packed(gradients, into, into.layout))] if into.flat.numel() > 0 else []
+            continue
+        wholes = _wire(gradients, into, into.layout)
         payloads += [Payload(into.slots[i], wholes[i]) for i in gradients if into.slots[i].numel() > 0]
     return transport.reduce_scatter(payloads, op) if payloads else Done()
 
@@ -87,9 +95,27 @@ def all_reduce(tensors: Sequence[torch.Tensor], transport: Transport, op: Reduce
     return transport.all_reduce(tensors, op)
 
 
-def _wire(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer) -> dict[int, torch.Tensor]:
+def _packed(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer, layout: FlatLayout) -> torch.Tensor:
+    """All gradients in one flat (full_numel,) tensor in the buffer's dtype, zeros where there are none."""
+    packed = torch.empty(layout.full_numel, dtype=into.dtype, device=into.device)
+    there = {i: gradient for i, gradient in gradients.items() if gradient is not None and gradient.numel()}
+    absent = [layout.tensor_range(i) for i in range(layout.num_tensors) if i not in there]
+    if there:
+        places = [packed[slice(*layout.tensor_range(i))].view(gradient.shape) for i, gradient in there.items()]
+        torch._foreach_copy_(places, list(there.values()))
+    _zero(packed, [*layout.gaps, *absent])
+    return packed
+
+
+def _zero(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
+    if ranges:
+        torch._foreach_zero_([flat[slice(*elements)] for elements in ranges])
+
+
+def _wire(
+    gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer, layout: EvenLayout
+) -> dict[int, torch.Tensor]:
     """For each tensor a flat (num_shards * slot_numel,) tensor in the buffer's dtype: itself, or staged."""
-    layout = into.layout
     wholes: dict[int, torch.Tensor] = {}
     for i, gradient in gradients.items():
         if gradient is None or gradient.dtype != into.dtype or not gradient.is_contiguous():
@@ -98,13 +124,12 @@ def _wire(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer) -> 
             wholes[i] = gradient.view(-1)
     staged = {i: gradient for i, gradient in gradients.items() if i not in wholes}
     if staged:
-        wholes.update(zip(staged, _stage(staged, into), strict=True))
+        wholes.update(zip(staged, _stage(staged, into, layout), strict=True))
     return wholes
 
 
-def _stage(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer) -> list[torch.Tensor]:
+def _stage(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer, layout: EvenLayout) -> list[torch.Tensor]:
     """Cast and pad gradients in one allocation and one multi-tensor copy."""
-    layout = into.layout
     numels = [layout.full_slot(i).numel for i in gradients]
     slots = torch.split(torch.empty(sum(numels), dtype=into.dtype, device=into.device), numels)
     copies, sources, zeros = [], [], []

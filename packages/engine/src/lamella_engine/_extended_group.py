@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
 from lamella_engine._errors import MisuseError
+from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
 from lamella_engine._parameter_group import (
     Candidate,
@@ -23,7 +24,7 @@ from lamella_engine._parameter_group import (
     sharded_parameter,
 )
 from lamella_engine._sharding import DataAxes, Sharding, local_of
-from lamella_layout import EvenLayout
+from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -70,7 +71,8 @@ def new_group(
     Effects: those of the group.
     """
     if not is_extended(local_of(candidates[0].parameter)):
-        group = ParameterGroup(candidates, policy, allocator, offload)
+        kind = ParameterGroup if candidates[0].sharding.keep is None else FlatGroup
+        group = kind(candidates, policy, allocator, offload)
         group.neighbours = neighbours
         return group
     parameters, shapes = [], []
@@ -326,7 +328,7 @@ class _Gathered(UnshardedBuffer):
 class _Apart(ShardedBuffer):
     """What there is to say of shards that do not lie in one buffer."""
 
-    def __init__(self, layout: EvenLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: EvenLayout | FlatLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout, rank, torch.empty(layout.shard_numel, dtype=dtype, device="meta"))
         self._device = device
 
@@ -353,6 +355,7 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
     unsupported = {
         f"`shard_placement_fn` to shard {name!r} along dim 0": sharding.dim != 0,
         f"no number as `reshard_after_forward` for {name!r}": neighbours is not None,
+        f"`keep` to return None for {name!r}": sharding.keep is not None,
         f"`placements` that shard {name!r} over one axis": axes.shard_axis is None or axes.outer_axis is not None,
     }
     for expected, is_so in unsupported.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
-from lamella_engine._module import FSDPModule, attach_state, find_state
+from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
 from lamella_engine._offload import CPU, Offload
 from lamella_engine._parameter_group import (
     Candidate,
@@ -34,9 +34,12 @@ from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
+from lamella_layout import Keep, Rows, Whole
 from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+
+KeepFn = Callable[[nn.Parameter], Keep | None]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -53,6 +56,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: AxisPlacement | tuple[AxisPlacement, ...] | None = None,
     allocator: Allocator | None = None,
+    keep: Keep | KeepFn | None = None,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
@@ -96,6 +100,10 @@ def fully_shard(
             over replicas after every microbatch. FSDP2 has no such argument.
         allocator: Gives unsharded parameters their bytes. None means a `lamella_buffers.CachingAllocator`; a
             `PoolAllocator` plans for what it serves, so give one object to all units. FSDP2 has no such argument.
+        keep: What of a parameter must stay on one rank: `Rows(n)` for blocks of n rows, `Whole()`, or a function that
+            says so of each parameter. Those parameters are packed into one buffer which is cut where that allows (the
+            flat layout), so a rank may have any number of their rows. They become `RaggedDTensor`s. None, also from the
+            function, means torch's chunks. FSDP2 has no such argument.
 
     Returns:
         `module`, changed; every module of a list is a unit's module then, and they share one state.
@@ -105,7 +113,8 @@ def fully_shard(
             shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
             `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
             `placements` do not fit the mesh or `reshard_after_forward`; a parameter's class defines one of the two
-            methods that say what is gathered, or one that takes other arguments.
+            methods that say what is gathered, or one that takes other arguments; what a module reads directly
+            (`declare_reads`) is not there, or cannot be gathered with it.
         TypeError: An argument is of the wrong type.
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
             class says what is gathered lies as that cannot.
@@ -121,6 +130,7 @@ def fully_shard(
     _check_arguments(modules, reshard_after_forward, offload_policy)
     axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
     axes, strategy = strategy_of(placements, axes)
+    keep_fn = _as_keep_fn(keep)
     if strategy.keeps_copy and reshard_after_forward:
         raise ValueError(
             f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
@@ -130,7 +140,7 @@ def fully_shard(
     source = _as_allocator(allocator)
     owners = [inner for _, inner in _own_modules(modules)]
     device = _device_of(axes.mesh)
-    candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn)
+    candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn)
     inner = _inner_units(modules)
     for below, name in inner.items():
         _check_resting(name, below)
@@ -157,18 +167,20 @@ def fully_shard(
         below.name, below.is_outermost = name, False
         if below not in read:
             context.add(below)
+    taken = [each for below in read for each in _modules_of(below, modules)]
     for below in read:
-        for each in _modules_of(below, modules):
-            attach_state(each, state)
         state.take_over(below)
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
-        attach_state(each, state)
         each.register_forward_hook(explain_undeclared, always_call=True)
+    attach_state(modules, state, besides=taken)
     register_hooks(modules, owners, state)
     note_in_unit(owners)
     return module
+
+
+fully_shard.state = view_of  # type: ignore[attr-defined]  # as FSDP2's function has one
 
 
 def _outer_modules(module: object) -> list[nn.Module]:
@@ -268,6 +280,7 @@ def _check_resting(name: str, state: FSDPState) -> None:
             f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
             "steps, or reset_iter_state() after an exception."
         )
+    state.check_not_held()
     state.reshard()
 
 
@@ -307,7 +320,11 @@ def _own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _candidates(
-    modules: list[nn.Module], ignored: set[nn.Parameter], axes: DataAxes, placement_fn: PlacementFn | None
+    modules: list[nn.Module],
+    ignored: set[nn.Parameter],
+    axes: DataAxes,
+    placement_fn: PlacementFn | None,
+    keep_fn: KeepFn,
 ) -> list[Candidate]:
     """The unit's parameters, each once with every place that holds it."""
     found: dict[int, Candidate] = {}
@@ -323,10 +340,27 @@ def _candidates(
                 )
             if id(parameter) not in found:
                 _check_parameter(prefix + name, parameter)
-                sharding = sharding_of(prefix + name, parameter, axes, placement_fn)
+                kept = _checked_keep(prefix + name, keep_fn(parameter))
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
                 found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding)
             found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(found.values())
+
+
+def _as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
+    if callable(keep):
+        return keep
+    _checked_keep("every parameter", keep)
+    return lambda _: keep
+
+
+def _checked_keep(name: str, keep: object) -> Keep | None:
+    if keep is None or isinstance(keep, Rows | Whole):
+        return keep
+    raise TypeError(
+        f"Expected `keep` to be Rows(n), Whole(), None, or a function that returns one of them, got {keep!r} for "
+        f"{name}."
+    )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -355,7 +389,8 @@ def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[
     for candidate in candidates:
         parameter = candidate.parameter
         kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
-        groups.setdefault((candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
+        layout = candidate.sharding.keep is None
+        groups.setdefault((layout, candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
     return list(groups.values())
 
 

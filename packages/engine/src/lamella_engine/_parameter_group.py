@@ -27,8 +27,9 @@ from lamella_buffers import (
     transport_for,
 )
 from lamella_engine._offload import Offload
+from lamella_engine._ragged import dtensor_over, lie_alike
 from lamella_engine._sharding import DataAxes, Sharding, local_of
-from lamella_layout import EvenLayout
+from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
 # Originals that were sharded, to what became of them. One that is still found in a module later was tied to the sharded
@@ -61,6 +62,8 @@ class ShardedParameter:
         unsharded: What computes: a view of the unsharded buffer. Autograd leaves the gradient on it.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, where that is not the gradient's
         own.
+        keeps_grad_clear: Move earlier microbatches' gradients out of `.grad`, also in its own dtype: a layer may write
+            over it.
     """
 
     name: str
@@ -72,6 +75,7 @@ class ShardedParameter:
     marks: dict[str, object]
     unsharded: nn.Parameter
     accumulated: torch.Tensor | None = None
+    keeps_grad_clear: bool = False
 
     def install(self, form: nn.Parameter, *, instead_of: nn.Parameter) -> None:
         """Make every owner hold `form`, which takes over whether the form that was visible is to be trained."""
@@ -113,12 +117,18 @@ class ShardedParameter:
                 f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
                 "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
             )
+        if not lie_alike(held, self.sharded):
+            before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
+            raise TypeError(
+                f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
+                "(`load_state_dict` without `assign`), which moves the rows."
+            )
         return held
 
     def accumulate(self, dtype: torch.dtype) -> None:
         """Add this microbatch's gradient to earlier ones in `dtype`; autograd does it itself in the gradient's own."""
         gradient = self.unsharded.grad
-        if gradient is None or gradient.dtype == dtype:
+        if gradient is None or (gradient.dtype == dtype and not self.keeps_grad_clear):
             return
         if self.accumulated is None:
             self.accumulated = gradient.to(dtype)
@@ -245,8 +255,10 @@ class ParameterGroup:
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         num_shards = self.axes.num_shards
-        self.layout = EvenLayout.build(shapes, num_shards, dims=dims)
-        self.main_layout = EvenLayout.build(shapes, num_shards * self.axes.num_outer_shards, dims=dims)
+        self.layout: EvenLayout | FlatLayout = EvenLayout.build(shapes, num_shards, dims=dims)
+        self.main_layout: EvenLayout | FlatLayout = EvenLayout.build(
+            shapes, num_shards * self.axes.num_outer_shards, dims=dims
+        )
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
@@ -270,9 +282,8 @@ class ParameterGroup:
         allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self.allocator
         self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.device, allocator)
         self.unsharded_weight.allocate()
-        slots = zip(self.parameters, self.unsharded_weight.slots, self.layout.shapes, strict=True)
-        for parameter, slot, shape in slots:
-            whole = parameter.sharding.wrap(self._recipe.decode([slot], torch.Size(shape)))
+        for parameter, tensor in zip(self.parameters, self.unsharded_weight.tensors, strict=True):
+            whole = parameter.sharding.wrap(self._recipe.decode([tensor.view(-1)], tensor.shape))
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
@@ -302,7 +313,7 @@ class ParameterGroup:
         _, dtype, _ = dtypes_of(self.parameters[0].sharded, self.policy)
         layout = self.layout
         largest = [p.sharding.largest_part(shape) for p, shape in zip(self.parameters, layout.shapes, strict=True)]
-        if any(part != shape for part, shape in zip(largest, layout.shapes, strict=True)):
+        if isinstance(layout, EvenLayout) and largest != list(layout.shapes):
             layout = EvenLayout.build(largest, layout.num_shards, dims=layout.dims)
         return layout.full_numel * dtype.itemsize
 
@@ -342,7 +353,7 @@ class ParameterGroup:
         Effects: allocates the shards anew and copies them. Not a collective.
         """
         left = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
-        self._lay_out([self.layout.shapes[i] for i in left], [self.layout.dims[i] for i in left])
+        self._lay_out([self.layout.shapes[i] for i in left], [self.parameters[i].sharding.dim for i in left])
         self.parameters = [self.parameters[i] for i in left]
         self._take([parameter.shard for parameter in self.parameters], keep_parameters=True)
 
@@ -407,7 +418,7 @@ class ParameterGroup:
             return self.main_weight.slots
         place = into.flat if into is not None and self.layout.num_shards == 1 else None
         flat = self.offload.to_device(self.main_weight.flat, place)
-        return [flat[slice(*self.main_layout.shard_slot(i))] for i in range(self.main_layout.num_tensors)]
+        return [flat[slice(*slot)] for slot in self.main_layout.wire_slots]
 
     def _gathered_over_outer(self, outer: Transport) -> ShardedBuffer:
         """This rank's shards in the compute dtype: those that are there, or new ones.
@@ -473,8 +484,11 @@ class ParameterGroup:
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
 
     def gradient_nbytes(self, members: Iterable[int]) -> int:
-        """What a reduction of these members' gradients carries, by their indices."""
-        return sum(self.layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
+        """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""
+        layout = self.layout
+        if isinstance(layout, FlatLayout):
+            return layout.full_numel * self.reduce_dtype.itemsize
+        return sum(layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -642,20 +656,15 @@ def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dt
 
     Effects: allocates the part, on the parameter's device and the current stream; not a collective.
     """
-    local, axes, dim = local_of(whole), parameter.sharding.axes, parameter.sharding.dim
-    parts = torch.chunk(local, axes.num_shards * axes.num_outer_shards, dim)
-    part = parts[axes.main_rank] if axes.main_rank < len(parts) else local.narrow(dim, 0, 0)
-    own = part.to(parameter.shard.device, dtype, copy=True).contiguous()
+    own = parameter.sharding.own_part(local_of(whole)).to(parameter.shard.device, dtype, copy=True).contiguous()
     return _dtensor(own, whole, parameter.sharding)
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
     """A DTensor over `shard`, wherever it lies: `DTensor.from_local` would move it to the mesh's device."""
     meta = torch.empty(whole.shape, dtype=shard.dtype, device="meta")
-    spec = DTensorSpec(
-        sharding.mesh, tuple(sharding.placements), tensor_meta=TensorMeta(meta.shape, meta.stride(), meta.dtype)
-    )
-    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    tensor_meta = TensorMeta(meta.shape, meta.stride(), meta.dtype)
+    return dtensor_over(shard, DTensorSpec(sharding.mesh, tuple(sharding.placements), tensor_meta=tensor_meta))
 
 
 def _check_absent_everywhere(parameter: ShardedParameter, shard: torch.Tensor) -> None:
@@ -674,7 +683,7 @@ def _gradient(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` that lies as the parameter does. `DTensor.from_local` says the same ten times slower."""
     spec = parameter.sharded._spec  # type: ignore[attr-defined]
     # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives.
-    gradient = DTensor(parameter.shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    gradient = dtensor_over(parameter.shard, spec)
     gradient._local_tensor = local
     return gradient
 

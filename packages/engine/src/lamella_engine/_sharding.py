@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamella_engine._errors import MisuseError
 from lamella_engine._policies import DataParallelMeshDims
-from lamella_layout import mesh_region, strided_placements
+from lamella_layout import FlatLayout, Keep, mesh_region, ragged_rows, strided_placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -198,6 +198,17 @@ class DataAxes:
             return flat
         return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
 
+    def flat_placements(self, layout: FlatLayout, index: int) -> tuple[Placement, ...]:
+        """One placement for each axis of `mesh`, of main weights that lie as tensor `index` of a flat layout.
+
+        Effects: none.
+        """
+        strides = {self.shard_axis: self.num_outer_shards, self.outer_axis: 1}
+        return tuple(
+            layout.placement(index, stride=strides[axis]) if axis in strides else Replicate()
+            for axis in range(self.mesh.ndim)
+        )
+
     def dividing(self, shape: Sequence[int], dim: int) -> DataAxes:
         """The axes of a parameter of this shape: one that the outer axis cannot cut too lies on it whole.
 
@@ -222,6 +233,8 @@ class Sharding:
         mesh: Of the sharded DTensor: the data axes, and those that the parameter came with.
         placements: Of the sharded DTensor, one an axis of `mesh`.
         part: What the parameter came as, if that was a DTensor: the unsharded form is one again.
+        keep: What of it stays on one rank, in the flat layout, which then decides about `placements`. None: it lies in
+            the even layout.
     """
 
     axes: DataAxes
@@ -229,6 +242,18 @@ class Sharding:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     part: DTensorSpec | None = None
+    keep: Keep | None = None
+
+    def own_part(self, local: torch.Tensor) -> torch.Tensor:
+        """What this rank owns of a tensor of the parameter's shape, or of its local part's where it came as a DTensor.
+
+        Effects: none; a view.
+        """
+        if self.keep is not None and (coordinate := self.mesh.get_coordinate()) is not None:
+            rows = ragged_rows(self.placements, coordinate)
+            return local if rows is None else local[slice(*rows)]
+        parts = torch.chunk(local, self.axes.num_shards * self.axes.num_outer_shards, self.dim)
+        return parts[self.axes.main_rank] if self.axes.main_rank < len(parts) else local.narrow(self.dim, 0, 0)
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter over its local part: a DTensor if it came as one.
@@ -269,7 +294,9 @@ class Sharding:
         return gradient.to_local()
 
 
-def sharding_of(name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn: PlacementFn | None) -> Sharding:
+def sharding_of(
+    name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn: PlacementFn | None, keep: Keep | None = None
+) -> Sharding:
     """Decide how a parameter lies.
 
     Args:
@@ -277,15 +304,20 @@ def sharding_of(name: str, parameter: nn.Parameter, axes: DataAxes, placement_fn
         parameter: Plain, or a DTensor on other axes of the same root mesh.
         axes: Where `placement_fn` does not say otherwise.
         placement_fn: FSDP2's `shard_placement_fn`.
+        keep: What of it stays on one rank; None for the even layout.
 
     Raises:
         ValueError: The function returned something else than a Shard, a placement result or None, or a dim that the
             parameter has not; the parameter is replicated on no data axis of a whole mesh.
-        NotImplementedError: A dim other than the first does not divide over the ranks.
+        NotImplementedError: A dim other than the first does not divide over the ranks; a parameter that is to lie in
+            the flat layout is sharded along one, or comes as a DTensor.
 
     Effects: none.
     """
     dim, axes = _resolve(name, parameter, axes, placement_fn)
+    if keep is not None:
+        _check_flat(name, parameter, dim)
+        return Sharding(axes, dim, axes.mesh, (), keep=keep)
     _check_dim(name, local_of(parameter), dim, axes.num_shards)
     if axes.outer_axis is not None and isinstance(parameter, DTensor):
         raise NotImplementedError(
@@ -373,6 +405,19 @@ def _check_dim(name: str, local: torch.Tensor, dim: int, num_shards: int) -> Non
         raise NotImplementedError(
             f"Expected dim {dim} of {name!r}, of shape {tuple(local.shape)}, to divide over {num_shards} ranks. FSDP "
             f"does not support uneven sharding on dim {dim}: shard it along dim 0, which need not divide."
+        )
+
+
+def _check_flat(name: str, parameter: nn.Parameter, dim: int) -> None:
+    if dim != 0:
+        raise NotImplementedError(
+            f"Expected `shard_placement_fn` to leave {name!r} at dim 0, as `keep` puts it into the flat layout, got "
+            f"dim {dim}. Return None for it from `keep`."
+        )
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"Expected {name!r} to be a plain parameter, as `keep` puts it into the flat layout, got a DTensor "
+            f"{parameter.placements}. Return None for it from `keep`."
         )
 
 

@@ -14,5 +14,7 @@ from lamella_layout._mesh import mesh_chunks as mesh_chunks
 from lamella_layout._mesh import mesh_region as mesh_region
 from lamella_layout._mesh import strided_placements as strided_placements
 from lamella_layout._picture import picture as picture
+from lamella_layout._ragged import RaggedShard as RaggedShard
+from lamella_layout._ragged import ragged_rows as ragged_rows
 from lamella_layout._range import Range as Range
 from lamella_layout._region import Region as Region

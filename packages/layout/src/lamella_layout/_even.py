@@ -122,6 +122,23 @@ class EvenLayout:
         """
         return self._full_slots[index]
 
+    def tensor_range(self, index: int) -> Range:
+        """Return where tensor `index` lies in the unsharded buffer: `full_slot` without the slack.
+
+        Effects: none.
+        """
+        return Range(0, prod(self.shapes[index])).shift(self._full_slots[index].start)
+
+    @property
+    def wire_slots(self) -> tuple[Range, ...]:
+        """Return what travels of a rank's sharded buffer: every slot, as a payload of its own."""
+        return self._shard_slots
+
+    @property
+    def wire_full_slots(self) -> tuple[Range, ...]:
+        """Return where each payload of all ranks lies in the unsharded buffer."""
+        return self._full_slots
+
     def full_shard(self, index: int, rank: int) -> Range:
         """Return the part of the unsharded buffer that `rank` fills when tensor `index` is gathered in place.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -10,6 +11,7 @@ from lamella_layout._checks import Shape, as_shapes, check_at_least_one, check_r
 from lamella_layout._chunk import Chunk
 from lamella_layout._keep import Keep, Rows, Whole, kept_numel
 from lamella_layout._packing import Item, pack
+from lamella_layout._ragged import RaggedShard
 from lamella_layout._range import Range
 from lamella_layout._region import Region, region_of
 
@@ -155,6 +157,57 @@ class FlatLayout:
         shard = self.shard_range(rank)
         return shard.intersection(self.tensor_range(index)).shift(-shard.start)
 
+    def chunk(self, index: int, rank: int) -> Chunk:
+        """Return the rows of tensor `index` that `rank` owns, as a box. Cuts fall between rows, so it is exact.
+
+        Effects: none.
+        """
+        shape = self.shapes[index]
+        row_numel = max(1, prod(shape[1:]))
+        owned = self.owned(index, rank)
+        rows = Range(owned.start // row_numel, ceil_div(owned.stop, row_numel))
+        if not prod(shape):  # there are no elements that somebody could own: the first rank has the rows
+            rows = Range(0, shape[0]) if rank == 0 else Range(shape[0], shape[0])
+        elif not owned.numel:
+            rows = Range(rows.start, rows.start)
+        return Chunk.of([rows, *(Range(0, size) for size in shape[1:])])
+
+    def shard_shape(self, index: int, rank: int) -> Shape:
+        """Return the sizes of what `rank` owns of tensor `index`; may hold a 0.
+
+        Effects: none.
+        """
+        return self.chunk(index, rank).sizes
+
+    def placement(self, index: int, *, stride: int = 1) -> RaggedShard:
+        """Return how tensor `index` lies along the axis that this layout shards over.
+
+        Args:
+            index: Of the tensor.
+            stride: See `RaggedShard`.
+
+        Effects: none.
+        """
+        starts = (self.chunk(index, rank).offsets[0] for rank in range(self.num_shards))
+        return RaggedShard((*starts, self.shapes[index][0]), stride)
+
+    @property
+    def wire_slots(self) -> tuple[Range, ...]:
+        """Return what travels of a rank's sharded buffer: all of it, as one payload."""
+        return (Range(0, self.shard_numel),)
+
+    @property
+    def wire_full_slots(self) -> tuple[Range, ...]:
+        """Return where the payload of all ranks lies in the whole buffer."""
+        return (Range(0, self.full_numel),)
+
+    @cached_property
+    def gaps(self) -> tuple[Range, ...]:
+        """Return the parts of the whole buffer that belong to no tensor, in order."""
+        taken = sorted(lies for index in range(self.num_tensors) if (lies := self.tensor_range(index)).numel)
+        edges = [Range(0, 0), *taken, Range(self.full_numel, self.full_numel)]
+        return tuple(Range(a.stop, b.start) for a, b in pairwise(edges) if b.start > a.stop)
+
     def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
         """Return what `rank` owns of tensor `index`, ready for further cuts.
 
@@ -168,7 +221,7 @@ class FlatLayout:
 
         Effects: none.
         """
-        return region_of(self._rows(index, rank), self.shapes[index], inside)
+        return region_of(self.chunk(index, rank), self.shapes[index], inside)
 
     def chunks(self, index: int, rank: int, *, inside: Region | None = None) -> tuple[Chunk, ...]:
         """Return the global boxes of tensor `index` that `rank` owns; none when it owns nothing.
@@ -193,16 +246,6 @@ class FlatLayout:
         if self.num_shards % num_merged:
             raise ValueError(f"Expected a divisor of num_shards={self.num_shards}, got num_merged={num_merged!r}.")
         return replace(self, num_shards=self.num_shards // num_merged, shard_numel=self.shard_numel * num_merged)
-
-    def _rows(self, index: int, rank: int) -> Chunk:
-        """Return the owned rows as a box. Cuts fall between rows, so it holds exactly the owned elements."""
-        shape = self.shapes[index]
-        row_numel = max(1, prod(shape[1:]))
-        owned = self.owned(index, rank)
-        rows = Range(owned.start // row_numel, ceil_div(owned.stop, row_numel))
-        if not owned.numel:
-            rows = Range(rows.start, rows.start)
-        return Chunk.of([rows, *(Range(0, size) for size in shape[1:])])
 
     def _check_alignment(self) -> None:
         for what, value in (("shard_numel", self.shard_numel), *((f"start {i}", s) for i, s in enumerate(self.starts))):

@@ -8,6 +8,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 from lamella_layout._checks import check_at_least_one, check_dim, check_rank, normal_dim
 from lamella_layout._chunk import Chunk
+from lamella_layout._ragged import RaggedShard, ragged_rows
+from lamella_layout._range import Range
 from lamella_layout._region import Region
 
 
@@ -24,7 +26,8 @@ def mesh_region(
     Args:
         shape: Of the global tensor.
         mesh_shape: Ranks along each axis of the mesh.
-        placements: One an axis: `Shard`, `_StridedShard`; `Replicate` and `Partial` cut nothing.
+        placements: One an axis: `Shard`, `_StridedShard`, `RaggedShard`, of which the last goes with none of the
+            others; `Replicate` and `Partial` cut nothing.
         coordinate: Of the rank, one entry an axis.
         order: Axes in the order in which they cut. None means left to right, as DTensor does. On a (dp, tp) mesh
             (1, 0) puts TP outermost; on an (outer, inner) mesh it is HFSDP: inner first, then outer within the
@@ -35,13 +38,16 @@ def mesh_region(
 
     Raises:
         ValueError: lengths differ from the mesh's, a dim or coordinate is out of range, `order` is no permutation
-            of the axes, or it comes with a `_StridedShard`, which says the order already.
+            of the axes, or it comes with a `_StridedShard`, which says the order already; a `RaggedShard` beside
+            another, or one of other rows than the tensor's.
 
     Effects: none.
     """
     _check_mesh(mesh_shape, placements, order)
     _check_dims(shape, placements)
     region = Region.whole(shape)
+    if any(isinstance(placement, RaggedShard) for placement in placements):
+        return _cut_ragged(region, placements, coordinate)
     for axis in range(len(mesh_shape)) if order is None else order:
         region = _cut(region, placements[axis], mesh_shape[axis], coordinate[axis])
     return region
@@ -91,6 +97,18 @@ def _cut(region: Region, placement: Placement, num_shards: int, rank: int) -> Re
         return region.shard(placement.dim, num_shards, rank)
     check_rank(rank, num_shards)
     return region
+
+
+def _cut_ragged(region: Region, placements: Sequence[Placement], coordinate: Sequence[int]) -> Region:
+    rows, shape = ragged_rows(placements, coordinate), region.shape
+    cuts = {placement for placement in placements if isinstance(placement, RaggedShard | Shard | _StridedShard)}
+    last = [placement.bounds[-1] for placement in placements if isinstance(placement, RaggedShard)]
+    if not all(isinstance(cut, RaggedShard) for cut in cuts) or last[0] != shape[0]:
+        raise ValueError(
+            f"Expected ragged placements of {shape[0]} rows, with no Shard beside them, got {tuple(placements)!r}."
+        )
+    assert rows is not None
+    return region.take(Chunk.of([rows, *(Range(0, size) for size in shape[1:])]))
 
 
 def _strided(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placement], order: Sequence[int]) -> Placement:
