@@ -281,6 +281,25 @@ def test_units_that_are_kept_cost_their_unsharded_bytes_until_backward_and_no_lo
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize(("budget", "num_kept"), [(0.5, 0), (2.5, 2), (9.0, 4)])
+def test_a_keep_budget_is_what_stays_unsharded_between_forward_and_backward(budget: float, num_kept: int) -> None:
+    def check() -> None:
+        model = _build(4, MixedPrecisionPolicy())
+        root, block = _cost(model, MixedPrecisionPolicy()), _cost(model.layers[0], MixedPrecisionPolicy())
+        unit(model).set_keep_budget(int(budget * block.unsharded))
+        _train(model, torch.ones(1, DIM))
+        model.zero_grad(set_to_none=True)
+        with LiveBytes() as live:
+            live.watch_units(model)
+            out = model(torch.ones(1, DIM))
+        expected = root.shards + 4 * block.shards + root.unsharded + num_kept * block.unsharded
+        assert expected <= live.now <= expected + _activations(4)
+        out.mean().backward()
+        assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
 def test_gradients_that_wait_for_a_later_microbatch_are_held_once() -> None:
     def check() -> None:
         model = _build(3, MixedPrecisionPolicy())

@@ -220,6 +220,7 @@ def _run(seed: int) -> None:
         for _ in range(NUM_STEPS):
             watch.budget = choose.choice([None, 0, block, int(2.5 * block), 10**9])
             unit(pair[1]).set_prefetch_budget(watch.budget)
+            unit(pair[1]).set_keep_budget(choose.choice([0, 0, block, int(2.5 * block), 10**9]))
             unit(pair[1]).set_order_check(choose.random() < 0.2)
             _reroute(choose, pair)
             recomputes = choose.choice([None, True, False])

@@ -403,11 +403,26 @@ class FSDPModule(fsdp2.FSDPModule):
             TypeError: Neither an int nor None.
             ValueError: Negative.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int | None):
-            raise TypeError(f"Expected `nbytes` to be an int or None, got {nbytes!r}.")
-        if nbytes is not None and nbytes < 0:
-            raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}. 0 gathers one unit ahead.")
+        if nbytes is not None:
+            _check_nbytes(nbytes)
         _outermost(self, "set_prefetch_budget").context.ahead.budget = nbytes
+
+    def set_keep_budget(self, nbytes: int) -> None:
+        """Say how much may stay unsharded between forward and backward, beside units that were told to stay.
+
+        Each unit that stays is gathered once less. Those that backward wants first stay, as the last forward had it.
+
+        Args:
+            nbytes: For the whole tree, as in `set_prefetch_budget`; 0, the default, keeps none. They are alive from
+                the units' forward to the end of their backward, beside the activations. Every rank must give the same.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            TypeError: Not an int.
+            ValueError: Negative.
+        """
+        _check_nbytes(nbytes)
+        _outermost(self, "set_keep_budget").context.kept.budget = nbytes
 
     def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
@@ -642,6 +657,13 @@ def _unit_state(module: object) -> FSDPState:
 def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
+
+
+def _check_nbytes(nbytes: object) -> None:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        raise TypeError(f"Expected `nbytes` to be a whole number of bytes, got {nbytes!r}.")
+    if nbytes < 0:
+        raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}.")
 
 
 def _outermost(module: object, method: str) -> FSDPState:
