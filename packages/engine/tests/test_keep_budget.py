@@ -119,7 +119,7 @@ def test_several_forwards_before_their_backward_share_the_budget() -> None:
             losses.append(LOSS(model))
             # The third would keep the second block, for which there is no room until the last runs again and goes.
             assert _kept(model) == [kept]
-        sum(losses).backward()  # type: ignore[union-attr]
+        torch.stack(losses).sum().backward()
         assert_at_rest(model)
 
     run_ranks(check, 2)

@@ -189,10 +189,9 @@ class _Watch:
 
     @contextmanager
     def watching(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
-        real = FSDPState.residency
+        real: Any = vars(FSDPState)["residency"]
 
         def change(state: FSDPState, to: Residency) -> None:
-            assert real.fset is not None
             real.fset(state, to)
             self.num_gathers += to is Residency.UNSHARDING
             if to is Residency.UNSHARDED:
