@@ -252,9 +252,11 @@ def _host_waits() -> Iterator[list[int]]:
 
     torch.cuda.Event.synchronize = synchronize
     torch.cuda.set_sync_debug_mode("error")
-    yield waits
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.Event.synchronize = real
+    try:
+        yield waits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.Event.synchronize = real
 
 
 def _step_of(model: nn.Module) -> Callable[[], torch.Tensor]:

@@ -14,6 +14,7 @@ from fsdp2_models import (
     twins,
     whole,
 )  # fmt: skip
+from torch.distributed._composable import replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +69,29 @@ def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+        for a, b in zip(expected.parameters(), model.parameters(), strict=True):
+            assert_close(whole(b), a)
+
+    on_ranks(scenario)
+
+
+def test_replication_around_units_leaves_them_alone(api: Api) -> None:
+    def scenario() -> None:
+        expected, model = twins()
+        for block in model.blocks:
+            api.fully_shard(block)
+        replicate(model)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (expected, model)]
+        for step in range(3):
+            for each in (expected, model):
+                each(inputs(seed=step)).square().sum().backward()
+            average(expected)
+            with implicit_replication():
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert_all_sharded(model.blocks.parameters())
+        assert_none_sharded(model.head.parameters())
         for a, b in zip(expected.parameters(), model.parameters(), strict=True):
             assert_close(whole(b), a)
 

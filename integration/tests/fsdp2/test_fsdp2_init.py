@@ -158,6 +158,48 @@ def test_every_unit_has_a_state_and_no_two_share_one(api: Api) -> None:
     on_ranks(scenario, 1)
 
 
+def test_a_state_names_its_parameters_from_the_outermost_unit_on(api: Api) -> None:
+    """Private names: torch's own tests and tools read them."""
+
+    def scenario() -> None:
+        model = shard(api, Stack(num_blocks=2))
+        outermost, *inner = (api.fully_shard.state(module) for module in (model, *model.blocks))
+        outermost._lazy_init()
+        assert outermost._is_root and not any(state._is_root for state in inner)
+        assert outermost._state_ctx.all_states == [outermost, *inner]
+        assert [state._fsdp_param_group._module_fqn for state in inner] == ["blocks.0", "blocks.1"]
+        names = [parameter._param_fqn for state in inner for parameter in state._fsdp_param_group.fsdp_params]
+        assert names == [name for name, _ in model.named_parameters() if name.startswith("blocks")]
+        rest = {parameter._param_fqn for parameter in outermost._fsdp_param_group.fsdp_params}
+        assert rest == {"stem.weight", "stem.bias", "head.weight", "head.bias"}
+
+    on_ranks(scenario, 1)
+
+
+def test_a_state_says_whether_its_parameters_are_unsharded_and_which_modules_are_yet_to_run(api: Api) -> None:
+    def scenario() -> None:
+        model = Stack(num_blocks=3)
+        seen = []
+        pair = api.fully_shard([model.blocks[0], model.blocks[1]])
+        api.fully_shard(model, reshard_after_forward=True)
+        state = api.fully_shard.state(pair[1])
+        assert state is pair[0]._get_fsdp_state()
+        group = state._fsdp_param_group
+
+        def look(*_: object) -> None:
+            seen.append((group.is_unsharded, group.is_sharded, set(state._modules_to_run_forward)))
+
+        for module in (pair[0], pair[1], model.blocks[2]):
+            module.register_forward_pre_hook(look)
+        look()
+        model(inputs())
+        assert [whole for whole, _, _ in seen] == [False, True, True, False]
+        assert [parts for _, parts, _ in seen] == [True, False, False, True]
+        assert [left for _, _, left in seen] == [set(), {*pair}, {pair[1]}, set()]
+
+    on_ranks(scenario)
+
+
 # -- meta -------------------------------------------------------------------------------------------------------------
 
 

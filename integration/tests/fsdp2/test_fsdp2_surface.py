@@ -1,10 +1,11 @@
 """Everything that torch.distributed.fsdp says about fully_shard exists in lamella, with the same parameters."""
 
 import inspect
+import logging
 
 import pytest
 import torch.distributed.fsdp as fsdp2
-from fsdp2_models import Api
+from fsdp2_models import Api, Stack, inputs, on_ranks, shard
 from torch import nn
 
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -69,3 +70,16 @@ def test_dims_for_data_parallelism_name_at_least_one_axis(api: Api) -> None:
 
 def test_a_module_that_was_not_sharded_is_no_unit(api: Api) -> None:
     assert not isinstance(nn.Linear(2, 2), api.FSDPModule)
+
+
+def test_a_step_is_logged_by_phase_and_unit(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    def scenario() -> None:
+        model = shard(api, Stack(num_blocks=2))
+        with caplog.at_level(logging.DEBUG, "torch.distributed.fsdp.fully_shard"):
+            model(inputs()).sum().backward()
+        phases = ("pre_forward", "post_forward", "pre_backward", "post_backward")
+        expected = {f"FSDP::{phase} (blocks.{i})" for phase in phases for i in range(2)}
+        assert expected | {"FSDP::root_pre_forward"} <= set(caplog.messages)
+        assert any(line.startswith("FSDP::root_post_backward") for line in caplog.messages)
+
+    on_ranks(scenario)

@@ -430,4 +430,4 @@ def test_collectives_of_the_users_own_exclude_memory_of_the_groups(api: Api) -> 
         with pytest.raises(AssertionError):
             model.set_allocate_memory_from_process_group_for_comm(True)
 
-    on_ranks(scenario, 1)
+    on_ranks(scenario)

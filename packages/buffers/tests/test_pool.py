@@ -212,14 +212,14 @@ def test_bytes_that_were_never_asked_for_are_not_reserved() -> None:
 
 
 def test_what_never_rests_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool, "_LONGEST_TRACE", 20)
+    monkeypatch.setattr(_pool, "_MOST_EVENTS", 40)
     pool = PoolAllocator()
     buffers = _Buffers(pool, SIZES)
     for _ in range(2):
         buffers.toggle(0)
         for _ in range(10):
             buffers.toggle(1, 2, 1, 2)
-        assert len(pool._round.trace) == 20
+        assert len(pool._round.events) == 40
         buffers.toggle(0)
     assert pool.report().num_plans == 0
     for _ in range(3):
@@ -297,6 +297,22 @@ def test_a_buffer_that_goes_while_it_is_alive_leaves_its_place_to_others() -> No
     _assert_replays(pool, second)
 
 
+@pytest.mark.parametrize("toggles", [(2, 2), (2,)], ids=["freed", "alive"])
+def test_a_round_in_which_a_buffer_went_is_not_planned(toggles: Sequence[int]) -> None:
+    pool = PoolAllocator()
+    stays = _Buffers(pool, SIZES)
+    for _ in range(3):
+        goes = _Buffers(pool, SIZES)
+        stays.toggle(0)
+        goes.toggle(*toggles)
+        del goes
+        stays.toggle(1, 1, 0)
+    assert pool.report().num_plans == 0
+    for _ in range(3):
+        stays.toggle(*STEP)
+    _assert_replays(pool, stays)
+
+
 def test_the_next_plan_does_without_buffers_that_are_gone() -> None:
     pool, first = _trained()
     large = _Buffers(pool, [64])
@@ -340,6 +356,14 @@ def test_any_passes_in_any_order_never_share_live_bytes_and_each_is_planned_in_t
 
 
 # -- the other one -----------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_another_allocator_is_refused() -> None:
+    buffer = CachingAllocator().create(8, torch.float32, CPU)
+    for call in (PoolAllocator().free, PoolAllocator().allocate):
+        with pytest.raises(ValueError, match="Expected a buffer that this pool made, got another"):
+            call(buffer)
+        buffer.untyped_storage().resize_(0)
 
 
 def test_a_torch_that_cannot_swap_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,12 @@ def assert_shard_equals(got: torch.Tensor, expected: torch.Tensor, name: str, *,
     if isinstance(got, DTensor):
         got, expected = got.to_local(), this_ranks(expected, got)
     torch.testing.assert_close(
-        got.detach(), expected.detach(), rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
+        # Offloaded shards are on the CPU, whatever the model computes on.
+        got.detach(),
+        expected.detach().to(got.device),
+        rtol=rtol,
+        atol=atol,
+        msg=lambda text: f"{name}: {text}",
     )
 
 

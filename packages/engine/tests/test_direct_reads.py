@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -42,6 +43,7 @@ from lamella_engine import (
     ZERO1,
     ZERO2,
     ZERO3,
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     declare_reads,
     describe,
@@ -565,6 +567,40 @@ def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("inner", [None, CPUOffloadPolicy(pin_memory=False)])
+def test_shards_may_rest_on_the_cpu(inner: CPUOffloadPolicy | None) -> None:
+    """The reader's and what it reads, or the latter alone."""
+    everywhere: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    apply = partial(_shard, **everywhere) if inner is None else partial(_shard, inner={"offload_policy": inner})
+
+    def check() -> None:
+        assert_trains_alike(*twins(Model, apply), LOSS, num_steps=3)
+
+    run_ranks(check, 2)
+
+
+def test_a_unit_that_took_another_over_may_be_taken_over_with_it() -> None:
+    class Reading(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return x * self.layers[0].get_parameter("up.weight").sum()
+
+    def apply(model: Any) -> None:
+        declare_reads(model, "layers.0.up.weight")
+        _shard(model)
+        assert find_state(model) is find_state(model.layers[0]) is find_state(_convs(model)[0])
+
+    def check() -> None:
+        reference, sharded = twins(Reading, apply)
+        assert_trains_alike(reference, sharded, LOSS, num_steps=3)
+        state = find_state(sharded)
+        assert state is not None
+        names = {parameter.name for group in state.groups for parameter in group.parameters}
+        assert names >= {"layers.0.up.weight", "layers.0.mixer.conv1d.weight", "stem.weight"}
+
+    run_ranks(check, 2)
+
+
 def test_several_forwards_before_their_backwards() -> None:
     def check() -> None:
         reference, sharded = twins(Model, _shard)
@@ -574,6 +610,54 @@ def test_several_forwards_before_their_backwards() -> None:
             losses[1].backward()
         assert_gradients_equal(reference, sharded)
         assert_at_rest(sharded)
+
+    run_ranks(check, 2)
+
+
+class _Anyhow(Net):
+    """Blocks that read, call or both, and run again inside backward or not: drawn by a seed."""
+
+    def __init__(self, choose: Random) -> None:
+        self._choose = choose
+        super().__init__(num_layers=4)
+        self.recomputes = [choose.random() < 0.3 for _ in self.layers]
+
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block(dim, self._choose.choice([Mixer, CallingMixer]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer, recomputes in zip(self.layers, self.recomputes, strict=True):
+            x = cast(torch.Tensor, checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x))
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def _cut_anyhow(choose: Random, model: Any) -> None:
+    for layer in model.layers:
+        declare_reads(choose.choice([layer, layer.mixer]), "*conv1d.*")
+        for module in (layer.mixer.conv1d, layer.mixer, layer):
+            if choose.random() < 0.6:
+                fully_shard(module, reshard_after_forward=choose.choice([None, True, False]))
+    fully_shard(model)
+
+
+def test_units_that_are_cut_at_random_train_as_unsharded() -> None:
+    def check() -> None:
+        for seed in range(8):
+            with case(f"seed {seed}"):
+                make, apply = (lambda seed=seed: _Anyhow(Random(seed))), partial(_cut_anyhow, Random(100 + seed))
+                reference, sharded = twins(make, apply)
+                for scale in (1, 2, 3):
+                    if Random(seed + scale).random() < 0.3:
+                        with torch.no_grad():
+                            torch.testing.assert_close(sharded(X), reference(X), rtol=1e-4, atol=1e-5)
+                    for model in (reference, sharded):
+                        one, two = (model(X * each).square().mean() for each in (scale, -scale))
+                        (one + two).backward()
+                    assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-5)
+                    for model in (reference, sharded):
+                        descend(model)
 
     run_ranks(check, 2)
 
@@ -822,8 +906,12 @@ def test_a_unit_of_another_stage_is_not_taken_over() -> None:
 
 def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
     class Undeclared(Mixer):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim)
+            self.project = nn.Linear(dim, dim)  # in the block's unit, which is gathered
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.conv1d.weight, self.conv1d.bias)
+            return F.linear(self.project(x), self.conv1d.weight, self.conv1d.bias)
 
     class Around(Net):
         def make_layer(self, dim: int) -> nn.Module:
@@ -840,7 +928,7 @@ def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
             model(X)
         (note,) = caught.value.__notes__
         assert "Undeclared's forward was running" in note
-        assert "conv1d.weight, conv1d.bias" in note
+        assert "these parameters were sharded: conv1d.weight, conv1d.bias. They" in note
         assert "declare_reads(module, 'conv1d.weight')" in note
 
         def fail(*_: object) -> None:

@@ -61,8 +61,13 @@ from lamella_engine import (
     parameter_norms,
 )
 from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._ragged import torch_asks_subclasses
 from lamella_layout import FlatLayout, Keep, RaggedShard
 from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
+)
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
@@ -692,6 +697,19 @@ def test_dcp_writes_each_row_once_where_shards_have_replicas(tmp_path: Path) -> 
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_torch_that_does_not_ask_subclasses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_called(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(DTensor, "__torch_dispatch__", never_called)
+
+    def check() -> None:
+        with pytest.raises(NotImplementedError, match="torch 2.12 or later for `keep`"):
+            fully_shard(nn.Linear(2, 2), keep=Rows(1))
+
+    run_ranks(check, 1)
 
 
 def test_what_does_not_go_with_keep_is_refused_at_the_call_and_changes_nothing() -> None:

@@ -224,6 +224,26 @@ def test_a_step_holds_two_unsharded_blocks_and_two_blocks_gradients_whatever_the
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("budget", "num_ahead"), [(0.0, 1), (1.9, 1), (2.0, 2), (3.5, 3)])
+def test_a_prefetch_budget_is_what_is_unsharded_beside_the_units_that_run(
+    budget: float, num_ahead: int, policy: MixedPrecisionPolicy
+) -> None:
+    def check() -> None:
+        num_layers = 6
+        model = _build(num_layers, policy)
+        root, block = _cost(model, policy), _cost(model.layers[0], policy)
+        unit(model).set_prefetch_budget(int(budget * block.unsharded))
+        shards = root.shards + num_layers * block.shards
+        expected = shards + root.unsharded + (1 + num_ahead) * block.unsharded
+        _assert_just_below(_peak(model, _infer), expected, num_layers)
+        # In backward: the shards' gradients come, and what is alive of two units' unreduced ones.
+        bound = expected + shards + root.gradients + 2 * block.gradients + block.staged
+        assert _peak(model, _train) <= bound + _activations(num_layers)
+
+    run_ranks(check, 2)
+
+
 def _assert_just_below(peak: int, expected: int, num_layers: int, slack: int = 0) -> None:
     assert peak <= expected + _activations(num_layers)
     assert peak >= expected - slack  # else the bound is not what is measured

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_engine import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from lamella_engine import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -262,20 +262,21 @@ def test_what_a_placement_function_may_not_say_is_refused_by_name(
 
 
 @contextmanager
-def _tensor_parallel() -> Iterator[tuple[DeviceMesh, Apply]]:
+def _tensor_parallel(offload_policy: CPUOffloadPolicy | None = None) -> Iterator[tuple[DeviceMesh, Apply]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
 
     def apply(model: Net) -> None:
         for layer in model.layers:
             parallelize_module(layer, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        _sharded(mesh=mesh["data"])(model)
+        _sharded(mesh=mesh["data"], offload_policy=offload_policy)(model)
 
     yield mesh, apply
 
 
-def test_tensor_parallel_parameters_are_sharded_within_each_ranks_part() -> None:
+@pytest.mark.parametrize("offload_policy", [None, CPUOffloadPolicy()], ids=["on_the_device", "offloaded"])
+def test_tensor_parallel_parameters_are_sharded_within_each_ranks_part(offload_policy: CPUOffloadPolicy | None) -> None:
     def on_each_rank() -> None:
-        with _tensor_parallel() as (mesh, apply):
+        with _tensor_parallel(offload_policy) as (mesh, apply):
             reference, sharded = twins(lambda: _WideNet(), apply)
             rows = X.chunk(2)[mesh["data"].get_local_rank()]
             for _ in range(3):

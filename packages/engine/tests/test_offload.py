@@ -385,6 +385,7 @@ def test_gradients_that_are_reduced_by_hand_are_there_when_the_call_returns(monk
         with late_copies(monkeypatch) as late:
             _backward_of_both(pair)
             assert late.num_waits == 0
+            unit(pair[1]).set_requires_gradient_sync(True)
             for module in pair[1].modules():
                 if hasattr(module, "reduce_gradients"):
                     module.reduce_gradients()

@@ -35,6 +35,7 @@ from lamella_engine import (
     ZERO1,
     ZERO2,
     ZERO3,
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     fully_shard,
     shard_optimizer,
@@ -284,6 +285,16 @@ def test_state_follows_the_main_weights_into_their_dtype() -> None:
         LOSS(model).backward()
         optimizer.step()
         assert all(parameter.dtype == torch.float32 for parameter in optimizer.state)
+
+    run_ranks(check, 2)
+
+
+def test_shards_may_rest_on_the_cpu() -> None:
+    def check() -> None:
+        policy = CPUOffloadPolicy(pin_memory=False)
+        reference, sharded, optimizer = _pair(apply=partial(fully_shard, offload_policy=policy))
+        assert_weights_equal(reference, sharded)
+        _assert_holds_shards(optimizer, sharded)
 
     run_ranks(check, 2)
 

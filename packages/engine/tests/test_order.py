@@ -14,9 +14,13 @@ Nest = Sequence["int | tuple[int, ...]"]
 orders = st.lists(st.integers(0, 5), max_size=12)
 
 
+def _next(order: ReplayedOrder, unit: int) -> int | None:
+    return next(iter(order.visit(unit).upcoming), None)
+
+
 def _answers(expected: list[int], visits: list[int]) -> list[int | None]:
     order = ReplayedOrder(expected)
-    return [order.visit(unit) for unit in visits]
+    return [_next(order, unit) for unit in visits]
 
 
 def test_nothing_is_expected_before_anything_was_learned() -> None:
@@ -45,6 +49,18 @@ def test_an_answer_is_always_something_that_followed_the_visited_unit_before(
         assert answer is None or (unit, answer) in pairs
 
 
+@given(orders, orders)
+def test_what_was_expected_is_upcoming_or_passed_until_it_comes(expected: list[int], visits: list[int]) -> None:
+    order, left = ReplayedOrder(expected), expected
+    for unit in visits:
+        upcoming, passed = order.visit(unit)
+        if unit in left:
+            assert [*passed, unit, *upcoming] == left
+            left = list(upcoming)
+        else:
+            assert not upcoming and not passed, "off the order nothing is known, and nothing is over"
+
+
 @pytest.mark.parametrize(
     ("expected", "visits", "answers"),
     [
@@ -67,7 +83,7 @@ def _pass(order: ReplayedOrder, units: Nest) -> list[int | None]:
     answers: list[int | None] = []
     for unit in units:
         outer, *inner = unit if isinstance(unit, tuple) else (unit,)
-        answers += [order.visit(outer), *_pass(order, inner)]
+        answers += [_next(order, outer), *_pass(order, inner)]
         order.leave(outer)
     return answers
 
@@ -77,7 +93,7 @@ def _forward(
 ) -> list[int | None]:
     order = orders.begin_forward(root)
     nest: Nest = [root, *inner]
-    answers = [order.visit(root), *_pass(order, nest[1:])]
+    answers = [_next(order, root), *_pass(order, nest[1:])]
     order.leave(root)
     orders.end_forward(root, order, backward_follows=backward_follows)
     return answers
@@ -85,7 +101,7 @@ def _forward(
 
 def _backward(orders: LearnedOrders, *visits: int) -> list[int | None]:
     order = orders.begin_backward()
-    answers = [order.visit(unit) for unit in visits]
+    answers = [_next(order, unit) for unit in visits]
     orders.end_backward(order)
     return answers
 

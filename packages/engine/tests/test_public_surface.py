@@ -106,14 +106,15 @@ def test_a_slice_of_a_sequential_is_no_unit() -> None:
 
 
 def test_a_method_that_only_torch_has_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def later(self: fsdp2.FSDPModule) -> object:
-        return self._get_fsdp_state()
+    def later(self: fsdp2.FSDPModule) -> None:
+        for group in self._get_fsdp_state()._fsdp_param_groups:
+            group.something_new = True  # type: ignore[attr-defined]
 
     monkeypatch.setattr(fsdp2.FSDPModule, "set_something_new", later, raising=False)
 
     def check() -> None:
         model = unit(fully_shard(nn.Linear(2, 2)))
-        with pytest.raises(NotImplementedError, match=r"one of torch's on FSDPLinear"):
+        with pytest.raises(NotImplementedError, match=r"got 'something_new': a method of torch's"):
             model.set_something_new()  # type: ignore[attr-defined]
 
     run_ranks(check, 1)
@@ -122,11 +123,10 @@ def test_a_method_that_only_torch_has_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_what_changes_nothing_here_is_taken() -> None:
     def check() -> None:
         model = unit(shard(Net()))
-        model.set_allocate_memory_from_process_group_for_comm(False)
+        for enable in (False, True):
+            model.set_allocate_memory_from_process_group_for_comm(enable)
         model.set_symm_mem_for_comm(None)
         model._set_unshard_async_op(True)
-        with pytest.raises(NotImplementedError, match=r"leave the call out"):
-            model.set_allocate_memory_from_process_group_for_comm(True)
         with pytest.raises(NotImplementedError, match=r"Symmetric memory is not supported yet: leave the call out"):
             model.set_symm_mem_for_comm()
         with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from lamella_buffers._allocator import Allocator, CachingAllocator
 from lamella_buffers._lifetimes import Lifetime, extent, peak_nbytes, place
 
 _ALIGNMENT = 512  # bytes, as torch's caching allocator has it
-_LONGEST_TRACE = 1 << 15
+_MOST_EVENTS = 1 << 16
 _NUM_REMEMBERED = 64
 
 
@@ -83,7 +83,7 @@ class PoolAllocator:
         self._serials = count()
         self._buffers: dict[int, _Buffer] = {}
         self._num_live = 0
-        self._round = _Round()
+        self._round = _Round(0)
         self._seen: deque[int] = deque(maxlen=_NUM_REMEMBERED)
         self._learned: list[_Trace] = []
         self._plan_is_due = False
@@ -113,13 +113,13 @@ class PoolAllocator:
         storage = buffer.untyped_storage()
         if storage.nbytes() != 0:
             raise RuntimeError(f"Expected a freed buffer, got one that holds {storage.nbytes()} bytes.")
-        if not buffer.nbytes:
+        mine = self._known(buffer, storage)
+        if mine is None:
             return
         if self._num_live == 0 and self._plan_is_due:
             self._make_plan()
-        mine = self._buffers[storage._cdata]
-        request = self._round.begin(mine.serial, _current_stream(buffer.device))
-        found = self._plan.free_place(request)
+        stream = _current_stream(buffer.device)
+        found = self._plan.free_place(_Request(stream, mine.serial, self._round.turn_of(mine)))
         if found is None:
             self._source.allocate(buffer)
             self._num_outside += 1
@@ -127,7 +127,8 @@ class PoolAllocator:
         else:
             found.lend_to(buffer, self._source)
             self._num_inside += 1
-        mine.request, mine.place = request, found
+        self._round.note(_Event(mine.serial, stream))
+        mine.place, mine.is_new = found, False
         self._count(mine)
 
     def free(self, buffer: torch.Tensor) -> None:
@@ -136,17 +137,17 @@ class PoolAllocator:
         Effects: none on a stream.
         """
         storage = buffer.untyped_storage()
-        if storage.nbytes() == 0 and buffer.nbytes:
-            raise RuntimeError(f"Expected an allocated buffer of {buffer.numel()} elements, got one without bytes.")
-        if not buffer.nbytes:
+        mine = self._known(buffer, storage)
+        if mine is None:
             return
-        mine = self._buffers[storage._cdata]
+        if storage.nbytes() == 0:
+            raise RuntimeError(f"Expected an allocated buffer of {buffer.numel()} elements, got one without bytes.")
         if mine.place is None:
             self._source.free(buffer)
         else:
             mine.place.take_back(storage)
-        if mine.request is not None:  # not those it was born with
-            self._round.end(mine.request, mine.nbytes)
+        if not mine.is_new:
+            self._round.note(_Event(mine.serial))
         self._uncount(mine)
 
     def report(self) -> PoolReport:
@@ -164,6 +165,13 @@ class PoolAllocator:
             num_plans=self._num_plans,
         )
 
+    def _known(self, buffer: torch.Tensor, storage: torch.UntypedStorage) -> _Buffer | None:
+        """What is known of a buffer; nothing of one without elements."""
+        mine = self._buffers.get(storage._cdata)
+        if mine is None and buffer.nbytes:
+            raise ValueError("Expected a buffer that this pool made, got another. Its own allocator takes it.")
+        return mine
+
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def _count(self, mine: _Buffer) -> None:
@@ -173,23 +181,23 @@ class PoolAllocator:
         self._peak_nbytes = max(self._peak_nbytes, self._live_nbytes)
 
     def _uncount(self, mine: _Buffer) -> None:
-        mine.is_live, mine.request, mine.place = False, None, None
+        mine.is_live, mine.place = False, None
         self._num_live -= 1
         self._live_nbytes -= mine.nbytes
         if self._num_live == 0:
             self._end_round()
 
     def _end_round(self) -> None:
-        ended, self._round = self._round, _Round()
+        ended, self._round = self._round, _Round(self._round.number + 1)
         if not ended.left_plan or not ended.is_complete:
             return
         # Hashes, so that what never comes again holds no memory. Two that clash cost a plan, and nothing else.
-        trace_hash = hash(tuple(ended.trace))
-        if trace_hash in self._seen:
-            self._learned.append(ended.trace)
+        what_happened = hash(tuple(ended.events))
+        if what_happened in self._seen:
+            self._learned.append(_trace(ended.events, {mine.serial: mine.nbytes for mine in self._buffers.values()}))
             self._plan_is_due = True
         else:
-            self._seen.append(trace_hash)
+            self._seen.append(what_happened)
 
     def _make_plan(self) -> None:
         alive = {mine.serial for mine in self._buffers.values()}
@@ -204,8 +212,9 @@ class PoolAllocator:
         mine = self._buffers.pop(key)
         if mine.place is not None:
             mine.place.vacate()
-        if mine.is_live:
+        if self._num_live:
             self._round.is_complete = False
+        if mine.is_live:
             self._uncount(mine)
         self._plan_is_due = bool(self._learned)
         if not self._buffers:
@@ -213,6 +222,13 @@ class PoolAllocator:
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------
+
+
+class _Event(NamedTuple):
+    """A buffer was allocated on a stream, or freed (None)."""
+
+    serial: int
+    stream: Hashable = None
 
 
 class _Request(NamedTuple):
@@ -226,7 +242,7 @@ class _Request(NamedTuple):
 _Trace = list[Lifetime[_Request]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Buffer:
     """What is known of a buffer. Its storage is held weakly: it must go with the model."""
 
@@ -234,35 +250,48 @@ class _Buffer:
     serial: int
     nbytes: int
     is_live: bool = False
-    request: _Request | None = None
+    is_new: bool = True  # it has the bytes that it was born with, which no round asked for
     place: _Place | None = None
+    round: int = -1
+    turn: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Round:
-    """The allocations since nothing was allocated."""
+    """What happened since nothing was allocated."""
 
+    number: int
     left_plan: bool = False
     is_complete: bool = True
-    trace: _Trace = field(default_factory=list)
-    _turns: Counter[tuple[Hashable, int]] = field(default_factory=Counter)
-    _starts: dict[_Request, int] = field(default_factory=dict)
-    _tick: int = 0
+    events: list[_Event] = field(default_factory=list)
 
-    def begin(self, serial: int, stream: Hashable) -> _Request:
-        request = _Request(stream, serial, self._turns[stream, serial])
-        self._turns[stream, serial] += 1
-        self._starts[request] = self._tick
-        self._tick += 1
-        return request
+    def turn_of(self, mine: _Buffer) -> int:
+        """Which allocation of the buffer in this round the next one is."""
+        if mine.round != self.number:
+            mine.round, mine.turn = self.number, 0
+        mine.turn += 1
+        return mine.turn - 1
 
-    def end(self, request: _Request, nbytes: int) -> None:
-        start = self._starts.pop(request)
-        if len(self.trace) < _LONGEST_TRACE:
-            self.trace.append(Lifetime(request, _aligned(nbytes), start, self._tick))
+    def note(self, event: _Event) -> None:
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append(event)
         else:  # What never comes to rest (weights that are kept between steps) must not be written down for ever.
             self.is_complete = False
-        self._tick += 1
+
+
+def _trace(events: Sequence[_Event], nbytes: Mapping[int, int]) -> _Trace:
+    """When each allocation of a round was alive. Only made of rounds that are about to be planned."""
+    turns: Counter[int] = Counter()
+    alive: dict[int, tuple[_Request, int]] = {}
+    trace = []
+    for tick, (serial, stream) in enumerate(events):
+        if stream is not None:
+            alive[serial] = _Request(stream, serial, turns[serial]), tick
+            turns[serial] += 1
+        else:
+            request, start = alive.pop(serial)
+            trace.append(Lifetime(request, _aligned(nbytes[serial]), start, tick))
+    return trace
 
 
 def _caller(pool: weakref.ref[PoolAllocator], key: int) -> Callable[[object], None]:
@@ -346,7 +375,8 @@ class _Place:
 
     @property
     def is_free(self) -> bool:
-        return all(self.end <= start or end <= self.start for start, end in self.chunk.occupied)
+        occupied = self.chunk.occupied
+        return not occupied or all(self.end <= start or end <= self.start for start, end in occupied)
 
     def lend_to(self, buffer: torch.Tensor, source: Allocator) -> None:
         if self.home is None:
@@ -369,7 +399,9 @@ def _swap(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> None:
 
 def _current_stream(device: torch.device) -> Hashable:
     """What orders memory on a device; on CPU there is one order."""
-    return device if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+    if device.type == "cpu":
+        return device
+    return device, torch.get_device_module(device).current_stream(device).stream_id
 
 
 def _aligned(nbytes: int) -> int:

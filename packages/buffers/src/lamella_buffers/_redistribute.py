@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer, by_rank
-from lamella_buffers._transport import Done, Payload, Pending, ReduceOp, Transport
+from lamella_buffers._payload import Payload
+from lamella_buffers._transport import Done, Pending, ReduceOp, Transport
 from lamella_layout import EvenLayout, FlatLayout, Range
 
 

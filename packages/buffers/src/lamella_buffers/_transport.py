@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,14 @@ from torch._C._distributed_c10d import (
 )
 from torch.profiler import record_function
 
+from lamella_buffers._payload import Payload, by_dtype, of_one_dtype, unpack
+
 ReduceOp = dist.ReduceOp.RedOpType
 # torch 2.13 renamed them.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions)
-
-
-class Payload(NamedTuple):
-    """Two flat, contiguous tensors of one dtype: one rank's piece, and the pieces of all ranks in rank order.
-
-    A gather reads `shard` and writes `full`; a reduction reads `full` and writes `shard`. In a gather `shard` may be
-    this rank's own slice of `full`: then the gather is in place.
-    """
-
-    shard: torch.Tensor  # (numel,)
-    full: torch.Tensor  # (num_ranks * numel,)
 
 
 class Pending(Protocol):
@@ -147,10 +138,8 @@ class NcclTransport(_GroupTransport):
 
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
-        full, shards = [full for _, full in payloads], [shard for shard, _ in payloads]
-        if len({shard.dtype for shard in shards}) > 1:  # a grouped call must be of one dtype
-            full, shards = _bytes(full), _bytes(shards)
-        self._group.allgather_into_tensor_coalesced(full, shards, _on_current_stream(AllgatherOptions()))
+        shards, full = zip(*of_one_dtype(payloads), strict=True)  # as a grouped call must be
+        self._group.allgather_into_tensor_coalesced(list(full), list(shards), _on_current_stream(AllgatherOptions()))
         return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
@@ -160,9 +149,9 @@ class NcclTransport(_GroupTransport):
         """
         options = _on_current_stream(ReduceScatterOptions())
         options.reduceOp = dist.ReduceOp(op)
-        for same in _by_dtype(payloads):
-            full, shards = [full for _, full in same], [shard for shard, _ in same]
-            self._group.reduce_scatter_tensor_coalesced(shards, full, options)
+        for same in by_dtype(payloads):
+            shards, full = zip(*same, strict=True)
+            self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), options)
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -188,23 +177,25 @@ class GlooTransport(_GroupTransport):
 
         Effects: one collective on the group, whose result is copied into place when it is waited for.
         """
+        shards, wholes = zip(*(payload.as_bytes() for payload in payloads), strict=True)
         with record_function("gloo::all_gather"):
-            packed = torch.cat(_bytes([shard for shard, _ in payloads]))
+            packed = torch.cat(shards)
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
-        return _GlooGather(work, gathered.view(self.num_ranks, -1), _bytes([full for _, full in payloads]))
+        return _GlooGather(work, lambda: unpack(gathered, wholes, self.num_ranks))
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads.
 
         Effects: one collective a dtype on the group; a copy of every payload on both sides; blocks the host.
         """
-        for same in _by_dtype(payloads):
+        for same in by_dtype(payloads):
+            shards, wholes = zip(*same, strict=True)
             with record_function("gloo::reduce_scatter"):
-                packed = torch.cat([full.view(self.num_ranks, -1) for _, full in same], dim=1)
+                packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
                 mine = packed.new_empty(packed.shape[1])
                 _reduce_scatter(mine, packed.view(-1), op, self._group)
-                _split(mine, [shard for shard, _ in same])
+                unpack(mine, shards)
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -212,21 +203,20 @@ class GlooTransport(_GroupTransport):
 
         Effects: one collective a dtype on the group; a copy of every tensor on both sides; blocks the host.
         """
-        for same in _by_dtype([Payload(tensor, tensor) for tensor in tensors]):
+        for same in by_dtype([Payload(tensor, tensor) for tensor in tensors]):
             with record_function("gloo::all_reduce"):
-                packed = torch.cat([tensor.reshape(-1) for tensor, _ in same])
+                packed = torch.cat([tensor.view(-1) for tensor, _ in same])
                 dist.all_reduce(packed, op, self._group)
-                _split(packed, [tensor for tensor, _ in same])
+                unpack(packed, [tensor for tensor, _ in same])
         return Done()
 
 
 class _GlooGather:
     """Waits on the host, once, and unpacks."""
 
-    def __init__(self, work: dist.Work, gathered: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    def __init__(self, work: dist.Work, unpack: Callable[[], None]) -> None:
         self._work: dist.Work | None = work
-        self._gathered = gathered  # (num_ranks, bytes of a rank)
-        self._into = into
+        self._unpack = unpack
 
     def wait(self) -> None:
         if self._work is None:
@@ -234,9 +224,7 @@ class _GlooGather:
         self._work.wait()
         self._work = None
         with record_function("gloo::all_gather"):
-            wholes = [full.view(len(self._gathered), -1) for full in self._into]
-            pieces = torch.split(self._gathered, [whole.shape[1] for whole in wholes], dim=1)
-            torch._foreach_copy_(wholes, list(pieces))
+            self._unpack()
 
 
 def transport_for(group: dist.ProcessGroup) -> Transport:
@@ -249,26 +237,9 @@ def transport_for(group: dist.ProcessGroup) -> Transport:
     return NcclTransport(group) if "nccl" in dist.get_backend(group) else GlooTransport(group)
 
 
-def _by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
-    groups: dict[torch.dtype, list[Payload]] = {}
-    for payload in payloads:
-        groups.setdefault(payload.shard.dtype, []).append(payload)
-    return list(groups.values())
-
-
 def _on_current_stream(options: Options) -> Options:
     options.asyncOp = False  # the stream keeps the order: there is no handle to wait for
     return options
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.view(torch.uint8) for tensor in tensors]
-
-
-def _split(packed: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
-    """Copy a flat tensor's consecutive pieces into tensors of any shape."""
-    pieces = torch.split(packed, [tensor.numel() for tensor in into])
-    torch._foreach_copy_(list(into), [p.view(t.shape) for p, t in zip(pieces, into, strict=True)])
 
 
 def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:

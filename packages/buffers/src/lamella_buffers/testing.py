@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lamella_buffers._allocator import Allocator
-from lamella_buffers._transport import Payload, Transport
+from lamella_buffers._payload import Payload
+from lamella_buffers._transport import Transport
 
 
 def check_allocator(allocator: Allocator, device: torch.device | str = "cpu", *, seed: int = 0) -> None:

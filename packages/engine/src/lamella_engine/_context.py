@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,15 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.profiler import record_function
 
+from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._order import LearnedOrders, ReplayedOrder
+from lamella_engine._order_check import OrderCheck
+
+_logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class Phase(Enum):
@@ -26,26 +32,26 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-class Member(Protocol):
+class Member(Gatherable, Protocol):
     """What a context asks of a unit."""
 
     context: Context
     name: str
-    index: int
     max_reductions_in_flight: int
     unshards_in_backward: bool
 
     @property
-    def is_unsharding(self) -> bool:
-        """Whether a gather was started and not waited for."""
+    def awaits_gradients(self) -> bool:
+        """Whether a backward of the unit ended, and some of its gradients come later."""
+        ...
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """With whom it communicates."""
         ...
 
     def unshard(self) -> None:
         """Start gathering."""
-        ...
-
-    def reshard(self) -> None:
-        """Free what was gathered."""
         ...
 
     def begin_pass(self) -> None:
@@ -60,6 +66,10 @@ class Member(Protocol):
         """End what autograd did not reach."""
         ...
 
+    def check_ended(self) -> None:
+        """Refuse to end a step that something is missing from."""
+        ...
+
     def abandon(self) -> None:
         """Drop this pass."""
         ...
@@ -67,24 +77,38 @@ class Member(Protocol):
 
 @dataclass(frozen=True)
 class Reduction:
-    """A collective that was put on a stream, and the tensors of another stream that it reads.
+    """A collective that was put on a stream, and the tensors of other streams that it reads.
 
-    They are held here, and dropped only after the stream that allocated them was made to wait for `event`: freed
+    They are held here, and dropped only after the streams that allocated them were made to wait for `event`: freed
     earlier, their memory would be written while it is still read.
     """
 
     event: torch.Event
     reads: list[torch.Tensor]
+    allocated_on: tuple[torch.Stream, ...] = ()  # the caller's at the time, and others
+    frees: tuple[Callable[[], None], ...] = ()  # to call when dropped: buffers that somebody else still refers to
 
 
 def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
-    """A range in a profile, named as FSDP2 names it.
+    """A range in a profile, and a line in FSDP2's log, named as FSDP2 names them.
 
-    Effects: none unless a profiler runs: a range that nobody sees costs several microseconds.
+    Effects: none unless a profiler runs or the log is on: a range that nobody sees costs several microseconds.
     """
-    if not torch._C._autograd._profiler_enabled():
-        return nullcontext()
-    return record_function(f"FSDP::{phase} ({unit})" if unit else f"FSDP::{phase}")
+    log(phase, unit)
+    return record_function(_name(phase, unit)) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+def log(phase: str, unit: str = "") -> None:
+    """A line in FSDP2's log, which `TORCH_LOGS=fsdp` turns on.
+
+    Effects: none unless it is on.
+    """
+    if _logger.isEnabledFor(logging.DEBUG):
+        _logger.debug("%s", _name(phase, unit))
+
+
+def _name(phase: str, unit: str) -> str:
+    return f"FSDP::{phase} ({unit})" if unit else f"FSDP::{phase}"
 
 
 class Context:
@@ -92,8 +116,8 @@ class Context:
 
     Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
     the other. These waits make this right:
-    1. The gather stream waits for the compute stream when a pass begins: the optimizer, a load or the user wrote the
-       shards there.
+    1. The gather stream waits for the compute stream when a pass begins, and at each gather outside of passes: the
+       optimizer, a load or the user wrote the shards there.
     2. The gather stream waits for the compute stream before an unsharded buffer is freed: the buffer was allocated on
        the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
        memory: a gather cannot run ahead of the compute that frees its place.
@@ -105,6 +129,9 @@ class Context:
        stream that reduced them. What the copies have on the device is allocated and read on these streams alone. The
        host waits once: at the end of backward, for the compute stream, which has waited for both by then. After it
        the optimizer may read gradients, and write shards that no copy reads any more.
+    The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
+    ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
+    gradient was made), it waits for them too.
     On CPU torch's own null streams stand in, and the same code runs.
     """
 
@@ -120,8 +147,11 @@ class Context:
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
         self._max_reductions = 1
+        self._last_backward_ended_on: torch.Stream | None = None
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
+        self.ahead = GatheredAhead()
+        self.order_check = OrderCheck.from_environment()
         self._forward_root: int | None = None
         self._awaits_gradients = False
         self._reads_shards = False
@@ -182,7 +212,7 @@ class Context:
         """Make what comes on the gather stream wait for what was put on the compute stream so far."""
         self.all_gather_stream.wait_stream(self.compute_stream)
 
-    def _order_gathers_after_updates(self) -> None:
+    def order_gathers_after_updates(self) -> None:
         """The same, or only for the event after which the optimizer was said to be done."""
         if self.post_optim_event is None:
             self.order_gathers_after_compute()
@@ -204,16 +234,16 @@ class Context:
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, state: Member) -> Member | None:
+    def enter_forward(self, state: Member) -> list[Member]:
         """Note that a unit's forward begins; the first one begins a pass.
 
         Returns:
-            The unit to gather ahead, or None.
+            The units to gather ahead.
         """
         if self._phase is not Phase.FORWARD or self._forward_root == state.index:
             with label("root_pre_forward"):
                 self._begin_forward(state)
-        return self._state(self._order.visit(state.index))
+        return self._look_ahead(state)
 
     def _begin_forward(self, root: Member) -> None:
         self._phase = Phase.FORWARD
@@ -221,7 +251,7 @@ class Context:
         self._order = self._learned.begin_forward(root.index)
         for member in self.states:
             member.begin_pass()
-        self._order_gathers_after_updates()
+        self.order_gathers_after_updates()
 
     def is_forward_root(self, state: Member) -> bool:
         """Whether the pass under way is a forward, and began with this unit."""
@@ -237,49 +267,100 @@ class Context:
         if is_root:
             self._learned.end_forward(state.index, self._order, backward_follows=torch.is_grad_enabled())
             self._drop_unused_gathers()
+            self._check_order_at_end()
             self._phase = Phase.RESTING
 
-    def enter_backward(self, state: Member) -> Member | None:
+    def enter_backward(self, state: Member) -> list[Member]:
         """Note that a unit's backward begins; the first one begins the pass, which ends with autograd's.
 
         Returns:
-            The unit to gather ahead, or None.
+            The units to gather ahead.
         """
         if self._phase is not Phase.BACKWARD:
             self._phase = Phase.BACKWARD
             self._order = self._learned.begin_backward()
-            self._max_reductions = max(member.max_reductions_in_flight for member in self.states)
+            self._max_reductions = self._most_reductions()
             Variable._execution_engine.queue_callback(self._end_backward)
-        return self._state(self._order.visit(state.index))
+        return self._look_ahead(state)
+
+    def _look_ahead(self, running: Member) -> list[Member]:
+        if self.order_check is not None:
+            self.order_check.note(f"{self._phase.value} of {running.name or 'the outermost unit'}")
+        upcoming, passed = self._order.visit(running.index)
+        if passed:
+            self.ahead.free(set(passed).difference(upcoming))
+        members = (member for index in upcoming if (member := self._states[index]()) is not None)
+        if self._phase is Phase.BACKWARD:
+            members = (member for member in members if member.unshards_in_backward)
+        return self.ahead.choose(running, members)
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):
             self.finish_backward()
         self._learned.end_backward(self._order)
+        self._check_order_at_end()
         self._phase = Phase.RESTING
+
+    def _check_order_at_end(self) -> None:
+        """Find a rank whose pass is over while others' go on."""
+        if self.order_check is not None:
+            groups = dict.fromkeys(group for state in self.states for group in state.process_groups)
+            self.order_check.before(f"end the {self._phase.value}", groups)
 
     def finish_backward(self) -> None:
         """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
 
         Effects: those of the units' `reduce_gradients`; the compute stream waits for all reductions if this was the
-            step's last backward.
+            step's last backward, or when the last gradient that comes later has come.
         """
         for state in self.states:
             state.finish_backward()
         self._drop_unused_gathers()
-        if self.is_last_backward or self._on_arrival:
+        if self.is_last_backward:
+            self._last_backward_ended_on = self.compute_stream
+            self.finish_awaited()
+        elif self._on_arrival:
             self.finish_reductions()
+
+    def finish_awaited(self) -> None:
+        """Let the stream that the last backward ended on wait for all reductions, if nothing comes later."""
+        stream = self._last_backward_ended_on
+        if stream is None or any(state.awaits_gradients for state in self.states):
+            return
+        self._last_backward_ended_on = None
+        self.finish_reductions()
+        if stream != self.compute_stream:  # the last gradient was made on another
+            stream.wait_stream(self.compute_stream)
+
+    def end_step(self) -> None:
+        """End a backward that was driven by hand: its last one, or one that others follow.
+
+        Raises:
+            RuntimeError: A pass is under way; or this is the last backward, and somebody keeps a unit unsharded, or
+                gradients are missing that were to come later.
+
+        Effects: those of `finish_backward`.
+        """
+        if not self.is_resting:
+            raise RuntimeError(
+                f"Expected no pass under way, got one ({self._phase.value}) that hooks end. Call wait_for_gradients() "
+                "after it, or reset_iter_state() after an exception."
+            )
+        if self.is_last_backward:
+            for state in self.states:
+                state.check_ended()
+        self.finish_backward()
 
     def reset(self) -> None:
         """Return to rest after an exception."""
         for state in self.states:
             state.abandon()
+        self._last_backward_ended_on = None
         self._on_arrival.clear()
         self.finish_reductions()
+        if self.order_check is not None:
+            self.order_check.forget()
         self._phase = Phase.RESTING
-
-    def _state(self, index: int | None) -> Member | None:
-        return None if index is None else self._states[index]()
 
     def _drop_unused_gathers(self) -> None:
         for state in self.states:
@@ -300,9 +381,13 @@ class Context:
 
         Effects: the compute stream waits for the reductions; no host sync.
         """
+        if self._phase is not Phase.BACKWARD:
+            self._max_reductions = self._most_reductions()
         with label("post_backward_rs_wait"):
-            while len(self._reductions) >= self._max_reductions:
-                self.compute_stream.wait_event(self._reductions.popleft().event)
+            self._retire_all_but(self._max_reductions - 1)
+
+    def _most_reductions(self) -> int:
+        return max(member.max_reductions_in_flight for member in self.states)
 
     def finish_reductions(self) -> None:
         """Order the compute stream after every reduction, and let go of what they read.
@@ -312,12 +397,20 @@ class Context:
         if self._reductions:
             # For more than their events: gradients are divided, cast and added to after those.
             self.compute_stream.wait_stream(self.reduce_scatter_stream)
-            self._reductions.clear()
+        self._retire_all_but(0)
         while self._all_reductions:
             event = self._all_reductions.popleft().event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)
         self._wait_for_gradients()
+
+    def _retire_all_but(self, num_left: int) -> None:
+        while len(self._reductions) > num_left:
+            reduction = self._reductions.popleft()
+            for stream in {self.compute_stream, *reduction.allocated_on}:
+                stream.wait_event(reduction.event)
+            for free in reduction.frees:
+                free()
 
     def hold_all_reduce(self, reduction: Reduction) -> None:
         """Keep what a second reduction reads until the reduce stream, which allocated it, was made to wait for it."""

@@ -8,7 +8,19 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from lamella_buffers import Done, GlooTransport, NcclTransport, Payload, Pending, ReduceOp, Transport
+from lamella_buffers import (
+    Done,
+    GlooTransport,
+    NcclTransport,
+    Payload,
+    Pending,
+    ReduceOp,
+    Transport,
+    by_dtype,
+    of_one_dtype,
+    pack,
+    unpack,
+)
 
 
 class Collective(Protocol):
@@ -91,18 +103,11 @@ class CustomAllGather(_Delegating):
         Effects: one collective on the axis, on the current stream; a copy of every payload on both sides. Blocks the
             host if the user's collective does.
         """
-        shards, wholes = [shard for shard, _ in payloads], [full for _, full in payloads]
-        if len({shard.dtype for shard in shards}) > 1:
-            shards, wholes = _bytes(shards), _bytes(wholes)
-        numels = [shard.numel() for shard in shards]
-        gathered = _allocate(self._comm, self.num_ranks * sum(numels), shards[0])
-        by_rank = gathered.view(self.num_ranks, -1)
-        mine = by_rank[self.rank]
-        torch._foreach_copy_(list(torch.split(mine, numels)), shards)
+        shards, wholes = zip(*of_one_dtype(payloads), strict=True)
+        gathered = _allocate(self._comm, sum(whole.numel() for whole in wholes), shards[0])
+        mine = pack(shards, gathered.view(self.num_ranks, -1)[self.rank])
         _wait(self._comm(output_tensor=gathered, input_tensor=mine, group=self.plain.process_group, async_op=False))
-        # At once, so that memory which the next call is given again has been read by then.
-        pieces = torch.split(by_rank, numels, dim=1)
-        torch._foreach_copy_([whole.view(self.num_ranks, -1) for whole in wholes], list(pieces))
+        unpack(gathered, wholes, self.num_ranks)  # at once, before the next call may be given the same memory
         return Done()
 
 
@@ -128,20 +133,15 @@ class CustomReduceScatter(_Delegating):
         Effects: one collective a dtype on the axis, on the current stream; a copy of every payload on both sides.
             Blocks the host if the user's collective does.
         """
-        for dtype in dict.fromkeys(shard.dtype for shard, _ in payloads):
-            self._reduce_scatter([payload for payload in payloads if payload.shard.dtype == dtype], op)
+        for same in by_dtype(payloads):
+            shards, wholes = zip(*same, strict=True)
+            packed = _allocate(self._comm, sum(whole.numel() for whole in wholes), shards[0])
+            pack(wholes, packed, self.num_ranks)
+            mine = _allocate(self._comm, sum(shard.numel() for shard in shards), shards[0])
+            group = self.plain.process_group
+            _wait(self._comm(output_tensor=mine, input_tensor=packed, group=group, op=op, async_op=False))
+            unpack(mine, shards)
         return Done()
-
-    def _reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        shards = [shard for shard, _ in payloads]
-        numels = [shard.numel() for shard in shards]
-        packed = _allocate(self._comm, self.num_ranks * sum(numels), shards[0])
-        pieces = torch.split(packed.view(self.num_ranks, -1), numels, dim=1)
-        torch._foreach_copy_(list(pieces), [full.view(self.num_ranks, -1) for _, full in payloads])
-        mine = _allocate(self._comm, sum(numels), shards[0])
-        group = self.plain.process_group
-        _wait(self._comm(output_tensor=mine, input_tensor=packed, group=group, op=op, async_op=False))
-        torch._foreach_copy_(shards, list(torch.split(mine, numels)))
 
 
 def plain_of(transport: Transport) -> Transport:
@@ -150,6 +150,14 @@ def plain_of(transport: Transport) -> Transport:
     Effects: none.
     """
     return transport.plain if isinstance(transport, _Delegating) else transport
+
+
+def is_custom(transport: Transport | None) -> bool:
+    """Whether a user's collectives were put over a transport.
+
+    Effects: none.
+    """
+    return isinstance(transport, _Delegating)
 
 
 def with_all_gather(transport: Transport, comm: AllGather) -> Transport:
@@ -191,7 +199,3 @@ def _wait(work: dist.Work | None) -> None:
     """Order the current stream after a collective that was not asked to be asynchronous, and is all the same."""
     if isinstance(work, dist.Work):
         work.wait()
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.view(torch.uint8) for tensor in tensors]

@@ -20,7 +20,7 @@ from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
-from lamella_engine._module import FSDPModule, attach_state, find_state
+from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
 from lamella_engine._offload import CPU, Offload
 from lamella_engine._parameter_group import (
     Candidate,
@@ -31,6 +31,7 @@ from lamella_engine._parameter_group import (
 )
 from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
@@ -113,7 +114,8 @@ def fully_shard(
             shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
             `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
             `placements` do not fit the mesh or `reshard_after_forward`; a parameter's class defines one of the two
-            methods that say what is gathered, or one that takes other arguments.
+            methods that say what is gathered, or one that takes other arguments; what a module reads directly
+            (`declare_reads`) is not there, or cannot be gathered with it.
         TypeError: An argument is of the wrong type.
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
             class says what is gathered lies as that cannot.
@@ -166,18 +168,20 @@ def fully_shard(
         below.name, below.is_outermost = name, False
         if below not in read:
             context.add(below)
+    taken = [each for below in read for each in _modules_of(below, modules)]
     for below in read:
-        for each in _modules_of(below, modules):
-            attach_state(each, state)
         state.take_over(below)
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
-        attach_state(each, state)
         each.register_forward_hook(explain_undeclared, always_call=True)
+    attach_state(modules, state, besides=taken)
     register_hooks(modules, owners, state)
     note_in_unit(owners)
     return module
+
+
+fully_shard.state = view_of  # type: ignore[attr-defined]  # as FSDP2's function has one
 
 
 def _outer_modules(module: object) -> list[nn.Module]:
@@ -277,6 +281,7 @@ def _check_resting(name: str, state: FSDPState) -> None:
             f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
             "steps, or reset_iter_state() after an exception."
         )
+    state.check_not_held()
     state.reshard()
 
 
@@ -344,6 +349,11 @@ def _candidates(
 
 
 def _as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
+    if keep is not None and not torch_asks_subclasses():
+        raise NotImplementedError(
+            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of DTensor "
+            "how they compute. Leave `keep` out for the even layout."
+        )
     if callable(keep):
         return keep
     _checked_keep("every parameter", keep)

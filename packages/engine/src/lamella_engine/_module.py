@@ -6,46 +6,39 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
+from lamella_engine._context import Context
 from lamella_engine._custom_collectives import (
     AllGather,
     CustomReduceScatter,
     ReduceScatter,
     check_collective,
+    is_custom,
     plain_of,
     with_all_gather,
     with_reduce_scatter,
 )
 from lamella_engine._errors import MisuseError
+from lamella_engine._extended_group import ExtendedGroup
+from lamella_engine._handles import Hold, UnshardHandle
 from lamella_engine._hooks import post_forward, pre_forward
-from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._main_grads import MainGrads
+from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
+from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
+from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
-
-
-class UnshardHandle(fsdp2.UnshardHandle):
-    """An unshard that was started. The unit's forward waits for it too."""
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state = state
-
-    def wait(self) -> None:
-        """Make the module hold the unsharded parameters.
-
-        Effects: the current stream waits for the gather; blocks the host on gloo.
-        """
-        self._state.wait_for_unshard()
 
 
 class FSDPModule(fsdp2.FSDPModule):
@@ -68,38 +61,173 @@ class FSDPModule(fsdp2.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; not those of units below.
 
+        They stay until `reshard()`, however often this was called: a schedule of several microbatches takes a `hold()`
+        for each instead. Nothing is gathered if they are unsharded already, unless they changed since between passes.
+
         Args:
             async_op: Return a handle at once, and make the module hold the parameters when it is waited for, by the
                 caller or by the unit's next forward.
 
-        Effects: collective on the unit's axis; allocates the unsharded parameters; no host sync on CUDA.
+        Returns:
+            The handle, if `async_op`.
+
+        Raises:
+            RuntimeError: Parameters are on the meta device.
+
+        Effects: collective on the unit's axis; allocates the unsharded parameters, on the gather stream, which between
+            passes waits for the current one; no host sync on CUDA.
         """
         state = state_of(self)
+        if state.context.is_resting and not state.num_holds:
+            state.drop_stale_weights()
         state.unshard()
+        handle = UnshardHandle(state)
         if async_op:
-            return UnshardHandle(state)
-        state.wait_for_unshard()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters, and hold the DTensors again; not for units below.
 
-        Effects: not a collective; no host sync on CUDA.
+        While somebody has a `hold()` they stay, and go when the last is released. Call it on a stream that is ordered
+        after whatever read the parameters. What autograd saved of them is good again after the next unshard.
+
+        Effects: not a collective; the gather stream waits for the current one; no host sync on CUDA.
         """
         state_of(self).reshard()
 
-    def reduce_gradients(self) -> None:
-        """Reduce this unit's unsharded gradients into its sharded parameters; not for units below.
+    def hold(self) -> Hold:
+        """Start gathering this unit's parameters, and keep them until the hold is released; not those of units below.
 
-        The hooks do this at the end of the unit's backward; a schedule that runs without hooks calls it.
+        What a schedule needs that has several microbatches in a unit at a time: one hold for each, from before its
+        forward (or backward) to after it. The first one gathers, the last to let go reshards, and hooks that run in
+        between free nothing. Hooks count as one more holder.
 
-        Effects: collective on the unit's axis if there are gradients; no host sync on CUDA, unless shards rest on the
-            CPU and no backward is under way, whose end would wait for them.
+        Returns:
+            The hold. Call its `wait()` before the parameters are used, and its `release()` after; or use it in a
+            `with` statement.
+
+        Raises:
+            RuntimeError: Parameters are on the meta device.
+
+        Effects: those of `unshard(async_op=True)`, if nobody holds the parameters yet.
         """
         state = state_of(self)
-        state.reduce_gradients()
+        if state.context.is_resting and not state.num_holds:
+            state.drop_stale_weights()
+        return Hold(state)
+
+    def reduce_gradients(self) -> None:
+        """End this unit's backward: reduce its unsharded gradients into its sharded parameters; not for units below.
+
+        The hooks do this at the end of the unit's backward; a schedule that runs without hooks calls it once after each
+        backward of the unit. As after hooks, gradients are kept for a later microbatch where
+        `set_requires_gradient_sync(False)` or, with ZeRO-1 and DDP, `set_is_last_backward(False)` says so; and if some
+        are delayed (`delay_gradient`), all of it happens when the last of them is there. Call it on a stream that is
+        ordered after those that made gradients.
+
+        Raises:
+            RuntimeError: There are no gradients, or a hook is going to end this backward.
+
+        Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
+            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA, unless
+            shards rest on the CPU and no backward is under way, whose end would wait for them.
+        """
+        state = state_of(self)
+        state.end_backward_by_hand()
         if state.is_offloaded and state.context.is_resting:
             state.context.finish_reductions()
+
+    def wait_for_gradients(self) -> None:
+        """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
+
+        A schedule that runs without hooks calls it before the optimizer steps; after each microbatch too if it likes,
+        with `set_is_last_backward(False)` before those that others follow. Units that have gradients are reduced, and
+        those that were unsharded without a hold are resharded.
+
+        Raises:
+            RuntimeError: This is not the outermost unit; hooks are running a pass; or the last backward is over, and
+                a hold was not released, or a delayed gradient has not come. The message names them.
+
+        Effects: those of `reduce_gradients` for what is left; with the last backward the current stream waits for all
+            reductions, and copies of the parameters are stale. No host sync on CUDA.
+        """
+        _outermost(self, "wait_for_gradients").context.end_step()
+
+    def delay_gradient(self, parameter: nn.Parameter) -> Callable[[], None]:
+        """Say that a parameter's gradient comes after its unit's backward, from now on; not for units below.
+
+        For layers that compute weight gradients later, as Transformer Engine's do with `delay_wgrad_compute`. When a
+        backward of the unit ends, by a hook or by `reduce_gradients()`, the unit's gradients are reduced, and the
+        parameters resharded, once every delayed gradient is there; the module holds the unsharded parameters until
+        then. An optimizer of `torch.optim` that holds one does not step before.
+
+        Args:
+            parameter: Of this unit, in either form.
+
+        Returns:
+            What the layer calls once for each backward, on the stream that made the gradient, when it has put the
+            gradient on the unsharded parameter's `.grad` (or into its `main_grad`), or has found that there is none.
+            The last call has the effects of `reduce_gradients`. It raises a RuntimeError for a backward that it was
+            called for before.
+
+        Raises:
+            ValueError: The parameter is not this unit's.
+            RuntimeError: The unit is in the middle of a step.
+
+        Effects: none. Asking again for the same parameter gives another callback for it, of which one is to be called.
+        """
+        state = state_of(self)
+        _check_between_steps(state)
+        delayed = _find(state, parameter)[1]
+        if delayed not in state.delayed.parameters:
+            state.delayed.add(delayed)
+        ref = weakref.ref(state)  # who holds the callback may be held by the state
+
+        def note() -> None:
+            if (state := ref()) is not None:
+                state.note_gradient(delayed)
+
+        return note
+
+    def set_main_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give these parameters a `main_grad` that their layers add gradients to themselves; not for units below.
+
+        For layers that accumulate into a given buffer: Transformer Engine's with `fuse_wgrad_accumulation`, Megatron's
+        with `gradient_accumulation_fusion`. Their unsharded forms then have what such layers look for: `main_grad` (a
+        buffer of zeros in the reduce dtype, from the beginning of the unit's backward to its reduction),
+        `get_main_grad()`, `grad_added_to_main_grad` and `overwrite_main_grad` (False: layers add). Gradients are
+        reduced from where the layer wrote them. Microbatches that are not reduced add to one buffer. `.grad` counts
+        where the layer did not set `grad_added_to_main_grad`, and is a dummy where it did.
+
+        Args:
+            parameters: Of this unit, in either form; all that are to have one. None of them: nobody has one any more.
+
+        Raises:
+            ValueError: One of them is not this unit's.
+            NotImplementedError: One is a DTensor of other axes (tensor parallel), or says itself what is gathered.
+            RuntimeError: The unit is in the middle of a step.
+
+        Effects: none until a backward: then allocates the buffer on the stream that it begins on, and zeroes it.
+        """
+        state = state_of(self)
+        _check_between_steps(state)
+        found = [_find(state, parameter) for parameter in parameters]
+        made = _main_grads(found, state.context)
+        for grads in state.main_grads:
+            grads.unmark()
+        state.main_grads = made
+
+    def allocate_main_grads(self) -> None:
+        """Make `main_grad` there for a backward that no hook begins; nothing if it is.
+
+        Only for layers that read the attribute: those that call `get_main_grad()` need not be helped.
+
+        Effects: allocates the buffer on the current stream, and zeroes it.
+        """
+        for grads in state_of(self).main_grads:
+            grads.offer()
 
     def reset_iter_state(self) -> None:
         """Return the whole tree to rest after an exception in forward or backward; that step's gradients are lost.
@@ -109,13 +237,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         Effects: waits for what was started; not a collective.
         """
-        state = state_of(self)
-        if not state.is_outermost:
-            raise RuntimeError(
-                f"Expected the outermost unit, got {state.name!r}. Call reset_iter_state() on the module that was "
-                "given to the last fully_shard."
-            )
-        state.context.reset()
+        _outermost(self, "reset_iter_state").context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the step's last: only then the compute stream waits for all reductions."""
@@ -187,9 +309,9 @@ class FSDPModule(fsdp2.FSDPModule):
         state = state_of(self)
         _check_one_mesh(state, "what the hook is given")
         if stream is not None and any(group.replicas or group.outer for group in state.groups):
-            raise ValueError(
-                "Expected no `stream` for a unit with replicas, got one: stream cannot be set when using native HSDP."
-            )
+            error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
+            error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
+            raise error
         state.all_reduce_hook, state.all_reduce_hook_stream = hook, stream
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -266,6 +388,53 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         state_of(self).backward_prefetch = _references(modules)
 
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """Say how much may be gathered ahead of the unit that runs, in forward and in backward.
+
+        Units are gathered in the order that was learned, the next first, while the unsharded parameters of those that
+        wait for their turn weigh no more than this. One unit is always gathered ahead, whatever it weighs. Lists given
+        to `set_modules_to_forward_prefetch` and its sibling count for their units instead.
+
+        Args:
+            nbytes: For the whole tree: beside the units that run or are kept, at most so many bytes of unsharded
+                parameters, in the compute dtype and with padding, are alive. None, the default, gathers only the
+                next unit. Not from free memory: what is communicated must follow from what every rank knows, so every
+                rank must give the same.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            TypeError: Neither an int nor None.
+            ValueError: Negative.
+        """
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | None):
+            raise TypeError(f"Expected `nbytes` to be an int or None, got {nbytes!r}.")
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}. 0 gathers one unit ahead.")
+        _outermost(self, "set_prefetch_budget").context.ahead.budget = nbytes
+
+    def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
+
+        Ranks that differ each get an error that names both orders, before the collective: nothing hangs, and nothing is
+        added up that does not belong together. Without it, a rank that leaves out a unit makes the others wait or
+        receive another unit's parameters. `LAMELLA_DEBUG=order` in the environment does the same for every tree. Slow:
+        for finding out. Results are the same to the bit.
+
+        Args:
+            enable: Every rank must say the same, between steps.
+            timeout_s: How long a rank may take to come before the others give it up.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            ValueError: The time is not positive.
+
+        Effects: from now on each collective of this tree blocks the host until all its ranks have come, for about a
+            millisecond on one host and more on many, through the store of the default process group. No GPU sync.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"Expected `timeout_s` to be a positive number of seconds, got {timeout_s!r}.")
+        _outermost(self, "set_order_check").context.order_check = OrderCheck(timeout_s) if enable else None
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's parameters; not for units below.
 
@@ -332,15 +501,18 @@ class FSDPModule(fsdp2.FSDPModule):
             group.reduce_transport = separate
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported: there is nothing to allocate, collectives read and write the parameters' own memory.
+        """Taken and not used: there are no staging buffers that the process group could allocate.
+
+        Collectives read and write the memory of parameters and gradients, which comes from torch's allocator.
 
         Raises:
-            NotImplementedError: It was to be enabled.
+            MisuseError: It was to be enabled, and the unit has custom collectives, which allocate theirs.
         """
-        if enable:
-            raise NotImplementedError(
-                "Expected `enable` to be False, got True. Collectives work in the memory of parameters and gradients "
-                "here, there are no staging buffers for a process group to allocate: leave the call out."
+        groups = state_of(self).groups
+        if enable and any(is_custom(t) for group in groups for t in (group.transport, group.reduce_transport)):
+            raise MisuseError(
+                "Expected `enable` to be False for a unit with custom collectives, got True: they allocate their own "
+                "memory. Leave one of the two calls out."
             )
 
     def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
@@ -367,12 +539,9 @@ class FSDPModule(fsdp2.FSDPModule):
         parameters are allocated where they are gathered, on the gather stream, and nothing is copied out of them.
         """
 
-    def _get_fsdp_state(self) -> NoReturn:
-        """What torch's methods begin with: one that a later torch has and this class has not ends here."""
-        raise NotImplementedError(
-            f"Expected a method that lamella's FSDPModule has, got one of torch's on {type(self).__name__}: lamella "
-            "does not support it yet."
-        )
+    def _get_fsdp_state(self) -> Any:
+        """What torch's methods begin with: one that a later torch has and this class has not finds nothing to set."""
+        return view_of(self)
 
     def mark_updated(self) -> None:
         """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
@@ -478,6 +647,48 @@ def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
 
 
+def _outermost(module: object, method: str) -> FSDPState:
+    state = state_of(module)
+    if not state.is_outermost:
+        raise RuntimeError(
+            f"Expected the outermost unit, got {state.name!r}. Call {method}() on the module that was given to the "
+            "last fully_shard."
+        )
+    return state
+
+
+def _check_between_steps(state: FSDPState) -> None:
+    if not state.context.is_resting or state.has_gradients or state.awaits_gradients:
+        raise RuntimeError(
+            f"Expected {state.title} between steps, got a pass under way or gradients that were not reduced. Call this "
+            "after the step, or reset_iter_state() after an exception."
+        )
+
+
+def _find(state: FSDPState, parameter: nn.Parameter) -> tuple[ParameterGroup, ShardedParameter]:
+    """A unit's parameter and its group, from either form of it."""
+    for group in state.groups:
+        for found in group.parameters:
+            if parameter is found.sharded or parameter is found.unsharded:
+                return group, found
+    raise ValueError(
+        f"Expected a parameter of {state.title}, got one of shape {tuple(parameter.shape)} that is not. Ask the unit "
+        "that owns it, after it was sharded."
+    )
+
+
+def _main_grads(found: Sequence[tuple[ParameterGroup, ShardedParameter]], context: Context) -> tuple[MainGrads, ...]:
+    members: dict[ParameterGroup, list[ShardedParameter]] = {}
+    for group, parameter in dict.fromkeys(found):
+        if isinstance(group, ExtendedGroup) or parameter.sharding.part is not None:
+            raise NotImplementedError(
+                f"Expected {parameter.name!r} to be a plain parameter, got one that is a DTensor of other axes, or "
+                "says itself what is gathered. Leave it out: its gradient comes as `.grad`."
+            )
+        members.setdefault(group, []).append(parameter)
+    return tuple(MainGrads(group, parameters, context) for group, parameters in members.items())
+
+
 def _check_one_mesh(state: FSDPState, what: str) -> None:
     if len({group.axes for group in state.groups}) > 1:
         raise ValueError(
@@ -506,30 +717,29 @@ def _separate_transport(
     return made[ranks]
 
 
-class _StateForTorch:
-    """What `torch.distributed.pipelining` asks of FSDP2's own state after a step's last microbatch: to reduce.
+def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
+    """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
 
-    It lists a tree's states to call each one's `post_backward`, and then the root's last callback. That does all of it
-    here, so none are listed.
+    Those `besides` had one of their own before, whose parameters the unit took over.
+
+    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
+    pipeline schedules need.
     """
-
-    all_states = ()
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state = state
-
-    @property
-    def _state_ctx(self) -> Self:
-        return self
-
-    def _root_post_backward_final_callback(self) -> None:
-        self._state.context.finish_backward()
+    view = StateView(state, modules)
+    state.view = weakref.ref(view)
+    for module in (*modules, *besides):
+        module.__dict__[_STATE] = state
+        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def attach_state(module: nn.Module, state: FSDPState) -> None:
-    """Give a module its state, past `nn.Module.__setattr__`; torch's `fully_shard.state` finds what it needs of it."""
-    module.__dict__[_STATE] = state
-    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = _StateForTorch(state)
+def view_of(module: object) -> StateView | None:
+    """A unit's state as FSDP2's is read, or None for a module that is no unit.
+
+    Effects: none.
+    """
+    state = find_state(module)
+    return None if state is None else cast(StateView, state.view())
 
 
 def find_state(module: object) -> FSDPState | None:

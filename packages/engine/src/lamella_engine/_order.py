@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Outlook(NamedTuple):
+    """What an order says when a unit begins to run. Both are empty off the order."""
+
+    upcoming: Sequence[int] = ()  # what is expected after it
+    passed: Sequence[int] = ()  # what was expected before it, and did not come
 
 
 class ReplayedOrder:
@@ -22,19 +30,16 @@ class ReplayedOrder:
         self.seen: list[int] = []
         self.ended: list[int] = []
 
-    def visit(self, unit: int) -> int | None:
-        """Record that `unit` runs now.
-
-        Returns:
-            The unit expected next, or None at the end of the order or off it.
-        """
+    def visit(self, unit: int) -> Outlook:
+        """Record that `unit` runs now, and look ahead from there."""
         self.seen.append(unit)
         try:
             position = self._expected.index(unit, self._cursor)
         except ValueError:
-            return None
+            return Outlook()
+        passed = self._expected[self._cursor : position]
         self._cursor = position + 1
-        return self._expected[self._cursor] if self._cursor < len(self._expected) else None
+        return Outlook(self._expected[self._cursor :], passed)
 
     def leave(self, unit: int) -> None:
         """Record that `unit` is over. Units nest, so they end in another order than they begin."""

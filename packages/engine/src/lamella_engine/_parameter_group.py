@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -62,6 +62,8 @@ class ShardedParameter:
         unsharded: What computes: a view of the unsharded buffer. Autograd leaves the gradient on it.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, where that is not the gradient's
         own.
+        keeps_grad_clear: Move earlier microbatches' gradients out of `.grad`, also in its own dtype: a layer may write
+            over it.
     """
 
     name: str
@@ -73,6 +75,7 @@ class ShardedParameter:
     marks: dict[str, object]
     unsharded: nn.Parameter
     accumulated: torch.Tensor | None = None
+    keeps_grad_clear: bool = False
 
     def install(self, form: nn.Parameter, *, instead_of: nn.Parameter) -> None:
         """Make every owner hold `form`, which takes over whether the form that was visible is to be trained."""
@@ -125,7 +128,7 @@ class ShardedParameter:
     def accumulate(self, dtype: torch.dtype) -> None:
         """Add this microbatch's gradient to earlier ones in `dtype`; autograd does it itself in the gradient's own."""
         gradient = self.unsharded.grad
-        if gradient is None or gradient.dtype == dtype:
+        if gradient is None or (gradient.dtype == dtype and not self.keeps_grad_clear):
             return
         if self.accumulated is None:
             self.accumulated = gradient.to(dtype)
@@ -305,6 +308,16 @@ class ParameterGroup:
         return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
 
     @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that the group holds while unsharded, on the model-parallel rank that holds most: equal on all."""
+        _, dtype, _ = dtypes_of(self.parameters[0].sharded, self.policy)
+        layout = self.layout
+        largest = [p.sharding.largest_part(shape) for p, shape in zip(self.parameters, layout.shapes, strict=True)]
+        if isinstance(layout, EvenLayout) and largest != list(layout.shapes):
+            layout = EvenLayout.build(largest, layout.num_shards, dims=layout.dims)
+        return layout.full_numel * dtype.itemsize
+
+    @property
     def is_replaced(self) -> bool:
         """Whether somebody replaced a shard, or its storage; the group must be sharded."""
         return any(parameter.is_replaced for parameter in self.parameters)
@@ -469,6 +482,13 @@ class ParameterGroup:
         """The gradients of the members that train, by index; None where backward made none."""
         taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
+
+    def gradient_nbytes(self, members: Iterable[int]) -> int:
+        """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""
+        layout = self.layout
+        if isinstance(layout, FlatLayout):
+            return layout.full_numel * self.reduce_dtype.itemsize
+        return sum(layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch.nn as nn
 from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
 
 from lamella_engine._module import find_state
 from lamella_engine._parameter_group import is_sharded
@@ -35,18 +36,18 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
 
         declare_reads(mixer, "conv1d.*")
 
-    They are gathered, freed and reduced with the unit around the reader, forward and backward. If they are in a
-    unit inside that one, the whole inner unit becomes part of it: its modules then answer for the unit around, and
-    only how it casts inputs and outputs stays its own. Checkpoints keep their names. `fully_shard_model` makes no unit
-    of a module whose parameters are read from outside of it.
+    They are gathered, freed and reduced with the unit around the reader, forward and backward. If they are in a unit
+    inside that one, the whole inner unit becomes part of it: its modules then answer for the unit around, whose
+    settings count, and only how it casts inputs and outputs stays its own. Checkpoints keep their names.
+    `fully_shard_model` makes no unit of a module whose parameters are read from outside of it.
 
     Args:
         reader: A module that is in no unit yet. Whether it becomes one does not matter.
         names: Of parameters, from the reader on; or patterns (`fnmatch`). They are looked up again by `fully_shard`.
 
     Raises:
-        TypeError: Not a module, or not a name.
-        ValueError: No names, one that matches no parameter below a child, or a reader that is in a unit already.
+        TypeError: Not a module, no names, or one that is no string.
+        ValueError: A name that matches no parameter below a child, or a reader that is in a unit already.
 
     Effects: a note on the module.
     """
@@ -175,7 +176,8 @@ def explain_undeclared(module: nn.Module, *_: object) -> None:
     if error is None or state is None or not state.is_outermost or "mixed torch.Tensor and DTensor" not in str(error):
         return
     reader = _innermost_module(error)
-    names = [] if reader is None else [clean_name(name) for name, p in _parameters_below(reader) if is_sharded(p)]
+    below = [] if reader is None else list(_parameters_below(reader))
+    names = [clean_name(name) for name, p in below if is_sharded(p) and isinstance(p, DTensor)]
     if names:
         error.add_note(
             f"{type(reader).__name__}'s forward was running, and below it these parameters were sharded: "

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamella_engine._errors import MisuseError
 from lamella_engine._policies import DataParallelMeshDims
-from lamella_layout import FlatLayout, Keep, ragged_rows, strided_placements
+from lamella_layout import FlatLayout, Keep, mesh_region, ragged_rows, strided_placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -263,6 +263,19 @@ class Sharding:
         if self.part is None:
             return local
         return DTensor(local, self.part, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def largest_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A local part's shape where that is largest, of all model-parallel ranks: what each of them can tell.
+
+        Args:
+            shape: Of the part on this rank.
+
+        Effects: none.
+        """
+        if self.part is None:
+            return shape
+        mesh = self.part.mesh
+        return mesh_region(self.part.shape, mesh.shape, self.part.placements, (0,) * mesh.ndim).shape
 
     def unwrap(self, gradient: torch.Tensor) -> torch.Tensor:
         """The local part of an unsharded parameter's gradient.

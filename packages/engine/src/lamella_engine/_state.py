@@ -9,13 +9,16 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from lamella_buffers import Pending, all_gather, reduce_scatter
+from lamella_buffers import Done, Pending, all_gather, reduce_scatter
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, Reduction, label
+from lamella_engine._context import Context, Member, Reduction, label, log
+from lamella_engine._delayed import DelayedGradients
 from lamella_engine._extended_group import split_extended
+from lamella_engine._main_grads import MainGrads
 from lamella_engine._offload import CPU
-from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_engine._parameter_group import ParameterGroup, Reduced, ShardedParameter
 from lamella_engine._placements import Strategy
 from lamella_precision import MixedPrecisionPolicy
 
@@ -59,6 +62,9 @@ class FSDPState:
     `reduce_gradients` after backward. The hooks of `fully_shard` call these at module boundaries; a schedule that never
     calls `module.forward` may call them itself.
 
+    Who unshards is a holder. Hooks and plain verbs count as one, and every `Hold` as another; the parameters go when
+    the last holder lets go.
+
     Args:
         groups: Its parameters.
         context: Shared with the rest of the tree.
@@ -93,11 +99,17 @@ class FSDPState:
         self.backward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
         self.awaits_backward_end = False
         self.module_ids: frozenset[int] = frozenset()
+        self.view: Callable[[], object] = lambda: None  # what torch's tools see of it: weak, as that holds this
         self._reader: FSDPState | None = None
         self._awaited: set[int] = set()
         self._forward_is_watched = True
         self._residency = Residency.SHARDED
         self._gather: _Gather | None = None
+        self._gathered: torch.Event | None = None
+        self._holders: set[object] = set()
+        self._readers: list[torch.Event] = []
+        self.delayed = DelayedGradients()
+        self.main_grads: tuple[MainGrads, ...] = ()
         self._gathered_at = -1
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -148,10 +160,64 @@ class FSDPState:
         """Whether a gather was started and not waited for."""
         return self._residency is Residency.UNSHARDING
 
+    def awaits(self, module_id: int) -> bool:
+        """Whether the forward under way has yet to run this one of the unit's modules."""
+        return module_id in self._awaited
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules hold unsharded parameters."""
+        return self._residency is Residency.UNSHARDED
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """What the parameters weigh unsharded, as every rank counts it."""
+        return sum(group.unsharded_nbytes for group in self.groups)
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """With whom the unit communicates."""
+        all_axes = dict.fromkeys(group.axes for group in self.groups)
+        found = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def _check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
+        """Refuse a collective that other ranks are not about to begin, if that is checked.
+
+        Effects: none unless it is; see `OrderCheck.before`.
+        """
+        if (check := self.context.order_check) is not None:
+            check.before(f"{verb} {self.title} ({nbytes()} bytes)", self.process_groups)
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
+    @property
+    def num_holds(self) -> int:
+        """How many keep the parameters unsharded, beside hooks and plain verbs."""
+        return len(self._holders - {None})
+
+    def check_not_held(self) -> None:
+        """Refuse what needs the modules to hold DTensors while somebody keeps the parameters unsharded.
+
+        Raises:
+            RuntimeError: Somebody does.
+        """
+        if self.num_holds:
+            raise RuntimeError(
+                f"Expected nobody to hold {self.title}, got {self.num_holds} holds. Release each first, let every "
+                "delayed gradient come, or call reset_iter_state() after an exception."
+            )
+
+    @property
+    def title(self) -> str:
+        """How errors call it."""
+        return repr(self.name) if self.name else "the outermost unit"
+
+    def unshard(self, *, holder: object = None) -> None:
         """Start gathering the parameters; nothing if they are unsharded or on the way.
+
+        Args:
+            holder: For whom. None is the one holder that hooks and plain verbs are.
 
         Raises:
             RuntimeError: The parameters are on the meta device, or rest on the CPU and are not there.
@@ -161,20 +227,23 @@ class FSDPState:
             the CPU; no host sync.
         """
         if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
+            self._holders.add(holder)
             return
         context = self.context
         if self._gathered_at != updates.count:
             self._drop_stale()
         if context.is_resting:
             self.adopt_replaced_shards()
-            context.order_gathers_after_compute()
+            context.order_gathers_after_updates()
+        self._check_materialized()
+        self._holders.add(holder)
         if self._residency is Residency.KEPT:
             if self._gathered_at == updates.count:
                 self.residency = Residency.UNSHARDING
                 return
             self.drop_copy()
-        self._check_materialized()
         self._check_at_home()
+        self._check_order("gather", lambda: self.unsharded_nbytes)
         if self.is_offloaded:
             context.note_shards_are_read()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
@@ -182,7 +251,8 @@ class FSDPState:
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
         with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
-            pending = [_start_gather(same) for same in _by_axes(self.groups)]
+            started = [_start_gather(same) for same in _by_axes(self.groups)]
+            pending = [each for each in started if not isinstance(each, Done)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
         self._gathered_at = updates.count
         self.residency = Residency.UNSHARDING
@@ -197,22 +267,37 @@ class FSDPState:
         self._finish_gather()
         for group in self.groups:
             group.install_unsharded()
+        for grads in self.main_grads:
+            grads.mark()
         self.residency = Residency.UNSHARDED
 
-    def reshard(self, *, keep_parts: bool = False) -> None:
+    def order_after_gather(self) -> None:
+        """Order the current stream after the gather, though another stream was the first to wait for it."""
+        if self._gathered is not None:
+            self.context.compute_stream.wait_event(self._gathered)
+
+    def reshard(self, *, keep_parts: bool = False, holder: object = None) -> None:
         """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
+
+        Nothing happens while others than the holder hold them.
 
         Args:
             keep_parts: Keep what the neighbours need to gather again among themselves, where there are any
                 (`reshard_after_forward` was a number).
+            holder: Who lets go.
 
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
         if not keep_parts:
             self._drop_parts()
+        self._holders.discard(holder)
         if self._residency in (Residency.SHARDED, Residency.KEPT):
             return
+        if self._holders:
+            self._readers.append(self.context.compute_stream.record_event())
+            return
         self._finish_gather()
+        self._order_gathers_after_readers()
         if self.strategy.keeps_copy:
             for group in self.groups:
                 group.install_sharded()
@@ -242,9 +327,13 @@ class FSDPState:
     def leave_nothing_but_shards(self) -> None:
         """Return to rest, since somebody is about to read, write or replace main weights.
 
+        Raises:
+            RuntimeError: Somebody holds the parameters.
+
         Effects: those of `reshard` and `drop_copy`. Where main weights rest on the CPU, a host sync if some were
             gathered since the last one.
         """
+        self.check_not_held()
         self.reshard()
         self.drop_copy()
         self.context.wait_for_shards()
@@ -267,8 +356,16 @@ class FSDPState:
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
-        if self._gathered_at != updates.count:
-            self.reshard()
+        if self._gathered_at == updates.count:
+            return
+        if self._gathered_at != -1:  # else a copy that is made anew in any case
+            self.check_not_held()
+        self.reshard()
+
+    def _order_gathers_after_readers(self) -> None:
+        for event in self._readers:
+            self.context.all_gather_stream.wait_event(event)
+        self._readers.clear()
 
     def _drop_parts(self) -> None:
         for group in self.groups:
@@ -280,35 +377,41 @@ class FSDPState:
             group.model_weight = None
 
     def _finish_gather(self) -> None:
-        if self._gather is not None:
-            for pending in self._gather.pending:
-                pending.wait()
-            self._gather.versions.__exit__(None, None, None)
-            self.context.compute_stream.wait_event(self._gather.event)
-            self._gather = None
+        if self._gather is None:
+            return
+        context = self.context
+        (pending, event, versions), self._gather = self._gather, None
+        if pending:  # gloo copies its results into place now: where what they lie in was allocated
+            with context.on(context.all_gather_stream):
+                for each in pending:
+                    each.wait()
+            event = context.all_gather_stream.record_event()
+        versions.__exit__(None, None, None)
+        self._gathered = event
+        self.order_after_gather()
 
     def _check_materialized(self) -> None:
-        names = [name for group in self.groups for name in group.meta_names()]
+        names = [self._full_name(name) for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
-                f"Expected the parameters of {self._title} on {self._home}: they must be materialized from meta "
-                f"device before training. Got these still on meta device: {names}. Call "
+                f"Expected the parameters of {self.title} on {self._home}. FSDP parameters should be materialized "
+                f"from meta device before training, but the following were still on meta device: {names}. Call "
                 f'`model.to_empty(device="{self._home.type}")` and initialise them first.'
             )
 
     def _check_at_home(self) -> None:
         away = [group for group in self.groups if not group.is_at_home]
         if away:
-            devices = {parameter.name: str(parameter.shard.device) for group in away for parameter in group.parameters}
+            devices = [(self._full_name(p.name), p.shard.device) for group in away for p in group.parameters]
             raise RuntimeError(
-                f"Expected the parameters of {self._title} on the CPU, as `offload_policy` says, got {devices}. FSDP "
-                "parameters should be materialized on CPU when enabling CPU offloading. Load a CPU state dict, or call "
-                '`model.to_empty(device="cpu")` and initialise them.'
+                f"Expected the parameters of {self.title} on the CPU, as `offload_policy` says. FSDP parameters "
+                "should be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
+                f"{devices}."
             )
 
-    @property
-    def _title(self) -> str:
-        return self.name or "the outermost unit"
+    def _full_name(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name and len(self.module_ids) == 1 else name
 
     @property
     def _home(self) -> torch.device:
@@ -387,11 +490,9 @@ class FSDPState:
         if self.reshards_after_forward and self._forward_is_watched:
             self.reshard(keep_parts=torch.is_grad_enabled())
 
-    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Member | None) -> list[Member]:
+    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
-        if asked:
-            return [state for ref in asked if (state := ref()) is not None]
-        return [] if learned is None else [learned]
+        return [state for ref in asked if (state := ref()) is not None] if asked else learned
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -408,10 +509,14 @@ class FSDPState:
         """
         groups = [g for g in self.groups if g.has_gradients or (self.reduces_unused_parameters and g.is_trainable)]
         if not groups:
+            self._drop_main_grads()
             return
         context = self.context
         context.retire_reductions()
+        self.delayed.join(context.compute_stream)
         gradients = {group: group.take_gradients() for group in groups}
+        self.delayed.release(context.compute_stream)
+        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken) for g, taken in gradients.items()))
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
@@ -423,9 +528,15 @@ class FSDPState:
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
             reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
-            context.hold(Reduction(event, reads))
+            context.hold(self._reduction(event, reads))
             for group, part in reduced.items():
                 self._finish_reduction(group, part, event)
+
+    def _reduction(self, event: torch.Event, reads: list[torch.Tensor]) -> Reduction:
+        """What keeps a reduction's gradients alive, wherever they were made."""
+        buffers = [taken for grads in self.main_grads if (taken := grads.take()) is not None]
+        streams = (self.context.compute_stream, *self.delayed.take_streams(), *(stream for stream, _ in buffers))
+        return Reduction(event, reads, streams, tuple(free for _, free in buffers))
 
     def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
         return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
@@ -442,6 +553,8 @@ class FSDPState:
         if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
+        if has_outer:
+            self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
         with context.on(stream):
             total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
@@ -461,6 +574,8 @@ class FSDPState:
         if self.awaits_backward_end:
             return  # another output of the same forward
         self.awaits_backward_end = True
+        for grads in self.main_grads:
+            grads.offer()
         with label("pre_backward", self.name):
             ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
             if self.unshards_in_backward:
@@ -469,37 +584,132 @@ class FSDPState:
             self.wait_for_unshard()
 
     def end_backward(self) -> None:
-        """Reshard, and reduce the gradients or keep them for a later microbatch."""
+        """Reshard, and reduce the gradients or keep them for a later microbatch, once those that are delayed came."""
+        log("post_backward", self.name)
         self.awaits_backward_end = False
         self._awaited.clear()
+        is_complete = self._note_end()
         if self.reshard_after_backward:
             with label("post_backward_reshard", self.name):
                 self.reshard()
+        if is_complete:
+            self._use_gradients()
+
+    def end_backward_by_hand(self) -> None:
+        """The same for a backward that no hook ends; who drives it reshards.
+
+        Raises:
+            RuntimeError: A hook will end it, or no gradient is there.
+
+        Effects: those of `reduce_gradients`, unless gradients are kept or still to come.
+        """
+        if self.awaits_backward_end:
+            raise RuntimeError(
+                f"Expected a unit whose backward no hook ends, got {self.title} in the middle of one. It is reduced "
+                "when that is over."
+            )
+        self._settle_main_grads()
+        trains = any(group.is_trainable for group in self.groups)
+        if trains and not (self.has_gradients or self.delayed.parameters or self.reduces_unused_parameters):
+            raise RuntimeError(
+                f"Expected gradients to reduce in {self.title}, got none. Run its backward first; where some ranks "
+                "have none, call set_reduce_scatter_unused_params(True)."
+            )
+        if self._note_end():
+            self._use_gradients()
+
+    def note_gradient(self, parameter: ShardedParameter) -> None:
+        """Note that a delayed gradient is there, made on the current stream.
+
+        Raises:
+            RuntimeError: It came before.
+
+        Effects: with the last one of a backward, those that the end of the backward was put off with.
+        """
+        if not self.delayed.arrive(parameter, self.context.compute_stream):
+            return
+        if not self.delayed.num_due:
+            self.reshard(holder=self.delayed)
+        self._use_gradients()
+        self.context.finish_awaited()
+
+    def _note_end(self) -> bool:
+        """Whether all gradients are there. If not, the modules hold the parameters that get them until they are."""
+        if self.delayed.end(self.context.compute_stream):
+            return True
+        if self._residency is Residency.UNSHARDED:
+            self._holders.add(self.delayed)
+        return False
+
+    def _use_gradients(self) -> None:
+        """Reduce the gradients, or keep them for a later microbatch, or for one that still waits for delayed ones."""
+        self._settle_main_grads()
         is_last = self.context.is_last_backward
-        if not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last):
+        waits = not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last)
+        if waits or self.delayed.num_due:
+            self.delayed.join(self.context.compute_stream)
             for group in self.groups:
                 group.accumulate_gradients()
+            self.delayed.release(self.context.compute_stream)
             return
         self.reduce_gradients()
         if is_last:
             self._expect_an_update()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is something to reduce."""
+        return any(group.has_gradients for group in self.groups)
+
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether a backward of the unit ended, and some of its gradients come later."""
+        return self.delayed.num_due > 0
+
     def finish_backward(self) -> None:
         """End what autograd did not reach: inputs that need no gradient, a forward whose output was not used.
 
-        Also what earlier microbatches left, if this one was the last and did not use the unit.
+        Also what earlier microbatches left, if this one was the last and did not use the unit. Left alone is a unit
+        that somebody holds, or whose delayed gradients are to come: its backward is not over.
 
         Effects: those of `end_backward`; a collective on the outer axis for gradients that were not reduced over it.
         """
-        if self.awaits_backward_end or any(group.has_gradients for group in self.groups):
+        if self.awaits_backward_end:
             self.end_backward()
         elif self.reshard_after_backward:
             self.reshard()
+        if self.awaits_gradients or self.num_holds:
+            return
+        self._settle_main_grads()
+        if self.has_gradients:
+            self._use_gradients()
         if not self.requires_gradient_sync or not self.context.is_last_backward:
             return
+        self._drop_main_grads()
         if self.requires_all_reduce:
             self._reduce_partials()
         self._expect_an_update()
+
+    def check_ended(self) -> None:
+        """Refuse to end a step that somebody holds the unit in, or that gradients are missing from.
+
+        Raises:
+            RuntimeError: So it is.
+        """
+        if self.delayed.missing:
+            raise RuntimeError(
+                f"Expected every delayed gradient of {self.title} at the end of a step, got none yet for "
+                f"{self.delayed.missing}. Compute them, and call the callback that `delay_gradient` gave for each."
+            )
+        self.check_not_held()
+
+    def _settle_main_grads(self) -> None:
+        for grads in self.main_grads:
+            grads.settle()
+
+    def _drop_main_grads(self) -> None:
+        for grads in self.main_grads:
+            grads.drop()
 
     def _expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
@@ -525,12 +735,15 @@ class FSDPState:
             group.partial = None
             for parameter in group.parameters:
                 parameter.drop_gradient()
+        self._drop_main_grads()
 
     def abandon(self) -> None:
         """Drop this pass: gradients that were not reduced, and the unsharded parameters."""
         self._awaited.clear()
         self.awaits_backward_end = False
+        self.delayed.forget()
         self.drop_gradients()
+        self._holders.clear()
         self.reshard()
 
 

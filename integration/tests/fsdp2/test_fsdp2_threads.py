@@ -1,0 +1,135 @@
+"""Ranks that are threads of one process, as torch's own tests run them: each has its process groups, and units."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_models import (
+    Api,
+    Stack,
+    Where,
+    assert_all_sharded,
+    assert_close,
+    assert_trains_as,
+    inputs,
+    shard,
+    units,
+)  # fmt: skip
+from torch import nn
+from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
+
+from lamella_testing import run_ranks
+
+
+def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
+    """Run a scenario on ranks that are threads, of a process of their own."""
+    failures: list[BaseException] = []
+
+    def be_a_rank(rank: int, store: dist.Store) -> None:
+        if Where.device == "cuda":
+            torch.set_default_device("cuda")
+        dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+        try:
+            scenario()
+        except BaseException as error:  # noqa: BLE001 - the host raises it
+            failures.append(error)
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    def host() -> None:
+        dist.destroy_process_group()
+        _set_thread_isolation_mode(True)
+        _install_threaded_pg()
+        store = dist.HashStore()
+        ranks = [threading.Thread(target=be_a_rank, args=(rank, store)) for rank in range(num_ranks)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if failures:
+            raise failures[0]
+
+    run_ranks(host, 1, device=Where.device, timeout_s=120.0)
+
+
+def _twins() -> tuple[nn.Module, nn.Module]:
+    """Made before there are threads: they share one random number generator."""
+    torch.manual_seed(0)
+    model = Stack()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2, None])
+def test_threads_train_as_data_parallelism(api: Api, reshard_after_forward: bool | int | None) -> None:
+    made = _twins()
+
+    def scenario() -> None:
+        expected, model = (copy.deepcopy(each).to(Where.device) for each in made)
+        shard(api, model, reshard_after_forward=reshard_after_forward)
+        assert_trains_as(expected, model)
+
+    on_threads(scenario, 4)
+
+
+def test_threads_replicate_and_shard(api: Api) -> None:
+    made = _twins()
+
+    def scenario() -> None:
+        expected, model = (copy.deepcopy(each).to(Where.device) for each in made)
+        mesh = init_device_mesh(Where.device, (2, 2), mesh_dim_names=("replicate", "shard"))
+        shard(api, model, mesh=mesh)
+        assert_trains_as(expected, model, mesh=mesh)
+
+    on_threads(scenario, 4)
+
+
+def test_threads_keep_weights_over_microbatches_and_step_each_by_itself(api: Api) -> None:
+    made = _twins()
+
+    def scenario() -> None:
+        expected, model = (copy.deepcopy(each).to(Where.device) for each in made)
+        shard(api, model, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (expected, model)]
+        for step in range(4):
+            for microbatch in range(2):
+                is_last = microbatch == 1
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last)
+                x = inputs(seed=2 * step + microbatch)
+                a, b = expected(x).square().sum(), model(x).square().sum()
+                assert_close(b, a)
+                a.backward()
+                b.backward()
+            for parameter in expected.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_all_sharded(model.parameters())
+        for a, b in zip(expected.parameters(), model.parameters(), strict=True):
+            assert_close(b, a)
+
+    on_threads(scenario, 3)
+
+
+def test_threads_materialise_a_model_that_was_built_on_meta(api: Api) -> None:
+    def scenario() -> None:
+        with torch.device("meta"):
+            model = Stack()
+            shard(api, model)
+        model.to_empty(device=Where.device)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model(inputs()).sum().backward()
+        assert len(units(api, model)) == 4
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    on_threads(scenario)

@@ -1,0 +1,218 @@
+"""A unit under the names of FSDP2's private state, for what reads that: pipeline schedules, tests, tools.
+
+Only facts that lamella has. Nothing can be written here: what torch's own methods would set, lamella would not see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NoReturn, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamella_engine._parameter_group import ParameterGroup, ShardedParameter, dtypes_of
+from lamella_engine._sharding import DataAxes
+from lamella_engine._state import FSDPState, Residency
+
+
+class _LackedError(NotImplementedError, AttributeError):
+    """Something of FSDP2's that lamella has not; `hasattr` is False for it."""
+
+
+class _View:
+    """An object that shows and takes nothing but what its class says."""
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise self._lacks(name)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._lacks(name)
+
+    def _lacks(self, name: str) -> _LackedError:
+        return _LackedError(
+            f"Expected what lamella has of FSDP2's private state, got {name!r}: a method of torch's that lamella does "
+            "not support yet, or a tool that changes FSDP2's insides."
+        )
+
+
+class StateView(_View):
+    """What `fully_shard.state(module)` returns.
+
+    Args:
+        state: The unit's.
+        modules: The unit.
+    """
+
+    _state: FSDPState
+    modules: tuple[weakref.ref[nn.Module], ...]  # weak: they hold this
+
+    def __init__(self, state: FSDPState, modules: Sequence[nn.Module]) -> None:
+        vars(self).update(_state=state, modules=tuple(weakref.ref(module) for module in modules))
+
+    @property
+    def _is_root(self) -> bool:
+        return self._state.is_outermost
+
+    def _lazy_init(self) -> None:
+        """Nothing is left to initialise after `fully_shard`."""
+
+    @property
+    def _state_ctx(self) -> Self:
+        return self
+
+    @property
+    def all_states(self) -> list[object]:
+        """Those of the tree, the outermost unit's first."""
+        return [unit.view() for unit in _tree(self._state)]
+
+    @property
+    def _comm_ctx(self) -> CommView:
+        return CommView(self._state)
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupView]:
+        together: dict[DataAxes, list[ParameterGroup]] = {}
+        for group in self._state.groups:
+            together.setdefault(group.axes, []).append(group)
+        return [GroupView(self._state, groups) for groups in together.values()]
+
+    @property
+    def _fsdp_param_group(self) -> GroupView | None:
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise AssertionError(
+                f"Expected a unit whose parameters lie on one mesh, got {len(groups)}: ask for `_fsdp_param_groups`."
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """Those of several modules that the forward under way has not run yet."""
+        if len(self.modules) == 1:
+            return set()
+        return {module for ref in self.modules if (module := ref()) is not None and self._state.awaits(id(module))}
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._state.context.finish_backward()
+
+
+class GroupView(_View):
+    """The parameters of a unit that lie on one mesh; lamella has a group of its own for each set of dtypes of them."""
+
+    _state: FSDPState
+    _groups: Sequence[ParameterGroup]
+
+    def __init__(self, state: FSDPState, groups: Sequence[ParameterGroup]) -> None:
+        vars(self).update(_state=state, _groups=groups)
+
+    @property
+    def _module_fqn(self) -> str:
+        return self._state.name
+
+    @property
+    def fsdp_params(self) -> list[ParameterView]:
+        """Its parameters."""
+        names = dict(_module_names(self._state))
+        return [ParameterView(parameter, names) for group in self._groups for parameter in group.parameters]
+
+    @property
+    def mesh_info(self) -> MeshView:
+        """Where they lie."""
+        return MeshView(self._groups[0].axes)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules hold them whole."""
+        return self._state.residency is Residency.UNSHARDED
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the modules hold shards."""
+        return not self.is_unsharded
+
+    @property
+    def _orig_dtype(self) -> torch.dtype | None:
+        return self._dtypes[0]
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self._dtypes[2]
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype | None, ...]:
+        for group in self._groups:
+            dtypes = dtypes_of(group.parameters[0].sharded, group.policy)
+            if dtypes[0].is_floating_point:
+                return dtypes
+        return (None, None, None)
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """As the unit was told."""
+        return self._state.max_reductions_in_flight
+
+    def post_backward(self) -> None:
+        """What schedules call for every group before the outermost unit's last callback, which does all of it here."""
+
+
+class ParameterView(_View):
+    """A parameter."""
+
+    _param_fqn: str
+    sharded_param: nn.Parameter
+
+    def __init__(self, parameter: ShardedParameter, module_names: dict[int, str]) -> None:
+        owner = parameter.owners[0]
+        prefix = module_names.get(id(owner.module()), "")
+        name = f"{prefix}.{owner.name}" if prefix else owner.name
+        vars(self).update(_param_fqn=name, sharded_param=parameter.sharded)
+
+
+class MeshView(_View):
+    """The axes that parameters are sharded and replicated over."""
+
+    mesh: DeviceMesh
+    shard_process_group: dist.ProcessGroup | None
+    replicate_process_group: dist.ProcessGroup | None
+
+    def __init__(self, axes: DataAxes) -> None:
+        vars(self).update(
+            mesh=axes.mesh, shard_process_group=axes.shard_group, replicate_process_group=axes.replicate_group
+        )
+
+
+class CommView(_View):
+    """What the units of a tree communicate on."""
+
+    all_gather_stream: torch.Stream
+    reduce_scatter_stream: torch.Stream
+    all_reduce_stream: torch.Stream
+    reduce_scatter_max_input_buffers: int
+
+    def __init__(self, state: FSDPState) -> None:
+        context = state.context
+        vars(self).update(
+            all_gather_stream=context.all_gather_stream,
+            reduce_scatter_stream=context.reduce_scatter_stream,
+            all_reduce_stream=context.all_reduce_stream,
+            reduce_scatter_max_input_buffers=max(member.max_reductions_in_flight for member in context.states),
+        )
+
+
+def _tree(state: FSDPState) -> list[FSDPState]:
+    """The units of a tree, the outermost first."""
+    units = [member for member in state.context.states if isinstance(member, FSDPState)]
+    return sorted(units, key=lambda unit: not unit.is_outermost)
+
+
+def _module_names(state: FSDPState) -> Iterator[tuple[int, str]]:
+    """The names of modules by identity, from the outermost unit on."""
+    view = _tree(state)[0].view()
+    assert isinstance(view, StateView)
+    for ref in view.modules:
+        if (root := ref()) is not None:
+            yield from ((id(module), name) for name, module in root.named_modules())

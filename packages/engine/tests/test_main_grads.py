@@ -1,0 +1,486 @@
+"""Layers that accumulate weight gradients into a buffer they are given, beside layers that return them to autograd."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_models import (
+    Net,
+    assert_at_rest,
+    assert_gradients_equal,
+    inputs,
+    no_gradient_sync,
+    record,
+    rows_of_this_rank,
+    sgd,
+    twins,
+    unit,
+    units,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamella_buffers import CachingAllocator, UnshardedBuffer
+from lamella_engine import DDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine._main_grads import MainGrads
+from lamella_testing import run_ranks
+
+X = inputs()
+DIM = 8
+Options = dict[str, Any]
+
+
+class FusedLinear(nn.Linear):
+    """Adds its weight's gradient to `main_grad` and returns a dummy, as fused kernels do; or is as any other layer."""
+
+    fuses = False
+    asks = True  # for the buffer, rather than read the attribute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.fuses:
+            return super().forward(x)
+        fused: torch.Tensor = _FusedLinear.apply(x, self.weight, self.bias, self.asks)  # type: ignore[no-untyped-call]
+        return fused
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: torch.Tensor, asks: bool) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        ctx.get = weight.get_main_grad if asks and weight.__fsdp_param__ else lambda: weight.main_grad
+        return x @ weight.detach().T + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        if not ctx.needs_input_grad[1]:
+            return gradient @ weight, None, gradient.sum(0), None
+        buffer: torch.Tensor = ctx.get()
+        made = (gradient.T @ x).to(buffer.dtype)
+        if weight.overwrite_main_grad:
+            buffer.copy_(made)
+        else:
+            buffer.add_(made)
+        weight.grad_added_to_main_grad = True
+        dummy = torch.full_like(weight, 99.0)
+        if getattr(weight, "zero_out_wgrad", False):
+            dummy.zero_()
+        return gradient @ weight, dummy, gradient.sum(0), None
+
+
+class Block(nn.Module):
+    """Two weights that are added to buffers, one that is not, and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = FusedLinear(DIM, 13)
+        self.plain = nn.Linear(13, 13)
+        self.down = FusedLinear(13, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.plain(self.up(x))))
+
+
+class FusedNet(Net):
+    def __init__(self) -> None:
+        super().__init__(num_layers=2, dim=DIM)
+
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block()
+
+
+def fuse(module: nn.Module, *, asks: bool = True) -> None:
+    """Make a sharded unit's fused layers use the buffers that it gives them."""
+    fused = [layer for layer in module.modules() if isinstance(layer, FusedLinear)]
+    unit(module).set_main_grads([layer.weight for layer in fused])
+    for layer in fused:
+        layer.fuses, layer.asks = True, asks
+
+
+def _shard(model: nn.Module, *, asks: bool = True, **options: Any) -> None:
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, **options)
+        fuse(layer, asks=asks)
+    fully_shard(model, **options)
+
+
+def _pair(make: Callable[[], nn.Module] = FusedNet, **options: Any) -> tuple[nn.Module, nn.Module]:
+    return twins(make, lambda model: _shard(model, **options))
+
+
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).float().square().mean().backward()
+
+
+def _assert_no_buffers(model: nn.Module) -> None:
+    """Nothing that was written is alive, and nobody has a view of it."""
+    for name, state in units(model):
+        for grads in state.main_grads:
+            assert grads._buffer is None, f"{name} kept its buffer"
+            assert all(b.flat.untyped_storage().nbytes() == 0 for b in grads._spare), f"{name} kept its buffer's bytes"
+        for parameter in (p for group in state.groups for p in group.parameters):
+            assert "main_grad" not in vars(parameter.unsharded), parameter.name
+            assert not {"main_grad", "get_main_grad"} & vars(parameter.sharded).keys(), parameter.name
+
+
+STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
+    "DDP": ((2,), DDP),
+    "ZERO1": ((2,), ZERO1),
+    "ZERO2": ((2,), ZERO2),
+    "ZERO3": ((2,), ZERO3),
+    "HSDP, ZERO3": ((2, 1), (HSDP, ZERO3)),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("asks", [True, False], ids=["get_main_grad()", "main_grad"])
+def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool) -> None:
+    shape, placements = STAGES[stage]
+
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        reference, model = _pair(mesh=mesh, placements=placements, asks=asks)
+        optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
+        for _ in range(2):
+            for i in range(3):
+                batch = X * (i + 1)
+                unit(model).set_is_last_backward(i == 2)
+                _backward(reference, batch)
+                _backward(model, rows_of_this_rank(batch))
+            assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+            assert_at_rest(model)
+            _assert_no_buffers(model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_were_written() -> None:
+    def on_each_rank() -> None:
+        # 14 rows divide over two ranks; those that do not are staged, as gradients of autograd's are.
+        model = nn.Sequential(FusedLinear(4, 14), nn.Linear(14, 13))
+        fuse(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+        ((_, state),) = units(model)
+        (group,), (grads,) = state.groups, state.main_grads
+        group.transport = watching = _Watching(group.transport, grads)  # type: ignore[assignment]
+        for _ in range(2):
+            _backward(model, torch.ones(3, 4))
+        assert watching.num_in_place == 2
+
+    run_ranks(on_each_rank, 2)
+
+
+class _Watching:
+    """A transport that counts reductions of what layers wrote, where they wrote it."""
+
+    def __init__(self, inner: Any, grads: MainGrads) -> None:
+        self._inner, self._grads = inner, grads
+        self.rank, self.num_ranks, self.all_gather = inner.rank, inner.num_ranks, inner.all_gather
+        self.num_in_place = 0
+
+    def reduce_scatter(self, payloads: Any, op: Any) -> Any:
+        assert self._grads._buffer is not None
+        assert self._grads._buffer.dtype == torch.float32
+        written = self._grads.view(0).data_ptr()
+        self.num_in_place += [full.data_ptr() for _, full in payloads].count(written)
+        return self._inner.reduce_scatter(payloads, op)
+
+
+def test_microbatches_without_sync_add_to_one_buffer_and_those_with_get_another() -> None:
+    def on_each_rank() -> None:
+        reference, model = _pair()
+        block = model.get_submodule("layers.0")
+        (grads,) = dict(units(model))["layers.0"].main_grads
+        with no_gradient_sync(model):
+            _backward(model, rows_of_this_rank(X))
+            kept = grads._buffer
+            assert kept is not None
+            _backward(model, rows_of_this_rank(2 * X))
+            assert grads._buffer is kept
+        assert not block.get_parameter("up.weight").grad
+        _backward(model, rows_of_this_rank(3 * X))
+        assert grads._buffer is None
+        for scale in (1, 2, 3):
+            _backward(reference, scale * X)
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        _assert_no_buffers(model)
+
+    run_ranks(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float64])
+def test_a_layer_may_use_its_buffer_in_one_microbatch_and_not_in_another(
+    order: tuple[bool, bool], reduce_dtype: torch.dtype
+) -> None:
+    def on_each_rank() -> None:
+        reference, model = _pair(mp_policy=MixedPrecisionPolicy(torch.float32, reduce_dtype))
+        for i, fuses in enumerate(order):
+            for layer in model.modules():
+                if isinstance(layer, FusedLinear):
+                    layer.fuses = fuses
+            unit(model).set_requires_gradient_sync(i == 1)
+            _backward(model, rows_of_this_rank((i + 1) * X))
+            _backward(reference, (i + 1) * X)
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        _assert_no_buffers(model)
+
+    run_ranks(on_each_rank, 2)
+
+
+class _Twice(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+class _TwiceNet(FusedNet):
+    def make_layer(self, dim: int) -> nn.Module:
+        return _Twice()
+
+
+def test_a_weight_that_is_used_twice_adds_twice_and_its_dummies_count_for_nothing() -> None:
+    def on_each_rank() -> None:
+        reference, model = _pair(_TwiceNet)
+        for _ in range(2):
+            for each, rows in ((reference, X), (model, rows_of_this_rank(X))):
+                each.zero_grad()
+                _backward(each, rows)
+            assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_each_rank, 2)
+
+
+class _Tied(nn.Module):
+    """One weight in a layer that adds to a buffer and in one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = FusedLinear(DIM, DIM)
+        self.plain = nn.Linear(DIM, DIM)
+        self.plain.weight = self.fused.weight
+        self.fused.weight.zero_out_wgrad = True  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(torch.tanh(self.fused(x)))
+
+
+def test_a_tied_weights_other_gradient_is_added_where_the_dummy_is_zeros() -> None:
+    def on_each_rank() -> None:
+        reference, model = twins(_Tied, lambda model: fuse(fully_shard(model)))
+        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
+        _backward(reference, x)
+        _backward(model, rows_of_this_rank(x))
+        assert_gradients_equal(reference, model)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_buffer_lives_from_its_units_backward_until_the_next_units_reduction_and_is_made_once() -> None:
+    def on_each_rank() -> None:
+        model = FusedNet()
+        _shard(model)
+        layers = {name: state.main_grads[0] for name, state in units(model) if state.main_grads}
+        made = {name: _keep_what_is_made(grads) for name, grads in layers.items()}
+        alive: dict[str, list[str]] = {}
+
+        def alive_now() -> list[str]:
+            return [name for name, buffers in made.items() if any(b.flat.untyped_storage().nbytes() for b in buffers)]
+
+        for name in layers:
+            plain = model.get_submodule(name).get_submodule("plain")
+            plain.register_full_backward_hook(lambda *_, name=name: alive.update({name: alive_now()}))
+        for _ in range(2):
+            _backward(model, X)
+            assert not alive_now()
+        assert alive["layers.1"] == ["layers.1"]
+        assert alive["layers.0"] == ["layers.0", "layers.1"], "one is written, one is reduced"
+        assert all(len({id(buffer) for buffer in buffers}) == 1 for buffers in made.values())
+
+    run_ranks(on_each_rank, 2)
+
+
+def _keep_what_is_made(grads: MainGrads) -> list[UnshardedBuffer]:
+    made: list[UnshardedBuffer] = []
+    new_buffer = grads._new_buffer
+
+    def keep() -> UnshardedBuffer:
+        made.append(new_buffer())
+        return made[-1]
+
+    grads._new_buffer = keep  # type: ignore[method-assign]
+    return made
+
+
+def test_bytes_come_from_the_units_allocator() -> None:
+    def on_each_rank() -> None:
+        model = FusedNet()
+        _shard(model)
+        calls: list[str] = []
+
+        class Counting(CachingAllocator):
+            def allocate(self, buffer: torch.Tensor) -> None:
+                calls.append("allocate")
+                super().allocate(buffer)
+
+            def free(self, buffer: torch.Tensor) -> None:
+                calls.append("free")
+                super().free(buffer)
+
+        for _, state in units(model):
+            for grads in state.main_grads:
+                grads.group.allocator = Counting()
+        _backward(model, X)
+        assert calls.count("allocate") == 2
+        assert calls.count("free") == 2 + 2, "once when it is made"
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_an_exception_and_zero_grad_drop_what_was_added() -> None:
+    def on_each_rank() -> None:
+        reference, model = _pair()
+
+        def fail(_: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        with no_gradient_sync(model):
+            _backward(model, X)
+        model.zero_grad()
+        _assert_no_buffers(model)
+        handle = model.get_submodule("layers.0.up").register_forward_hook(
+            lambda _, __, out: out.register_hook(fail) and None
+        )
+        with pytest.raises(ZeroDivisionError):
+            _backward(model, X)
+        handle.remove()
+        unit(model).reset_iter_state()
+        _assert_no_buffers(model)
+        for each, rows in ((reference, X), (model, rows_of_this_rank(X))):
+            each.zero_grad()
+            _backward(each, rows)
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_frozen_weight_and_a_backward_without_the_unit_leave_nothing_behind() -> None:
+    def on_each_rank() -> None:
+        reference, model = _pair()
+        for each in (reference, model):
+            each.get_parameter("layers.0.up.weight").requires_grad_(False)
+            each.get_submodule("layers")[1].down.fuses = False  # type: ignore[index, union-attr]
+            _backward(each, X)
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        _assert_no_buffers(model)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
+    def on_each_rank() -> None:
+        for asks in (True, False):
+            reference, model = twins(Block, lambda model, asks=asks: fuse(fully_shard(model), asks=asks))
+            x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
+            log = record(model)
+            for scale in (1, 2):
+                _backward(reference, scale * x)
+                with unit(model).hold():
+                    out = Block.forward(model, scale * rows_of_this_rank(x))  # type: ignore[arg-type]
+                    if not asks:
+                        unit(model).allocate_main_grads()
+                    out.square().mean().backward()
+                    unit(model).reduce_gradients()
+            unit(model).wait_for_gradients()
+            assert log.units_of("reduce") == ["root", "root"]
+            assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+            _assert_no_buffers(model)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
+    class Late(FusedLinear):
+        """Puts its addition off until it is told to."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = nn.functional.linear(x, self.weight.detach(), self.bias)
+            out.register_hook(lambda gradient: setattr(self, "inputs", (x.detach(), gradient)))  # type: ignore[no-untyped-call]
+            return out
+
+        def backward_dw(self, done: Callable[[], None] | None) -> None:
+            x, gradient = self.inputs  # type: ignore[misc, has-type]
+            made, weight = gradient.T @ x, self.weight
+            if done is None:
+                weight.grad = made if weight.grad is None else weight.grad + made
+                return
+            weight.get_main_grad().add_(made)  # type: ignore[operator]
+            weight.grad_added_to_main_grad = True  # type: ignore[assignment]
+            done()
+
+    def on_each_rank() -> None:
+        reference, model = twins(lambda: nn.Sequential(Late(DIM, DIM), nn.Linear(DIM, 3)), fully_shard)
+        fuse(model)
+        done = unit(model).delay_gradient(model[0].weight)  # type: ignore[index]
+        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
+        for scale in (1, 2):
+            for each, rows in ((reference, x), (model, rows_of_this_rank(x))):
+                _backward(each, scale * rows)
+                each[0].backward_dw(done if each is model else None)  # type: ignore[index]
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        _assert_no_buffers(model)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_they_may_be_taken_away_again() -> None:
+    def on_each_rank() -> None:
+        reference, model = _pair()
+        for layer in model.get_submodule("layers").children():
+            unit(layer).set_main_grads([])
+            with unit(layer).hold():
+                assert not hasattr(layer.up.weight, "get_main_grad")
+        for layer in model.modules():
+            if isinstance(layer, FusedLinear):
+                layer.fuses = False
+        _backward(reference, X)
+        _backward(model, rows_of_this_rank(X))
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_deleted_model_goes_at_once() -> None:
+    def on_each_rank() -> None:
+        model = FusedNet()
+        _shard(model)
+        _backward(model, X)
+        refs = [weakref.ref(model.get_submodule("layers.0")), weakref.ref(dict(units(model))["layers.0"])]
+        gc.collect()
+        gc.disable()
+        del model
+        assert [ref() for ref in refs] == [None, None]
+
+    run_ranks(on_each_rank, 1)
+
+
+def test_what_cannot_have_one_is_refused() -> None:
+    def on_each_rank() -> None:
+        model = FusedNet()
+        _shard(model)
+        layer = model.layers[0]
+        with pytest.raises(ValueError, match=r"Expected a parameter of 'layers\.0', got one of shape \(8, 3\)"):
+            unit(layer).set_main_grads([model.stem.weight])
+        with no_gradient_sync(model):
+            _backward(model, X)
+        with pytest.raises(RuntimeError, match=r"Expected 'layers\.0' between steps"):
+            unit(layer).set_main_grads([])
+
+    run_ranks(on_each_rank, 2)
