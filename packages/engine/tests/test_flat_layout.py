@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from engine_models import (
     units,
     whole,
 )
+from test_main_grads import FusedNet, fuse
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -225,6 +227,21 @@ def test_microbatches_and_unused_parameters_are_as_in_the_even_layout() -> None:
                 model.layers = model.layers[:2]  # type: ignore[assignment, index]
                 LOSS(model).backward()
             assert_gradients_equal(reference, sharded)
+
+    run_ranks(check, 2)
+
+
+def test_gradients_that_layers_add_to_buffers_are_reduced_as_those_of_autograd() -> None:
+    def check() -> None:
+        reference, sharded = twins(FusedNet, _flat(Rows(1)))
+        for layer in sharded.get_submodule("layers").children():
+            fuse(layer)
+        for i in range(2):
+            with no_gradient_sync(sharded) if i == 0 else nullcontext():
+                LOSS(reference).backward()
+                LOSS(sharded).backward()
+        assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+        assert_at_rest(sharded)
 
     run_ranks(check, 2)
 

@@ -351,8 +351,8 @@ def _candidates(
 def _as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
     if keep is not None and not torch_asks_subclasses():
         raise NotImplementedError(
-            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of DTensor "
-            "how they compute. Leave `keep` out for the even layout."
+            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of "
+            "DTensor to compute. Leave `keep` out for the even layout."
         )
     if callable(keep):
         return keep
