@@ -548,6 +548,29 @@ def test_clipping_with_torchs_function_takes_both_layouts_at_once() -> None:
     run_ranks(check, 3)
 
 
+@pytest.mark.parametrize("keep", [Rows(1), _matrices_only], ids=["flat", "both layouts"])
+def test_a_scaler_skips_the_step_on_every_rank_if_one_rows_gradient_is_not_finite(keep: Any) -> None:
+    def check() -> None:
+        reference, sharded = twins(Net, _flat(keep))
+        for model in (reference, sharded):
+            optimizer = sgd(list(model.parameters()))
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for is_finite in (True, False, True):
+                optimizer.zero_grad()
+                scaler.scale(LOSS(model)).backward()
+                weight = model.get_parameter("layers.0.up.weight").grad
+                assert weight is not None
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                if not is_finite and len(local) and (model is reference or dist.get_rank() == 2):
+                    local[-1, -1] = math.inf
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 4.0
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, 3)
+
+
 def test_diagnostics_see_all_ranks() -> None:
     def check() -> None:
         reference, sharded = twins(Net, _flat(Rows(1)))
