@@ -23,6 +23,7 @@ PAGES = sorted(
 NUM_RANKS = {
     "README.md": 2,
     "docs/tutorial.md": 2,
+    "docs/explanation/two-layouts.md": 2,
     "docs/how-to/choose-a-zero-stage.md": 4,
     "docs/how-to/drive-a-unit-by-hand.md": 2,
     "docs/how-to/find-a-nan.md": 2,

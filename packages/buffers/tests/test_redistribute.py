@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +16,10 @@ from lamella_buffers import (
     standalone,
     transport_for,
 )
-from lamella_layout import EvenLayout
+from lamella_layout import EvenLayout, FlatLayout, Rows, Whole
 from lamella_testing import run_ranks
 
+Layout = EvenLayout | FlatLayout
 CPU = torch.device("cpu")
 # Divides over 1, 2 and 4 ranks; does not; fewer rows than ranks; empty.
 SHAPES = [(8, 6), (7, 3), (3,), (0, 4), (1, 2, 2)]
@@ -27,14 +30,22 @@ def _tensors(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch
     return [torch.randint(-8, 8, shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def _axis() -> tuple[EvenLayout, Transport]:
+def _axis(build: Callable[..., Layout] = EvenLayout.build) -> tuple[Layout, Transport]:
     group = dist.group.WORLD
     assert group is not None
     transport = transport_for(group)
-    return EvenLayout.build(SHAPES, transport.num_ranks), transport
+    return build(SHAPES, transport.num_ranks), transport
 
 
-def _sharded(layout: EvenLayout, rank: int, dtype: torch.dtype = torch.float32) -> ShardedBuffer:
+def _flat(shapes: list[tuple[int, ...]], num_shards: int) -> FlatLayout:
+    keep = [Rows(1), Rows(2), Whole(), Rows(1), Whole()]
+    return FlatLayout.build(shapes, num_shards, keep=keep, alignment=2)
+
+
+EITHER_LAYOUT = pytest.mark.parametrize("build", [EvenLayout.build, _flat], ids=["even", "flat"])
+
+
+def _sharded(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> ShardedBuffer:
     buffer = ShardedBuffer.empty(layout, rank, dtype, CPU)
     buffer.copy_from(_tensors())
     return buffer
@@ -50,11 +61,14 @@ def test_shards_are_what_torch_chunk_gives(num_ranks: int) -> None:
             assert torch.equal(shard, expected)
 
 
+@EITHER_LAYOUT
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gather_gives_back_the_whole_tensors(num_ranks: int, dtype: torch.dtype) -> None:
+def test_a_gather_gives_back_the_whole_tensors(
+    num_ranks: int, dtype: torch.dtype, build: Callable[..., Layout]
+) -> None:
     def check() -> None:
-        layout, transport = _axis()
+        layout, transport = _axis(build)
         sharded = _sharded(layout, transport.rank)
         into = UnshardedBuffer(layout, transport.rank, dtype, CPU, CachingAllocator())
         into.allocate()
@@ -71,11 +85,14 @@ def test_a_gather_gives_back_the_whole_tensors(num_ranks: int, dtype: torch.dtyp
     run_ranks(check, num_ranks)
 
 
+@EITHER_LAYOUT
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reduced_gradients_are_the_shards_of_the_mean(num_ranks: int, dtype: torch.dtype) -> None:
+def test_reduced_gradients_are_the_shards_of_the_mean(
+    num_ranks: int, dtype: torch.dtype, build: Callable[..., Layout]
+) -> None:
     def check() -> None:
-        layout, transport = _axis()
+        layout, transport = _axis(build)
         mine: list[torch.Tensor | None] = [*_tensors(seed=transport.rank)]
         mine[2] = None  # no gradient here: zeros travel
         reduced = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
@@ -206,5 +223,23 @@ def test_shards_of_tensors_that_take_no_part_in_a_reduction_are_left_as_they_are
         reduce_scatter([({1: gradients[1]}, reduced)], transport, dist.ReduceOp.SUM).wait()
         for i, slot in enumerate(reduced.slots):
             assert bool((slot == 7).all()) == (i != 1)
+
+    run_ranks(check, 2)
+
+
+def test_a_flat_layout_travels_as_one_payload_and_members_that_take_no_part_become_zeros() -> None:
+    layout = _flat(SHAPES, 2)
+    into = UnshardedBuffer(layout, 1, torch.float32, CPU, CachingAllocator())
+    assert [slot.numel() for slot in into.slots] == [layout.full_numel]
+    assert [own.numel() for own in into.own] == [layout.shard_numel]
+
+    def check() -> None:
+        layout, transport = _axis(_flat)
+        reduced = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
+        reduced.flat.fill_(torch.nan)
+        reduce_scatter([({0: _tensors()[0]}, reduced)], transport, dist.ReduceOp.AVG).wait()
+        expected = _sharded(layout, transport.rank)
+        assert torch.equal(reduced.shards[0], expected.shards[0])
+        assert reduced.flat.sum() == expected.shards[0].sum()
 
     run_ranks(check, 2)

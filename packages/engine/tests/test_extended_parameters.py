@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella_engine import MixedPrecisionPolicy, describe, fully_shard
+from lamella_engine import MixedPrecisionPolicy, Whole, describe, fully_shard
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import ExtendedGroup
 from lamella_engine._fully_shard import _move_to
@@ -508,6 +508,7 @@ def test_what_an_extended_parameter_cannot_is_refused() -> None:
             (_OddSignature, {}, MisuseError, "Invalid fsdp_pre_all_gather"),
             (Pair, {"reshard_after_forward": 2}, NotImplementedError, "`reshard_after_forward`"),
             (Pair, {"placements": DDP}, NotImplementedError, "`placements`"),
+            (Pair, {"keep": Whole()}, NotImplementedError, "`keep`"),
             (Pair, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, NotImplementedError, "dim 0"),
             (Pair, {"mp_policy": MixedPrecisionPolicy(main_dtype=torch.float64)}, NotImplementedError, "`main_dtype`"),
         ]

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from engine_models import (
     units,
     whole,
 )
+from test_main_grads import FusedNet, fuse
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,8 +63,13 @@ from lamella_engine import (
     parameter_norms,
 )
 from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._ragged import torch_asks_subclasses
 from lamella_layout import FlatLayout, Keep, RaggedShard
 from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
+)
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
@@ -220,6 +227,21 @@ def test_microbatches_and_unused_parameters_are_as_in_the_even_layout() -> None:
                 model.layers = model.layers[:2]  # type: ignore[assignment, index]
                 LOSS(model).backward()
             assert_gradients_equal(reference, sharded)
+
+    run_ranks(check, 2)
+
+
+def test_gradients_that_layers_add_to_buffers_are_reduced_as_those_of_autograd() -> None:
+    def check() -> None:
+        reference, sharded = twins(FusedNet, _flat(Rows(1)))
+        for layer in sharded.get_submodule("layers").children():
+            fuse(layer)
+        for i in range(2):
+            with no_gradient_sync(sharded) if i == 0 else nullcontext():
+                LOSS(reference).backward()
+                LOSS(sharded).backward()
+        assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+        assert_at_rest(sharded)
 
     run_ranks(check, 2)
 
@@ -526,6 +548,29 @@ def test_clipping_with_torchs_function_takes_both_layouts_at_once() -> None:
     run_ranks(check, 3)
 
 
+@pytest.mark.parametrize("keep", [Rows(1), _matrices_only], ids=["flat", "both layouts"])
+def test_a_scaler_skips_the_step_on_every_rank_if_one_rows_gradient_is_not_finite(keep: Any) -> None:
+    def check() -> None:
+        reference, sharded = twins(Net, _flat(keep))
+        for model in (reference, sharded):
+            optimizer = sgd(list(model.parameters()))
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for is_finite in (True, False, True):
+                optimizer.zero_grad()
+                scaler.scale(LOSS(model)).backward()
+                weight = model.get_parameter("layers.0.up.weight").grad
+                assert weight is not None
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                if not is_finite and len(local) and (model is reference or dist.get_rank() == 2):
+                    local[-1, -1] = math.inf
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 4.0
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, 3)
+
+
 def test_diagnostics_see_all_ranks() -> None:
     def check() -> None:
         reference, sharded = twins(Net, _flat(Rows(1)))
@@ -692,6 +737,19 @@ def test_dcp_writes_each_row_once_where_shards_have_replicas(tmp_path: Path) -> 
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_torch_that_does_not_ask_subclasses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_called(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(DTensor, "__torch_dispatch__", never_called)
+
+    def check() -> None:
+        with pytest.raises(NotImplementedError, match="torch 2.12 or later for `keep`"):
+            fully_shard(nn.Linear(2, 2), keep=Rows(1))
+
+    run_ranks(check, 1)
 
 
 def test_what_does_not_go_with_keep_is_refused_at_the_call_and_changes_nothing() -> None:

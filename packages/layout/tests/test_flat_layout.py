@@ -1,5 +1,7 @@
 """FlatLayout by property for 1 to 64 simulated ranks, and its self-check against layouts made wrong on purpose."""
 
+import copy
+import pickle
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella_layout import FlatLayout, Keep, Range, Rows, Whole
+from lamella_layout import (
+    FlatLayout,
+    Keep,
+    RaggedShard,
+    Range,
+    Replicate,
+    Rows,
+    Shard,
+    Whole,
+    mesh_chunks,
+    mesh_region,
+)
 
 SHAPES = st.one_of(
     st.tuples(st.integers(0, 600)),
@@ -131,6 +144,64 @@ def test_merged_shards_are_runs_of_consecutive_shards(layout: FlatLayout, data: 
         for rank in range(layout.num_shards):
             part, of = layout.owned(index, rank), merged.owned(index, rank // num_merged)
             assert of.intersection(part) == part or not part.numel
+
+
+@given(flat_layouts())
+def test_tensors_and_gaps_are_the_whole_buffer(layout: FlatLayout) -> None:
+    pieces = [layout.tensor_range(index) for index in range(layout.num_tensors)] + [*layout.gaps]
+    ordered = sorted(piece for piece in pieces if piece.numel)
+    assert [piece.stop for piece in ordered[:-1]] == [piece.start for piece in ordered[1:]]
+    assert sum(piece.numel for piece in ordered) == layout.full_numel
+    assert all(gap.numel for gap in layout.gaps)
+
+
+@given(flat_layouts(), st.data())
+def test_placements_say_where_the_rows_are_on_one_axis_and_on_two(layout: FlatLayout, data: st.DataObject) -> None:
+    num_outer = data.draw(st.sampled_from([n for n in range(1, 65) if layout.num_shards % n == 0]))
+    num_inner = layout.num_shards // num_outer
+    for index, shape in enumerate(layout.shapes):
+        inner, outer = (layout.placement(index, stride=stride) for stride in (num_outer, 1))
+        assert inner.bounds == outer.bounds
+        assert [inner.rows(rank) for rank in range(layout.num_shards)] == [
+            layout.chunk(index, rank).ranges[0] for rank in range(layout.num_shards)
+        ]
+        tables = [
+            mesh_chunks(shape, (layout.num_shards,), [outer]),
+            mesh_chunks(shape, (num_inner, num_outer), [inner, outer]),
+            mesh_chunks(shape, (num_inner, 1, num_outer), [inner, Replicate(), outer]),
+        ]
+        assert tables == [tuple(layout.chunks(index, rank) for rank in range(layout.num_shards))] * 3
+
+
+def test_the_owner_is_the_one_rank_that_has_all_rows() -> None:
+    assert RaggedShard((0, 0, 4, 4)).owner == 1
+    assert RaggedShard((0, 2, 4)).owner is None
+    assert RaggedShard((0, 0)).owner is None
+
+
+def test_placements_compare_hash_and_pickle_by_value_and_are_not_torchs() -> None:
+    placement = RaggedShard((0, 2, 2, 5), stride=2)
+    assert placement == RaggedShard([0, 2, 2, 5], 2)
+    assert hash(placement) == hash(RaggedShard((0, 2, 2, 5), 2))
+    assert placement != RaggedShard((0, 2, 2, 5))
+    assert pickle.loads(pickle.dumps(placement)) == copy.deepcopy(placement) == placement
+    assert not (placement.is_shard() or placement.is_replicate() or placement.is_partial())
+    assert Replicate() != placement != Shard(0)
+    assert repr(placement) == "RaggedShard((0, 2, 2, 5), stride=2)"
+
+
+@pytest.mark.parametrize("bounds", [(0,), (1, 2), (0, 3, 2), ()])
+def test_bounds_that_are_none_are_refused(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="bounds from 0 on"):
+        RaggedShard(bounds)
+
+
+def test_ragged_placements_beside_others_that_cut_are_refused() -> None:
+    for placements in ([RaggedShard((0, 2, 4)), Shard(0)], [RaggedShard((0, 2, 3)), Replicate()]):
+        with pytest.raises(ValueError, match="ragged placements of 4 rows"):
+            mesh_region((4, 2), (2, 2), placements, (0, 0))
+    with pytest.raises(ValueError, match="the same bounds"):
+        mesh_region((4, 2), (2, 2), [RaggedShard((0, 2, 4, 4, 4)), RaggedShard((0, 1, 4, 4, 4), 2)], (0, 0))
 
 
 def test_gaps_take_the_tensors_that_fit_and_a_rank_may_own_little() -> None:

@@ -31,6 +31,7 @@ from lamella_engine._parameter_group import (
 )
 from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
@@ -352,6 +353,11 @@ def _candidates(
 
 
 def _as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
+    if keep is not None and not torch_asks_subclasses():
+        raise NotImplementedError(
+            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of "
+            "DTensor to compute. Leave `keep` out for the even layout."
+        )
     if callable(keep):
         return keep
     _checked_keep("every parameter", keep)

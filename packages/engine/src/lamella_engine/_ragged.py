@@ -137,6 +137,18 @@ class RaggedDTensor(DTensor):
         return self._local_tensor
 
 
+def torch_asks_subclasses() -> bool:
+    """Whether torch asks a subclass of DTensor to compute. torch 2.11 takes it for a DTensor (pytorch PR 177878).
+
+    Effects: none.
+    """
+    try:
+        DTensor.__torch_dispatch__(lambda: None, ())  # type: ignore[no-untyped-call]
+    except NotImplementedError:
+        return False
+    return True
+
+
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of the class that its placements ask for, over its local tensor.
 

@@ -350,16 +350,34 @@ def _norms(func: Any, tensors: Sequence[DTensor], p: float, dtype: torch.dtype |
 
 def _foreach_norm(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     tensors, p, dtype = _bound(func, args, kwargs, "self", "ord", "dtype")
-    together: dict[object, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        key: object = (tensor.device_mesh, _cuts(tensor)) if is_ragged(tensor) else None
-        together.setdefault(key, []).append(i)
     norms: dict[int, Any] = {}
-    for axes, indices in together.items():
+    for axes, indices in _by_axes(tensors).items():
         same = [tensors[i] for i in indices]
         found = torch._foreach_norm(same, p, dtype=dtype) if axes is None else _norms(func, same, float(p), dtype)
         norms.update(zip(indices, found, strict=True))
     return [norms[i] for i in range(len(tensors))]
+
+
+def _unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """`GradScaler`'s operator: every rank must hear of a gradient that is not finite."""
+    tensors, found, inverse = _bound(func, args, kwargs, "self", "found_inf", "inv_scale")
+    for axes, indices in _by_axes(tensors).items():
+        same = [tensors[i] for i in indices]
+        if axes is None:
+            func(same, found, inverse)
+            continue
+        if filled := [tensor._local_tensor for tensor in same if tensor._local_tensor.numel()]:
+            func(filled, found, inverse)
+        found.copy_(reduce_ragged(found, same[0], dist.ReduceOp.MAX))
+
+
+def _by_axes(tensors: Sequence[torch.Tensor]) -> dict[object, list[int]]:
+    """The indices of tensors that are reduced together; those that are not ragged under None."""
+    together: dict[object, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        key = (tensor.device_mesh, _cuts(tensor)) if isinstance(tensor, DTensor) and is_ragged(tensor) else None
+        together.setdefault(key, []).append(i)
+    return together
 
 
 def _cuts(tensor: DTensor) -> tuple[bool, ...]:
@@ -439,6 +457,7 @@ def _check_all_dims(func: Any, tensor: DTensor, dim: Any, keepdim: Any) -> None:
 
 _REDUCTIONS: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten._amp_foreach_non_finite_check_and_unscale_.default": _unscale,
     "aten.linalg_vector_norm.default": _vector_norm,
     **{f"aten.norm.Scalar{overload}": _norm for overload in ("", "Opt_dim", "Opt_dim_dtype", "Opt_dtype")},
     **{f"aten.sum.{overload}": _sum for overload in ("default", "dim_IntList")},

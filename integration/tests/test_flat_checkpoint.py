@@ -1,0 +1,81 @@
+"""Checkpoints of units in the flat layout: other layouts and numbers of ranks resume from them, and they from those."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint import load, save
+from lamella_engine import Rows, Whole, _flat_group, fully_shard
+from lamella_engine._ragged import torch_asks_subclasses
+from lamella_layout import Keep
+from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
+)
+
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+
+LAYOUTS: dict[str, Any] = {
+    "unsharded": None,
+    "even": fully_shard,
+    "rows": lambda model: fully_shard(model, keep=Rows(1)),
+    "both": lambda model: fully_shard(model, keep=_matrices_whole),
+}
+WAYS = [("rows", target) for target in LAYOUTS] + [(source, "rows") for source in LAYOUTS if source != "rows"]
+
+
+def _matrices_whole(parameter: nn.Parameter) -> Keep | None:
+    return Whole() if parameter.ndim == 2 else None
+
+
+@pytest.fixture(autouse=True)
+def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flat_group, "ALIGNMENT", 1)
+
+
+def _training(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 13), nn.Tanh(), nn.Linear(13, 1))
+    if (apply := LAYOUTS[layout]) is not None:
+        apply(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(X).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_training_resumes_in_another_layout_on_another_number_of_ranks(tmp_path: Path) -> None:
+    def write() -> list[torch.Tensor]:
+        for layout in LAYOUTS:
+            training = _training(layout, seed=1)
+            _step(*training)
+            save(tmp_path / layout, model=training[0], optimizer=training[1])
+        _step(*training)
+        return [_whole(parameter.detach()) for parameter in training[0].parameters()]
+
+    def resume() -> dict[str, list[torch.Tensor]]:
+        found = {}
+        for source, target in WAYS:
+            training = _training(target, seed=2)
+            load(tmp_path / source, model=training[0], optimizer=training[1])
+            _step(*training)
+            found[f"{source} to {target}"] = [_whole(p.detach()) for p in training[0].parameters()]
+        return found
+
+    expected = run_ranks(write, 3)[0]
+    for found in run_ranks(resume, 4):
+        for way, weights in found.items():
+            for got, wanted in zip(weights, expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=f"{way}: {got} instead of {wanted}")
