@@ -26,6 +26,7 @@ from lamella_engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     clip_grad_norm_,
+    find_nonfinite,
     fully_shard,
     parameter_norms,
 )
@@ -153,6 +154,29 @@ def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
         return [_train(task, _offloaded(task, **WAYS[way]()), recipe) for task in (LLAMA, ODD)]
 
     for got in run_ranks(traces, 4, device="cuda"):
+        for each, wanted in zip(got, expected, strict=True):
+            _assert_close(each, wanted)
+
+
+@pytest.mark.gpu2
+def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
+    recipe = Recipe(num_steps=8, max_norm=1.0)
+
+    def traces() -> list[Trace]:
+        found = []
+        for task in (LLAMA, ODD):
+            model = task.model(device=_cuda())
+            fully_shard(model.units()[0], offload_policy=CPUOffloadPolicy())
+            for unit in model.units()[1:]:
+                fully_shard(unit)
+            fully_shard(model)
+            assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "cuda"}
+            found.append(_train(task, model, recipe))
+            assert find_nonfinite(model, of="weight") == []
+        return found
+
+    expected = _unsharded(recipe)
+    for got in run_ranks(traces, 2, device="cuda"):
         for each, wanted in zip(got, expected, strict=True):
             _assert_close(each, wanted)
 

@@ -27,6 +27,7 @@ NUM_RANKS = {
     "docs/how-to/choose-a-zero-stage.md": 4,
     "docs/how-to/drive-a-unit-by-hand.md": 2,
     "docs/how-to/find-a-nan.md": 2,
+    "docs/how-to/find-an-order-divergence.md": 2,
     "docs/how-to/resume-elsewhere.md": 2,
     "docs/how-to/shard-a-whole-model.md": 2,
 }

@@ -44,11 +44,12 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
     On GPUs the ranks stay from test to test, and what a scenario makes without saying where is made there.
     """
     device = Where.device
+    each = [()] if cases is None else list(cases)
 
     def go_through() -> None:
         Where.device = device
         torch.set_default_device(device)
-        for case in [()] if cases is None else cases:
+        for case in each:
             try:
                 scenario(*(case if isinstance(case, tuple) else (case,)))
             except BaseException as error:

@@ -30,6 +30,18 @@ def test_gloo_conforms(num_ranks: int) -> None:
     assert run_ranks(check, num_ranks) == [expected] * num_ranks
 
 
+@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_is_nccls_whoever_chose_the_backend(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init_process_group()` leaves the choice to torch, which then calls the group's backend "undefined"."""
+
+    def check() -> str:
+        monkeypatch.setattr(dist, "get_backend", lambda _: "undefined")
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+        return type(transport_for(_world())).__name__
+
+    assert run_ranks(check, 2) == ["NcclTransport"] * 2
+
+
 def test_the_conformance_test_catches_a_transport_that_gathers_in_the_wrong_order() -> None:
     class Reversed(LocalTransport):
         num_ranks = 2

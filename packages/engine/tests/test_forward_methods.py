@@ -153,14 +153,14 @@ def test_inputs_of_the_outermost_forward_are_moved_to_the_units_device_and_no_ot
         assert outer is not None
         assert inner is not None
         outer.context.device = torch.device("meta")  # the only one beside CPU that every machine has
-        (args, kwargs) = pre_forward(outer, ([X],), {"x": X})
+        (args, kwargs) = pre_forward(outer, model, ([X],), {"x": X})
         assert args[0][0].is_meta
         assert kwargs["x"].is_meta
-        (args, kwargs) = pre_forward(inner, (X,), {})
+        (args, kwargs) = pre_forward(inner, model.layers[0], (X,), {})
         assert args[0] is X
         outer.context.device = torch.device("cpu")
         unit(model).reset_iter_state()
-        (args, kwargs) = pre_forward(outer, (X,), {})
+        (args, kwargs) = pre_forward(outer, model, (X,), {})
         assert args[0] is X
 
     run_ranks(check, 1)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_buffers import PoolAllocator
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -99,6 +99,18 @@ def test_a_deleted_model_is_freed_without_the_cyclic_collector(policy: MixedPrec
                 storages = _watch(model)
                 del model, layer
                 assert not _alive(storages)
+
+    run_ranks(check, 2)
+
+
+def test_a_model_that_was_sharded_in_one_call_is_freed_without_the_cyclic_collector() -> None:
+    def check() -> None:
+        with _without_cycle_collector():
+            model = fully_shard_model(Net(), units="layers.*", verbose=False)
+            _runs_backward(model)
+            storages = _watch(model)
+            del model
+            assert not _alive(storages)
 
     run_ranks(check, 2)
 

@@ -414,4 +414,4 @@ def test_every_stream_that_waits_for_a_hold_waits_for_the_gather() -> None:
         assert second not in gathers.waited, "there was nothing to gather any more"
 
     with pytest.MonkeyPatch.context() as patch:
-        run_ranks(lambda: on_each_rank(patch), 1)
+        run_ranks(lambda: on_each_rank(patch), 2)

@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            if isinstance(local, torch.Tensor):
+            if isinstance(local, torch.Tensor) and not local.is_meta:
                 storage = local.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
 
@@ -171,6 +171,21 @@ def _activations(num_layers: int) -> int:
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_sharding_a_unit_holds_its_shards_and_one_whole_copy_of_it(policy: MixedPrecisionPolicy) -> None:
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        with LiveBytes() as live:
+            block = _Block()
+            whole = sum(parameter.nbytes for parameter in block.parameters())
+            live.peak = 0
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        assert live.peak == whole + whole // 4
+        assert live.now == whole // 4
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 def test_at_rest_only_shards_hold_memory(policy: MixedPrecisionPolicy) -> None:
     def check() -> None:
         mesh = init_device_mesh("cpu", (2,))  # a mesh is a tensor of ranks
@@ -260,6 +275,25 @@ def test_units_that_are_kept_cost_their_unsharded_bytes_until_backward_and_no_lo
         kept = root.unsharded + 3 * block.unsharded
         shards = root.shards + 3 * block.shards
         assert shards + kept <= live.now <= shards + kept + _activations(3)
+        out.mean().backward()
+        assert_at_rest(model)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(("budget", "num_kept"), [(0.5, 0), (2.5, 2), (9.0, 4)])
+def test_a_keep_budget_is_what_stays_unsharded_between_forward_and_backward(budget: float, num_kept: int) -> None:
+    def check() -> None:
+        model = _build(4, MixedPrecisionPolicy())
+        root, block = _cost(model, MixedPrecisionPolicy()), _cost(model.layers[0], MixedPrecisionPolicy())
+        unit(model).set_keep_budget(int(budget * block.unsharded))
+        _train(model, torch.ones(1, DIM))
+        model.zero_grad(set_to_none=True)
+        with LiveBytes() as live:
+            live.watch_units(model)
+            out = model(torch.ones(1, DIM))
+        expected = root.shards + 4 * block.shards + root.unsharded + num_kept * block.unsharded
+        assert expected <= live.now <= expected + _activations(4)
         out.mean().backward()
         assert_at_rest(model)
 

@@ -47,6 +47,7 @@ from lamella_engine import (
     ZERO3,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    Rows,
     clip_grad_norm_,
     describe,
     fully_shard,
@@ -65,6 +66,7 @@ WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as FSDP2": ((2,), {}),
     "kept after forward": ((2,), {"reshard_after_forward": False}),
     "along another dim": ((2,), {"shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None}),
+    "blocks of rows": ((2,), {"keep": Rows(2)}),
     "DDP": ((2,), {"placements": DDP}),
     "ZERO1": ((2,), {"placements": ZERO1}),
     "ZERO2": ((2,), {"placements": ZERO2}),
@@ -274,7 +276,7 @@ def test_what_computes_shares_no_memory_with_what_rests(way: str, policy: MixedP
     run_ranks(on_each_rank, torch.Size(shape).numel())
 
 
-@pytest.mark.parametrize("way", ["one rank", "as FSDP2", "ZERO2", "HFSDP, ZERO3"])
+@pytest.mark.parametrize("way", ["one rank", "as FSDP2", "blocks of rows", "ZERO2", "HFSDP, ZERO3"])
 def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = WAYS[way]
 
@@ -378,7 +380,7 @@ def test_an_optimizer_in_backward_steps_when_its_gradient_is_there(
     run_ranks(on_each_rank, 2)
 
 
-def test_gradients_that_are_reduced_by_hand_are_there_when_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_once_for_gradients_that_are_reduced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_each_rank() -> None:
         pair = _pair()
         unit(pair[1]).set_requires_gradient_sync(False)
@@ -389,6 +391,9 @@ def test_gradients_that_are_reduced_by_hand_are_there_when_the_call_returns(monk
             for module in pair[1].modules():
                 if hasattr(module, "reduce_gradients"):
                     module.reduce_gradients()
+            assert late.num_waits == 0
+            unit(pair[1]).wait_for_gradients()
+            assert late.num_waits == 1
             assert_gradients_equal(*pair, rtol=1e-4, atol=1e-6)
 
     run_ranks(on_each_rank, 2)
@@ -442,7 +447,9 @@ def test_after_an_exception_no_hook_is_called_for_a_step_that_is_lost(monkeypatc
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["one rank", "as FSDP2", "DDP", "ZERO2", "HSDP as FSDP2", "HFSDP, ZERO3"])
+@pytest.mark.parametrize(
+    "way", ["one rank", "as FSDP2", "blocks of rows", "DDP", "ZERO2", "HSDP as FSDP2", "HFSDP, ZERO3"]
+)
 def test_every_copy_is_waited_for_by_whoever_needs_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = WAYS[way]
 

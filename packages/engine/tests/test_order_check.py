@@ -84,8 +84,8 @@ def test_a_rank_that_leaves_out_a_block_is_found_on_every_rank_with_both_orders(
         other = 0 if rank == odd else odd
         mine, theirs = (next(line for line in text.splitlines() if f"rank {r} " in line) for r in (rank, other))
         regular, departed = (theirs, mine) if rank == odd else (mine, theirs)
-        assert "forward of layers.0, gather layers.1 (3" in regular and "forward of layers.1" in regular
-        assert "forward of layers.0, gather layers.1 (3" in departed and "forward of layers.2" in departed
+        assert regular.endswith("forward of layers.0, gather layers.1, forward of layers.1")
+        assert departed.endswith("forward of layers.0, gather layers.1, forward of layers.2")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -189,10 +189,9 @@ class _Watch:
 
     @contextmanager
     def watching(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
-        real = FSDPState.residency
+        real: Any = vars(FSDPState)["residency"]
 
         def change(state: FSDPState, to: Residency) -> None:
-            assert real.fset is not None
             real.fset(state, to)
             self.num_gathers += to is Residency.UNSHARDING
             if to is Residency.UNSHARDED:
@@ -220,6 +219,7 @@ def _run(seed: int) -> None:
         for _ in range(NUM_STEPS):
             watch.budget = choose.choice([None, 0, block, int(2.5 * block), 10**9])
             unit(pair[1]).set_prefetch_budget(watch.budget)
+            unit(pair[1]).set_keep_budget(choose.choice([0, 0, block, int(2.5 * block), 10**9]))
             unit(pair[1]).set_order_check(choose.random() < 0.2)
             _reroute(choose, pair)
             recomputes = choose.choice([None, True, False])

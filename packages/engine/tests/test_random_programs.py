@@ -176,6 +176,7 @@ def _keep(choose: Random, pair: Pair) -> None:
 
 def _look_ahead(choose: Random, pair: Pair) -> None:
     unit(pair[1]).set_prefetch_budget(choose.choice([None, 0, 1000, 10**9]))
+    unit(pair[1]).set_keep_budget(choose.choice([0, 1000, 10**9]))
 
 
 def _read_state(_: Random, pair: Pair) -> None:

@@ -234,7 +234,8 @@ def transport_for(group: dist.ProcessGroup) -> Transport:
     """
     if group.size() == 1:
         return LocalTransport()
-    return NcclTransport(group) if "nccl" in dist.get_backend(group) else GlooTransport(group)
+    # Not `get_backend`: of a group for which torch chose the backend, that is "undefined".
+    return NcclTransport(group) if "nccl" in dist.get_backend_config(group) else GlooTransport(group)
 
 
 def _on_current_stream(options: Options) -> Options:

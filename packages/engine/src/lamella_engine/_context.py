@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 
 from lamella_engine._ahead import Gatherable, GatheredAhead
+from lamella_engine._kept import KeptForBackward
 from lamella_engine._order import LearnedOrders, ReplayedOrder
 from lamella_engine._order_check import OrderCheck
 
@@ -43,6 +44,11 @@ class Member(Gatherable, Protocol):
     @property
     def awaits_gradients(self) -> bool:
         """Whether a backward of the unit ended, and some of its gradients come later."""
+        ...
+
+    @property
+    def goes_after_forward(self) -> bool:
+        """Whether it is freed after forward, and gathered again for backward."""
         ...
 
     @property
@@ -151,6 +157,7 @@ class Context:
         self._learned = LearnedOrders()
         self._order = ReplayedOrder()
         self.ahead = GatheredAhead()
+        self.kept = KeptForBackward()
         self.order_check = OrderCheck.from_environment()
         self._forward_root: int | None = None
         self._awaits_gradients = False
@@ -249,6 +256,8 @@ class Context:
         self._phase = Phase.FORWARD
         self._forward_root = root.index
         self._order = self._learned.begin_forward(root.index)
+        backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
+        self.kept.plan(member for member in self._members(backward) if member.goes_after_forward)
         for member in self.states:
             member.begin_pass()
         self.order_gathers_after_updates()
@@ -289,10 +298,13 @@ class Context:
         upcoming, passed = self._order.visit(running.index)
         if passed:
             self.ahead.free(set(passed).difference(upcoming))
-        members = (member for index in upcoming if (member := self._states[index]()) is not None)
+        members = self._members(upcoming)
         if self._phase is Phase.BACKWARD:
             members = (member for member in members if member.unshards_in_backward)
         return self.ahead.choose(running, members)
+
+    def _members(self, indices: Sequence[int]) -> Iterator[Member]:
+        return (member for index in indices if (member := self._states[index]()) is not None)
 
     def _end_backward(self) -> None:
         with label("root_post_backward_callback"):

@@ -259,7 +259,8 @@ def _nonfinite(tensors: list[tuple[str, torch.Tensor]]) -> list[NonFinite]:
     if not tensors:
         return []
     rank = dist.get_rank() if dist.is_initialized() else 0
-    counts = torch.stack([torch.stack([t.isnan().sum(), t.isinf().sum()]) for _, t in tensors])
+    device = tensors[0][1].device  # units may rest on the CPU, or not
+    counts = torch.stack([torch.stack([t.isnan().sum(), t.isinf().sum()]).to(device) for _, t in tensors])
     kinds: tuple[Kind, Kind] = ("nan", "inf")
     return [
         NonFinite(name, rank, count, kind)

@@ -152,7 +152,7 @@ class ExtendedGroup(ParameterGroup):
         self.parameters = list(parameters)
         self._mesh = _mesh_of(self.axes)
         self._describe_shards()
-        self._build_unsharded()
+        self.build_unsharded()
         self.install_sharded()
 
     def _describe_shards(self) -> None:
@@ -160,7 +160,7 @@ class ExtendedGroup(ParameterGroup):
         self.main_weight = _Apart(self.main_layout, self.axes.main_rank, shard.dtype, shard.device)
         _, self._compute_dtype, self.reduce_dtype = dtypes_of(self.parameters[0].sharded, self.policy)
 
-    def _build_unsharded(self) -> None:
+    def build_unsharded(self) -> None:
         """Forget what was gathered into; the next gather makes it anew."""
         shapes = self.layout.shapes
         self._extensions = [
@@ -180,7 +180,7 @@ class ExtendedGroup(ParameterGroup):
             self._point(parameter, _with_room(shard, shape, self.axes.num_shards, self.offload))
             parameter.unsharded = parameter.sharded
         self._describe_shards()
-        self._build_unsharded()
+        self.build_unsharded()
         self.install_sharded()
 
     def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:

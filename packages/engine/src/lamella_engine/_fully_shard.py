@@ -99,8 +99,9 @@ def fully_shard(
         placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
             the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
             over replicas after every microbatch. FSDP2 has no such argument.
-        allocator: Gives unsharded parameters their bytes. None means a `lamella_buffers.CachingAllocator`; a
-            `PoolAllocator` plans for what it serves, so give one object to all units. FSDP2 has no such argument.
+        allocator: Gives unsharded parameters, and gradients that fused kernels add to, their bytes. None means a
+            `lamella_buffers.CachingAllocator`; a `PoolAllocator` plans for what it serves, so give one object to all
+            units. FSDP2 has no such argument.
         keep: What of a parameter must stay on one rank: `Rows(n)` for blocks of n rows, `Whole()`, or a function that
             says so of each parameter. Those parameters are packed into one buffer which is cut where that allows (the
             flat layout), so a rank may have any number of their rows. They become `RaggedDTensor`s. None, also from the
@@ -157,10 +158,13 @@ def fully_shard(
     _move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     context = Context(device)
-    groups = []
-    for members in _by_kind(candidates, policy):
-        beside = neighbours.get(members[0].sharding.axes)
-        groups.append(new_group(members, policy, source, neighbours=beside, offload=offload))
+    groups = [
+        new_group(members, policy, source, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
+        for members in _by_kind(candidates, policy)
+    ]
+    del candidates  # the originals: their bytes go before the unsharded buffers take theirs
+    for group in groups:
+        group.build_unsharded()
     keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag, strategy)

@@ -90,7 +90,7 @@ class MainGrads:
 
     def _new_buffer(self) -> UnshardedBuffer:
         group = self.group
-        dtype, device = group.reduce_dtype, group.main_weight.device
+        dtype, device = group.reduce_dtype, group.device
         while self._spare:
             buffer = self._spare.pop()
             if (buffer.dtype, buffer.device) == (dtype, device):

@@ -131,13 +131,9 @@ class FSDPModule(fsdp2.FSDPModule):
             RuntimeError: There are no gradients, or a hook is going to end this backward.
 
         Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
-            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA, unless
-            shards rest on the CPU and no backward is under way, whose end would wait for them.
+            before. The gradients themselves are for `wait_for_gradients()` to wait for. No host sync on CUDA.
         """
-        state = state_of(self)
-        state.end_backward_by_hand()
-        if state.is_offloaded and state.context.is_resting:
-            state.context.finish_reductions()
+        state_of(self).end_backward_by_hand()
 
     def wait_for_gradients(self) -> None:
         """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
@@ -151,7 +147,8 @@ class FSDPModule(fsdp2.FSDPModule):
                 a hold was not released, or a delayed gradient has not come. The message names them.
 
         Effects: those of `reduce_gradients` for what is left; with the last backward the current stream waits for all
-            reductions, and copies of the parameters are stale. No host sync on CUDA.
+            reductions, and copies of the parameters are stale. No host sync on CUDA, unless shards rest on the CPU:
+            then the host waits for gradients that go there.
         """
         _outermost(self, "wait_for_gradients").context.end_step()
 
@@ -406,11 +403,26 @@ class FSDPModule(fsdp2.FSDPModule):
             TypeError: Neither an int nor None.
             ValueError: Negative.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int | None):
-            raise TypeError(f"Expected `nbytes` to be an int or None, got {nbytes!r}.")
-        if nbytes is not None and nbytes < 0:
-            raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}. 0 gathers one unit ahead.")
+        if nbytes is not None:
+            _check_nbytes(nbytes)
         _outermost(self, "set_prefetch_budget").context.ahead.budget = nbytes
+
+    def set_keep_budget(self, nbytes: int) -> None:
+        """Say how much may stay unsharded between forward and backward, beside units that were told to stay.
+
+        Each unit that stays is gathered once less. Those that backward wants first stay, as the last forward had it.
+
+        Args:
+            nbytes: For the whole tree, as in `set_prefetch_budget`; 0, the default, keeps none. They are alive from
+                the units' forward to the end of their backward, beside the activations. Every rank must give the same.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            TypeError: Not an int.
+            ValueError: Negative.
+        """
+        _check_nbytes(nbytes)
+        _outermost(self, "set_keep_budget").context.kept.budget = nbytes
 
     def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
@@ -645,6 +657,13 @@ def _unit_state(module: object) -> FSDPState:
 def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
     return tuple(weakref.ref(_unit_state(module)) for module in modules)
+
+
+def _check_nbytes(nbytes: object) -> None:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        raise TypeError(f"Expected `nbytes` to be a whole number of bytes, got {nbytes!r}.")
+    if nbytes < 0:
+        raise ValueError(f"Expected `nbytes` to be at least 0, got {nbytes}.")
 
 
 def _outermost(module: object, method: str) -> FSDPState:

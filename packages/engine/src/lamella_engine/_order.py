@@ -56,6 +56,7 @@ class LearnedOrders:
 
     def __init__(self) -> None:
         self._forward: dict[int, tuple[int, ...]] = {}
+        self._reverse: dict[int, tuple[int, ...]] = {}
         self._last_forward: tuple[int, ...] = ()
         self._reverse_of_last_forward: tuple[int, ...] = ()
         self._backward: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -67,9 +68,14 @@ class LearnedOrders:
     def end_forward(self, root: int, order: ReplayedOrder, *, backward_follows: bool) -> None:
         """Learn a finished forward; one without gradients teaches nothing about backward."""
         self._forward[root] = tuple(order.seen)
+        self._reverse[root] = tuple(reversed(order.ended))
         if backward_follows:
             self._last_forward = self._forward[root]
-            self._reverse_of_last_forward = tuple(reversed(order.ended))
+            self._reverse_of_last_forward = self._reverse[root]
+
+    def backward_of_forward(self, root: int) -> tuple[int, ...]:
+        """In which order backward is likely to want the units of a forward that starts at `root`."""
+        return self._reverse.get(root, ())
 
     def begin_backward(self) -> ReplayedOrder:
         """The backward order to expect after the last forward with gradients."""

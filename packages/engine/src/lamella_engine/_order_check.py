@@ -74,8 +74,13 @@ class OrderCheck:
         self._recent.append(what)
         self._checksum = zlib.crc32(what.encode(), self._checksum)
 
-    def before(self, what: str, groups: Iterable[dist.ProcessGroup]) -> None:
+    def before(self, what: str, groups: Iterable[dist.ProcessGroup], detail: str = "") -> None:
         """Compare where the ranks of some groups are, and what they are about to do.
+
+        Args:
+            what: Is remembered afterwards.
+            groups: Whose ranks must agree.
+            detail: Is compared and reported too, but not remembered.
 
         Raises:
             RuntimeError: They differ, a rank did not come in time, or ranks of another group differ. Every rank of the
@@ -83,7 +88,7 @@ class OrderCheck:
 
         Effects: not a collective; blocks the host until every rank of the groups has come.
         """
-        point = _Point(what, self._checksum, tuple(self._recent))
+        point = _Point(what + detail, self._checksum, tuple(self._recent))
         for group in groups:
             if group.size() > 1:
                 _Comparison(group, point, self._timeout_s).settle()

@@ -212,7 +212,9 @@ class ParameterGroup:
         parts: This rank's of those parts, while there are any.
         partial: Gradients that still have to be reduced over `replicas` or `outer`.
 
-    Effects: allocates the shards, and for a moment the unsharded buffer, on the current stream; not a collective.
+    `build_unsharded` must follow, when nobody holds the candidates any more.
+
+    Effects: allocates the shards on the current stream; not a collective.
     """
 
     def __init__(
@@ -230,7 +232,6 @@ class ParameterGroup:
         self.main_weight.copy_from(wholes)
         shards = [standalone(shard) for shard in self.main_weight.shards]
         self.parameters = [sharded_parameter(c, shard) for c, shard in zip(candidates, shards, strict=True)]
-        self._build_unsharded()
         self.install_sharded()
 
     def _begin(
@@ -270,8 +271,11 @@ class ParameterGroup:
             flat = torch.empty(numel, dtype=dtype, device=device)
         return ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
 
-    def _build_unsharded(self) -> None:
-        """Make the unsharded buffer and the parameters that are views of it, once; their bytes come and go."""
+    def build_unsharded(self) -> None:
+        """Make the unsharded buffer and the parameters that are views of it, once; their bytes come and go.
+
+        Effects: allocates the buffer for a moment, on the current stream.
+        """
         if self.is_meta:
             return
         main_dtype = self.main_weight.dtype
@@ -368,7 +372,7 @@ class ParameterGroup:
                 parameter.adopt(parameter.replacement())
             self._point(parameter, standalone(shard))
         self.reduce_dtype = self.policy.reduce_dtype_of(self.main_weight.dtype)
-        self._build_unsharded()
+        self.build_unsharded()
         self.install_sharded()
 
     def _point(self, parameter: ShardedParameter, shard: torch.Tensor) -> None:

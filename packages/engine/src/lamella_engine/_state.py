@@ -151,6 +151,11 @@ class FSDPState:
         return not (self.is_outermost and torch.is_grad_enabled())
 
     @property
+    def goes_after_forward(self) -> bool:
+        """Whether the parameters are freed after forward, and gathered again for backward."""
+        return self.reshards_after_forward and self.unshards_in_backward and not self.strategy.keeps_copy
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether shards rest on the CPU."""
         return any(group.offload is not None for group in self.groups)
@@ -187,7 +192,7 @@ class FSDPState:
         Effects: none unless it is; see `OrderCheck.before`.
         """
         if (check := self.context.order_check) is not None:
-            check.before(f"{verb} {self.title} ({nbytes()} bytes)", self.process_groups)
+            check.before(f"{verb} {self.name or self.title}", self.process_groups, f" ({nbytes()} bytes)")
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -487,7 +492,7 @@ class FSDPState:
             self.context.leave_forward(self)
 
     def _reshard_after_forward(self) -> None:
-        if self.reshards_after_forward and self._forward_is_watched:
+        if self.reshards_after_forward and self._forward_is_watched and not self.context.kept.keeps(self):
             self.reshard(keep_parts=torch.is_grad_enabled())
 
     def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:

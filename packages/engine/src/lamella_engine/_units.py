@@ -110,9 +110,10 @@ def plan_units(
     _check_model(model)
     tree = _Tree(model, ignored_params or set(), mp_policy)
     matched = _matched(tree, units)
-    chosen, notes = _choose(tree, matched)
-    planned = [_planned(tree, name, module) for name, module in chosen]
-    return ShardingPlan(units=(*planned, _rest(tree, chosen)), notes=tuple(notes), num_ranks=num_ranks)
+    choice = _Choice(tree, matched)
+    planned = [_planned(tree, name, module) for name, module in choice.chosen]
+    planned.append(_rest(tree, choice.chosen))
+    return ShardingPlan(units=tuple(planned), notes=tuple(choice.notes), num_ranks=num_ranks)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -323,33 +324,38 @@ def _listed(names: list[str]) -> str:
 # -- what can be done -----------------------------------------------------------------------------------------------
 
 
-def _choose(tree: _Tree, matched: set[int]) -> tuple[list[tuple[str, nn.Module]], list[str]]:
-    """The outermost matches that can be units, and what is to be said about the others."""
-    chosen: list[tuple[str, nn.Module]] = []
-    notes: list[str] = []
-    seen: set[int] = set()
+class _Choice:
+    """The outermost matches that can be units, and what is to be said about the others.
 
-    def walk(name: str, module: nn.Module, *, stands_for_all: bool) -> None:
+    A class: two functions in a function that call each other are a cycle, and this one would hold the model.
+    """
+
+    def __init__(self, tree: _Tree, matched: set[int]) -> None:
+        self.chosen: list[tuple[str, nn.Module]] = []
+        self.notes: list[str] = []
+        self._tree = tree
+        self._matched = matched
+        self._seen: set[int] = set()
+        self._walk("", tree.model, stands_for_all=False)
+
+    def _walk(self, name: str, module: nn.Module, *, stands_for_all: bool) -> None:
         for child_name, child in module.named_children():
-            if id(child) in seen or not tree.holds(child):
+            if id(child) in self._seen or not self._tree.holds(child):
                 continue
-            seen.add(id(child))
-            visit(_join(name, child_name), child, is_match=stands_for_all or id(child) in matched)
+            self._seen.add(id(child))
+            self._visit(_join(name, child_name), child, is_match=stands_for_all or id(child) in self._matched)
 
-    def visit(name: str, module: nn.Module, *, is_match: bool) -> None:
+    def _visit(self, name: str, module: nn.Module, *, is_match: bool) -> None:
         if not is_match or not _has_forward(module):
-            walk(name, module, stands_for_all=is_match)
-        elif tie := tree.tie(module):
-            notes.append(_tie_note(tree, name, module, tie))
-            walk(name, module, stands_for_all=False)
-        elif reader := tree.reader(module):
-            notes.append(_read_note(name, module, reader))
-            walk(name, module, stands_for_all=False)
+            self._walk(name, module, stands_for_all=is_match)
+        elif tie := self._tree.tie(module):
+            self.notes.append(_tie_note(self._tree, name, module, tie))
+            self._walk(name, module, stands_for_all=False)
+        elif reader := self._tree.reader(module):
+            self.notes.append(_read_note(name, module, reader))
+            self._walk(name, module, stands_for_all=False)
         else:
-            chosen.append((name, module))
-
-    walk("", tree.model, stands_for_all=False)
-    return chosen, notes
+            self.chosen.append((name, module))
 
 
 def _has_forward(module: nn.Module) -> bool:
