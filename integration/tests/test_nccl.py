@@ -37,7 +37,7 @@ WEIGHT_TOLERANCE = 1e-3
 
 MIB = 2**20
 NUM_TOKENS = 1021  # Primes: see `profile`.
-MANY_TOKENS = 8191
+MANY_TOKENS = 32749
 
 
 def _cuda() -> torch.device:

@@ -203,6 +203,7 @@ def _delay_streams(model: nn.Module) -> None:
 
 
 @pytest.mark.gpu4
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
     """A missing wait shows as gradients that were read, or shards that were written, too early."""
@@ -290,6 +291,7 @@ def _step_of(model: nn.Module) -> Callable[[], torch.Tensor]:
     return lambda: LLAMA.loss(model(tokens), labels)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @ALL_RANKS
 def test_the_host_waits_at_the_end_of_backward_alone(num_ranks: int) -> None:
     def check() -> None:
@@ -317,7 +319,7 @@ def test_each_gather_costs_one_copy_up_and_each_reduction_one_down(num_ranks: in
             forward().backward()
             model.zero_grad()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
             forward().backward()
             torch.cuda.synchronize()
         return [event.name for event in profiler.events() if "HtoD" in event.name or "DtoH" in event.name]

@@ -22,7 +22,11 @@ from lamella_engine._module import state_of
 from lamella_integration.tasks import unsharded
 from lamella_testing import run_ranks
 
-pytestmark = pytest.mark.gpu2
+pytestmark = [
+    pytest.mark.gpu2,
+    # What torch says when a thread of autograd is the first to multiply; it sets the context up and goes on.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+]
 
 DIM, HIDDEN, NUM_LAYERS, NUM_ROWS = 256, 512, 3, 64
 NUM_STEPS = 20
