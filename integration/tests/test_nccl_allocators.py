@@ -13,6 +13,7 @@ from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lamella_engine._module import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
+from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
 from lamella_testing import run_ranks
 
@@ -28,7 +29,9 @@ ALLOCATORS: dict[str, Make] = {
     "MemPool": MemPoolAllocator,
     "pool in a MemPool": lambda: PoolAllocator(MemPoolAllocator()),
 }
-OTHERS = pytest.mark.parametrize("other", [name for name in ALLOCATORS if name != "caching"])
+NEEDS_POOLS = pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12")
+EACH = [pytest.param(name, marks=NEEDS_POOLS if "pool" in name else ()) for name in ALLOCATORS]
+OTHERS = pytest.mark.parametrize("other", EACH[1:])
 
 
 def _cuda() -> torch.device:
@@ -36,7 +39,7 @@ def _cuda() -> torch.device:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", ALLOCATORS)
+@pytest.mark.parametrize("name", EACH)
 def test_it_conforms(name: str) -> None:
     def check() -> None:
         check_allocator(ALLOCATORS[name](), _cuda())
@@ -80,6 +83,7 @@ def test_training_is_bit_for_bit_that_of_the_caching_allocator(other: str) -> No
     task, recipe = TASKS["llama"], Recipe(num_steps=20, num_microbatches=2, max_norm=1.0)
 
     def traces() -> list[Trace]:
+        use_repeatable_kernels()
         made = [ALLOCATORS[name]() for name in ("caching", other)]
         return [
             train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=BF16, allocator=allocator), recipe)
@@ -138,6 +142,7 @@ def _measure(make: Callable[[_Counting], Allocator]) -> _Taken:
     )
 
 
+@NEEDS_POOLS
 @pytest.mark.gpu2
 def test_a_step_with_a_plan_takes_nothing_for_unsharded_buffers_and_needs_no_more_memory() -> None:
     num_gathers = 2 * WIDE.num_layers + 1

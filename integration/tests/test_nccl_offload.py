@@ -32,6 +32,7 @@ from lamella_engine import (
 )
 from lamella_engine._module import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
+from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
@@ -208,6 +209,7 @@ def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
     recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
 
     def traces() -> tuple[Trace, Trace]:
+        use_repeatable_kernels()
         found = []
         for is_late in (False, True):
             model = _offloaded(LLAMA, mp_policy=BF16, **WAYS[way]())

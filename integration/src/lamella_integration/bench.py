@@ -10,7 +10,6 @@ because a rank that fails alone inside a step leaves its peers in a collective u
 
 import argparse
 import gc
-import os
 import statistics
 import time
 import traceback
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Training, Workload
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, num_flops_per_token
+from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.report import Failure, Measurement, Report
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def run(options: Options, device: torch.device) -> Report:
     Effects: collective on the default group; writes the report after each backend on rank 0.
     """
     if options.is_deterministic:
-        _use_repeatable_kernels()
+        use_repeatable_kernels()
     report = Report(
         title=f"{options.size}, {options.num_tokens} tokens a GPU, {dist.get_world_size()} ranks, "
         f"{options.reduce} reduce{', deterministic' if options.is_deterministic else ''}",
@@ -215,19 +215,6 @@ def _over_ranks(value: float, op: dist.ReduceOp.RedOpType, workload: Workload) -
     tensor = torch.tensor(value, dtype=torch.float64, device=workload.device)
     dist.all_reduce(tensor, op=op)
     return tensor.item()
-
-
-def _use_repeatable_kernels() -> None:
-    """Let backends that do the same arithmetic have the same losses, bit for bit.
-
-    Fused attention's backward adds up in the order in which blocks finish, and training from a random start makes a
-    percent of that within ten steps.
-    """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)  # A warning names what has no repeatable kernel.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _environment(device: torch.device) -> dict[str, str]:

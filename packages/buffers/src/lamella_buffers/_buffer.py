@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -35,11 +36,9 @@ class ShardedBuffer:
         self.layout = layout
         self.rank = rank
         self.flat = flat
-        self.slots = tuple(flat[slice(*slot)] for slot in layout.wire_slots)
-        self.shards = tuple(
-            flat[slice(*layout.local_slot(i, rank))].view(layout.shard_shape(i, rank))
-            for i in range(layout.num_tensors)
-        )
+        slots, shards = _places(layout, rank)
+        self.slots = tuple(flat[slot] for slot in slots)
+        self.shards = tuple(flat[place].view(shape) for place, shape in shards)
 
     @classmethod
     def empty(cls, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
@@ -168,6 +167,13 @@ def standalone(view: torch.Tensor) -> torch.Tensor:
     start = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+@lru_cache(maxsize=4096)  # every reduction makes a buffer, of one of few layouts
+def _places(layout: Layout, rank: int) -> tuple[list[slice], list[tuple[slice, tuple[int, ...]]]]:
+    """Where the slots of a rank's shards lie; and the shards, with their shapes."""
+    shards = [(slice(*layout.local_slot(i, rank)), layout.shard_shape(i, rank)) for i in range(layout.num_tensors)]
+    return [slice(*slot) for slot in layout.wire_slots], shards
 
 
 def _check_gatherable(layout: EvenLayout) -> None:
