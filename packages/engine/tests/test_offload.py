@@ -548,6 +548,18 @@ def test_shards_that_were_moved_off_the_cpu_are_refused_with_fsdp2s_words(monkey
     run_ranks(on_each_rank, 2)
 
 
+def test_a_hold_that_was_refused_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_each_rank() -> None:
+        _, model = _pair()
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedBuffer, "device", torch.device("cuda", 0))
+            with pytest.raises(RuntimeError, match="materialized on CPU"):
+                unit(model).hold()
+        model.state_dict()
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_norms_of_offloaded_gradients_are_the_whole_gradients() -> None:
     def on_each_rank() -> None:
         pair = _pair()
