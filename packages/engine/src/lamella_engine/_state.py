@@ -138,10 +138,12 @@ class FSDPState:
         Effects: none; not a collective.
         """
         other.drop_copy()
+        self.main_grads += other.main_grads
+        self.delayed.take_over(other.delayed)
         for parameter in (p for group in other.groups for p in group.parameters):
             parameter.name = f"{other.name}.{parameter.name}"
         self.groups += other.groups
-        other.groups, other._reader = (), self
+        other.groups, other.main_grads, other._reader = (), (), self
         self._gathered_at = -1
 
     @property
@@ -464,7 +466,7 @@ class FSDPState:
             run, and is over when each has run.
         """
         is_read = module_id not in self.module_ids
-        if is_read and self._residency is Residency.UNSHARDED and self._is_current:
+        if is_read and self._residency is Residency.UNSHARDED and (is_recomputed or self._is_current):
             return False
         begins = not self._awaited or len(self.module_ids) == 1
         ahead: Sequence[Member] = ()
@@ -514,7 +516,7 @@ class FSDPState:
 
     def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
-        return [state for ref in asked if (state := ref()) is not None] if asked else learned
+        return [state.unit for ref in asked if (state := ref()) is not None] if asked else learned
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
