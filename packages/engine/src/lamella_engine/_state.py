@@ -367,16 +367,17 @@ class FSDPState:
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
-        if any(group.is_replaced for group in self.groups):
+        if self._residency not in (Residency.SHARDED, Residency.KEPT):
+            return
+        if is_replaced := any(group.is_replaced for group in self.groups):
             self.drop_copy()
-        if self._residency is Residency.SHARDED:
-            if self._gathered_at == -1:
-                self.groups = split_extended(self.groups)
-            for group in self.groups:
-                before = group.main_weight
-                group.adopt_replaced_shards(keep_parameters=keep_parameters)
-                if group.main_weight is not before:
-                    self.context.post_optim_event = None  # it says nothing of these copies
+        if self._gathered_at == -1:
+            self.groups = split_extended(self.groups)
+        for group in self.groups if is_replaced else ():
+            before = group.main_weight
+            group.adopt_replaced_shards(keep_parameters=keep_parameters)
+            if group.main_weight is not before:
+                self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
