@@ -729,6 +729,8 @@ class FSDPState:
         self.check_not_held()
 
     def _settle_main_grads(self) -> None:
+        if self.main_grads:  # which delayed gradients may be in, or be added to
+            self.delayed.join(self.context.compute_stream)
         for grads in self.main_grads:
             grads.settle()
 
