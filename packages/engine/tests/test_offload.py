@@ -416,6 +416,23 @@ def test_the_host_waits_for_gathers_before_somebody_may_write_what_they_read(mon
     run_ranks(on_each_rank, 2)
 
 
+def test_the_host_waits_for_a_forward_between_backward_and_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_each_rank() -> None:
+        _, model = _pair()
+        optimizer = sgd(list(model.parameters()))
+        with late_copies(monkeypatch) as late:
+            for num_steps in (1, 2):
+                model(rows_of_this_rank(X)).square().mean().backward()
+                assert late.num_waits == 2 * num_steps - 1
+                with torch.no_grad():
+                    model(rows_of_this_rank(X))
+                optimizer.step()
+                optimizer.step()
+                assert late.num_waits == 2 * num_steps
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_after_an_exception_no_hook_is_called_for_a_step_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
