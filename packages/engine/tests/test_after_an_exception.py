@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from engine_models import (
     Net,
     Residual,
@@ -161,5 +165,46 @@ def test_a_new_outer_unit_is_refused_in_the_middle_of_a_step() -> None:
         layer.get_submodule("up").register_forward_pre_hook(lambda *_: fully_shard(model))
         with pytest.raises(RuntimeError, match=r"Expected the unit 'layers\.1' to be at rest.*reset_iter_state\(\)"):
             model(X)
+
+    run_ranks(check, 2)
+
+
+# torch 2.13's name, and that of before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _FailsOnce:
+    """A gather that raises the first time: memory ran out, say."""
+
+    has_failed = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise _Boom
+        _all_gather(output_tensor, input_tensor, group=group)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_gather_that_failed_leaves_no_bytes_behind_and_may_be_tried_again(resets: bool) -> None:
+    def check() -> None:
+        reference, sharded = twins(Net, shard)
+        layer = unit(sharded.get_submodule("layers.1"))
+        layer.set_custom_all_gather(_FailsOnce())
+        if resets:
+            with pytest.raises(_Boom):
+                LOSS(sharded)
+            unit(sharded).reset_iter_state()
+        else:
+            with pytest.raises(_Boom):
+                layer.hold()
+        assert_at_rest(sharded)
+        sharded.state_dict()
+        assert_trains_alike(reference, sharded, LOSS)
 
     run_ranks(check, 2)

@@ -567,6 +567,85 @@ def test_a_module_that_is_read_may_be_called_outside_of_the_reader() -> None:
     run_ranks(check, 2)
 
 
+class _CallingRecomputed(RecomputedByReentry):
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block(dim, CallingMixer)
+
+
+def test_a_module_that_is_read_and_called_runs_again_after_an_optimizer_stepped() -> None:
+    """What the unit gathered before that is still what its own backward needs: a call inside it begins nothing."""
+
+    def check() -> None:
+        reference, sharded = twins(_CallingRecomputed, partial(_shard, reshard_after_forward=False))
+        other = fully_shard(nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        for model in (reference, sharded):
+            loss = LOSS(model)
+            optimizer.step()
+            loss.backward()
+        assert_gradients_equal(reference, sharded)
+        assert_at_rest(sharded)
+
+    run_ranks(check, 2)
+
+
+def _shard_after(model: Any, tell: Callable[[nn.Linear], object]) -> list[Any]:
+    """What is said to each convolution's unit, before the units around take it over, comes back."""
+    answers = []
+    for mixer in _mixers(model):
+        declare_reads(mixer, "conv1d.*")
+        answers.append(tell(fully_shard(mixer.conv1d)))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return answers
+
+
+def test_a_gradient_that_was_said_to_come_late_before_is_waited_for() -> None:
+    def check() -> None:
+        reference, sharded = twins(Model, lambda model: None)
+        came = _shard_after(sharded, lambda conv: unit(conv).delay_gradient(conv.get_parameter("weight")))
+        shards = [conv.weight for conv in _convs(sharded)]
+        for model in (reference, sharded):
+            LOSS(model).backward()
+        assert all(shard.grad is None for shard in shards)
+        for call in came:
+            call()
+        assert_gradients_equal(reference, sharded)
+        assert_at_rest(sharded)
+
+    run_ranks(check, 2)
+
+
+def test_a_buffer_for_gradients_that_was_asked_for_before_is_there() -> None:
+    def check() -> None:
+        sharded = Model()
+        _shard_after(sharded, lambda conv: unit(conv).set_main_grads([conv.get_parameter("weight")]))
+        for layer in sharded.layers:
+            unit(layer).unshard()
+        for conv in _convs(sharded):
+            weight: Any = conv.weight
+            assert weight.get_main_grad().shape == weight.shape
+
+    run_ranks(check, 2)
+
+
+def test_a_list_of_units_to_gather_ahead_may_name_one_that_was_taken_over() -> None:
+    def check() -> None:
+        sharded = Model()
+        for mixer in _mixers(sharded):
+            declare_reads(mixer, "conv1d.*")
+            fully_shard(mixer.conv1d)
+        unit(fully_shard(sharded.layers[0])).set_modules_to_forward_prefetch([unit(_convs(sharded)[1])])
+        for module in (*sharded.layers[1:], sharded):
+            fully_shard(module)
+        log = _record(sharded)
+        sharded(X)
+        assert log.order.index("gather layers.1") < log.order.index("compute layers.0")
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("inner", [None, CPUOffloadPolicy(pin_memory=False)])
 def test_shards_may_rest_on_the_cpu(inner: CPUOffloadPolicy | None) -> None:
     """The reader's and what it reads, or the latter alone."""

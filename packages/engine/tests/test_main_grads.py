@@ -22,6 +22,7 @@ from engine_models import (
     unit,
     units,
 )
+from fake_streams import fake_streams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -438,6 +439,25 @@ def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
         _assert_no_buffers(model)
 
     run_ranks(on_each_rank, 2)
+
+
+def test_late_gradients_of_other_streams_are_waited_for_before_they_are_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def on_each_rank() -> None:
+        model = fully_shard(nn.Linear(DIM, 3))
+        streams, seen = fake_streams(model), []
+        unit(model).set_main_grads([model.weight])
+        weight_came, bias_came = (unit(model).delay_gradient(each) for each in (model.weight, model.bias))
+        _backward(model, torch.ones(6, DIM))
+        with streams.stream(streams.Stream(0)):
+            work = streams.work()
+            weight_came()
+        monkeypatch.setattr(MainGrads, "settle", lambda _: seen.append(work.is_before(streams.current.seen)))
+        bias_came()
+        assert seen == [True]
+
+    run_ranks(on_each_rank, 1)
 
 
 def test_they_may_be_taken_away_again() -> None:

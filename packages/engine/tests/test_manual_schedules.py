@@ -367,6 +367,21 @@ def test_weights_that_a_plain_unshard_left_over_a_step_are_gathered_anew() -> No
     run_ranks(on_each_rank, 2)
 
 
+def test_a_copy_that_is_held_over_a_step_is_refused_too() -> None:
+    def on_each_rank() -> None:
+        _, model = twins(Stack, lambda model: _shard(model, "ZERO1"))
+        assert isinstance(model, Stack)
+        optimizer = sgd(list(model.parameters()))
+        with unit(model.layers[0]).hold():
+            model(rows_of_this_rank(BATCHES[0])).backward()
+            backward_dw(model)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="Expected nobody to hold"):
+                model(rows_of_this_rank(BATCHES[0]))
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_a_gather_at_rest_waits_for_who_wrote_the_shards_and_for_every_reader_before_it_frees() -> None:
     def on_each_rank() -> None:
         model = Stack()

@@ -416,6 +416,23 @@ def test_the_host_waits_for_gathers_before_somebody_may_write_what_they_read(mon
     run_ranks(on_each_rank, 2)
 
 
+def test_the_host_waits_for_a_forward_between_backward_and_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_each_rank() -> None:
+        _, model = _pair()
+        optimizer = sgd(list(model.parameters()))
+        with late_copies(monkeypatch) as late:
+            for num_steps in (1, 2):
+                model(rows_of_this_rank(X)).square().mean().backward()
+                assert late.num_waits == 2 * num_steps - 1
+                with torch.no_grad():
+                    model(rows_of_this_rank(X))
+                optimizer.step()
+                optimizer.step()
+                assert late.num_waits == 2 * num_steps
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_after_an_exception_no_hook_is_called_for_a_step_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -544,6 +561,18 @@ def test_shards_that_were_moved_off_the_cpu_are_refused_with_fsdp2s_words(monkey
             ):
                 model(X)
         model(X)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_hold_that_was_refused_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_each_rank() -> None:
+        _, model = _pair()
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedBuffer, "device", torch.device("cuda", 0))
+            with pytest.raises(RuntimeError, match="materialized on CPU"):
+                unit(model).hold()
+        model.state_dict()
 
     run_ranks(on_each_rank, 2)
 

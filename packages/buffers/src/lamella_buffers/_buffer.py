@@ -126,6 +126,11 @@ class UnshardedBuffer:
         """Where the tensors lie."""
         return self.flat.device
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether there is something to free."""
+        return self.flat.untyped_storage().nbytes() > 0
+
     def allocate(self) -> None:
         """Take the bytes; their contents are undefined until a gather fills them.
 

@@ -14,7 +14,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from lamella_engine._ahead import Gatherable, GatheredAhead
@@ -136,7 +140,8 @@ class Context:
     5. Shards that rest on the CPU are copied from there on the gather stream, and their gradients to there on the
        stream that reduced them. What the copies have on the device is allocated and read on these streams alone. The
        host waits once: at the end of backward, for the compute stream, which has waited for both by then. After it
-       the optimizer may read gradients, and write shards that no copy reads any more.
+       the optimizer may read gradients, and write shards that no copy reads any more. If there was another forward
+       in between, it waits for that one's gathers when an optimizer of torch's steps.
     The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
     ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
     gradient was made), it waits for them too.
@@ -456,7 +461,9 @@ class Context:
 
     def note_shards_are_read(self) -> None:
         """Note that the gather stream will read shards on the CPU."""
-        self._reads_shards = True
+        if not self._reads_shards:
+            self._reads_shards = True
+            _reading.add(self)
 
     def wait_for_shards(self) -> None:
         """Let the host wait until shards on the CPU have been read: somebody may be about to write them.
@@ -466,6 +473,25 @@ class Context:
         if self._reads_shards:
             self._reads_shards = False
             _wait_on_host(self.all_gather_stream)
+
+
+# Those that may read shards on the CPU: an optimizer must not write them meanwhile.
+_reading: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+@_disable_dynamo
+def _wait_before_step(optimizer: Optimizer, *_: object) -> None:
+    """A forward may have come after the last backward, of whose gathers nobody has waited for."""
+    if not _reading:
+        return
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(isinstance(parameter, DTensor) and parameter.device.type == "cpu" for parameter in parameters):
+        for context in tuple(_reading):
+            context.wait_for_shards()
+            _reading.discard(context)
+
+
+register_optimizer_step_pre_hook(_wait_before_step)
 
 
 def _wait_on_host(stream: torch.Stream) -> None:

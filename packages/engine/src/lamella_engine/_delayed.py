@@ -50,6 +50,11 @@ class DelayedGradients:
         self._num_arrived[parameter] = 0
         parameter.keeps_grad_clear = True
 
+    def take_over(self, other: DelayedGradients) -> None:
+        """Expect what another unit expected, which nothing is due in."""
+        for parameter in other.parameters:
+            self.add(parameter)
+
     def end(self, stream: torch.Stream) -> bool:
         """Note that a backward of the unit ended on `stream`.
 

@@ -300,6 +300,10 @@ class _Gathered(UnshardedBuffer):
         self._versions: _unsafe_preserve_version_counter | None = None
         self.awaits_post = False
 
+    @property
+    def has_bytes(self) -> bool:
+        return True  # maybe; freeing twice does nothing
+
     def allocate(self) -> None:
         for extension in self._extensions:
             for tensor in extension.tensors:

@@ -184,7 +184,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         def note() -> None:
             if (state := ref()) is not None:
-                state.note_gradient(delayed)
+                state.unit.note_gradient(delayed)
 
         return note
 

@@ -309,7 +309,7 @@ class ParameterGroup:
 
     def meta_names(self) -> list[str]:
         """The members that have no storage yet."""
-        return [p.name for p in self.parameters if self.is_meta and _local(p.replacement()).is_meta]
+        return [p.name for p in self.parameters if _local(p.replacement()).is_meta] if self.is_meta else []
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -111,6 +111,7 @@ class FSDPState:
         self.delayed = DelayedGradients()
         self.main_grads: tuple[MainGrads, ...] = ()
         self._gathered_at = -1
+        self._expects_update = False
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: torch.Stream | None = None
@@ -137,10 +138,12 @@ class FSDPState:
         Effects: none; not a collective.
         """
         other.drop_copy()
+        self.main_grads += other.main_grads
+        self.delayed.take_over(other.delayed)
         for parameter in (p for group in other.groups for p in group.parameters):
             parameter.name = f"{other.name}.{parameter.name}"
         self.groups += other.groups
-        other.groups, other._reader = (), self
+        other.groups, other.main_grads, other._reader = (), (), self
         self._gathered_at = -1
 
     @property
@@ -154,6 +157,11 @@ class FSDPState:
     def goes_after_forward(self) -> bool:
         """Whether the parameters are freed after forward, and gathered again for backward."""
         return self.reshards_after_forward and self.unshards_in_backward and not self.strategy.keeps_copy
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether what was gathered last is what main weights say, as far as is known."""
+        return self._gathered_at == updates.count and not self._expects_update
 
     @property
     def is_offloaded(self) -> bool:
@@ -235,15 +243,15 @@ class FSDPState:
             self._holders.add(holder)
             return
         context = self.context
-        if self._gathered_at != updates.count:
+        if not self._is_current:
             self._drop_stale()
         if context.is_resting:
             self.adopt_replaced_shards()
             context.order_gathers_after_updates()
         self._check_materialized()
-        self._holders.add(holder)
         if self._residency is Residency.KEPT:
-            if self._gathered_at == updates.count:
+            if self._is_current:
+                self._holders.add(holder)
                 self.residency = Residency.UNSHARDING
                 return
             self.drop_copy()
@@ -256,11 +264,22 @@ class FSDPState:
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
         versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
         with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
-            started = [_start_gather(same) for same in _by_axes(self.groups)]
+            started = self._start_gathers()
             pending = [each for each in started if not isinstance(each, Done)]
             self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
-        self._gathered_at = updates.count
+        self._holders.add(holder)
+        self._gathered_at, self._expects_update = updates.count, False
         self.residency = Residency.UNSHARDING
+
+    def _start_gathers(self) -> list[Pending]:
+        """Start a gather for each set of axes, or leave no bytes behind: who catches what is raised may try again."""
+        try:
+            return [_start_gather(same) for same in _by_axes(self.groups)]
+        except BaseException:
+            for group in self.groups:
+                if group.unsharded_weight.has_bytes:
+                    group.unsharded_weight.free()
+            raise
 
     def wait_for_unshard(self) -> None:
         """Order the compute stream after the gather, and make the modules hold the unsharded parameters.
@@ -348,22 +367,23 @@ class FSDPState:
 
         Effects: see `ParameterGroup.adopt_replaced_shards`.
         """
-        if any(group.is_replaced for group in self.groups):
+        if self._residency not in (Residency.SHARDED, Residency.KEPT):
+            return
+        if is_replaced := any(group.is_replaced for group in self.groups):
             self.drop_copy()
-        if self._residency is Residency.SHARDED:
-            if self._gathered_at == -1:
-                self.groups = split_extended(self.groups)
-            for group in self.groups:
-                before = group.main_weight
-                group.adopt_replaced_shards(keep_parameters=keep_parameters)
-                if group.main_weight is not before:
-                    self.context.post_optim_event = None  # it says nothing of these copies
+        if self._gathered_at == -1:
+            self.groups = split_extended(self.groups)
+        for group in self.groups if is_replaced else ():
+            before = group.main_weight
+            group.adopt_replaced_shards(keep_parameters=keep_parameters)
+            if group.main_weight is not before:
+                self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
-        if self._gathered_at == updates.count:
+        if self._is_current:
             return
-        if self._gathered_at != -1:  # else a copy that is made anew in any case
+        if self._gathered_at not in (-1, updates.count):  # else never gathered, or a copy that is made anew in any case
             self.check_not_held()
         self.reshard()
 
@@ -447,7 +467,7 @@ class FSDPState:
             run, and is over when each has run.
         """
         is_read = module_id not in self.module_ids
-        if is_read and self._residency is Residency.UNSHARDED and self._gathered_at == updates.count:
+        if is_read and self._residency is Residency.UNSHARDED and (is_recomputed or self._is_current):
             return False
         begins = not self._awaited or len(self.module_ids) == 1
         ahead: Sequence[Member] = ()
@@ -497,7 +517,7 @@ class FSDPState:
 
     def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
-        return [state for ref in asked if (state := ref()) is not None] if asked else learned
+        return [state.unit for ref in asked if (state := ref()) is not None] if asked else learned
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -709,6 +729,8 @@ class FSDPState:
         self.check_not_held()
 
     def _settle_main_grads(self) -> None:
+        if self.main_grads:  # which delayed gradients may be in, or be added to
+            self.delayed.join(self.context.compute_stream)
         for grads in self.main_grads:
             grads.settle()
 
@@ -719,7 +741,7 @@ class FSDPState:
     def _expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
         if self.strategy.keeps_copy or any(group.outer is not None for group in self.groups):
-            self._gathered_at = -1
+            self._expects_update = True
 
     def _reduce_partials(self) -> None:
         """Reduce over the outer axis what this backward added nothing to."""
