@@ -22,17 +22,12 @@ from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
 from lamella_engine._offload import CPU, Offload
-from lamella_engine._parameter_group import (
-    Candidate,
-    Owner,
-    dtypes_of,
-    is_sharded,
-    name_of_sharded_original,
-)
+from lamella_engine._parameter_group import dtypes_of
 from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
 from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
+from lamella_engine._sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_engine._state import FSDPState
 from lamella_layout import Keep, Rows, Whole

@@ -20,7 +20,8 @@ import torch
 
 from lamella_buffers import UnshardedBuffer
 from lamella_engine._context import Context
-from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
+from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_layout import EvenLayout
 
 

@@ -34,8 +34,9 @@ from lamella_engine._handles import Hold, UnshardHandle
 from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._main_grads import MainGrads
 from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
-from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
+from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._private_view import StateView
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
