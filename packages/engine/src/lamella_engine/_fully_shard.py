@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamella_buffers import Allocator, CachingAllocator, Transport, transport_for
+from lamella_engine._attached import attach_state, find_state, view_of
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import is_extended, new_group
 from lamella_engine._hooks import register_hooks
-from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
+from lamella_engine._module import FSDPModule
 from lamella_engine._offload import CPU, Offload
 from lamella_engine._parameter_group import dtypes_of
 from lamella_engine._placements import AxisPlacement, strategy_of

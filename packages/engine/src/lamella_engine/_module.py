@@ -6,17 +6,17 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
+from lamella_engine._attached import find_state, state_of, states_of, unit_state_of, view_of
 from lamella_engine._context import Context
 from lamella_engine._custom_collectives import (
     AllGather,
@@ -35,11 +35,8 @@ from lamella_engine._hooks import post_forward, pre_forward
 from lamella_engine._main_grads import MainGrads
 from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
 from lamella_engine._parameter_group import ParameterGroup
-from lamella_engine._private_view import StateView
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._state import FSDPState
-
-_STATE = "_lamella_state"
 
 
 class FSDPModule(fsdp2.FSDPModule):
@@ -246,7 +243,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         Kept gradients are summed in the reduce dtype. They cost a whole unsharded gradient a parameter.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -257,7 +254,7 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}.")
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             for group in state.groups:
                 group.neighbours = None
@@ -267,7 +264,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         They may stay between microbatches, but not over an optimizer step.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -291,7 +288,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.requires_all_reduce = requires_all_reduce
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
@@ -360,7 +357,7 @@ class FSDPModule(fsdp2.FSDPModule):
         False there, parts of a weight train and parts do not: an error on CPU, unnoticed on a GPU. The unit itself must
         run and take part in backward on every rank all the same.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.reduces_unused_parameters = reduce_scatter_unused_params
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
@@ -487,7 +484,7 @@ class FSDPModule(fsdp2.FSDPModule):
             raise TypeError(f"Expected `max_input_buffers` to be an int, got {max_input_buffers!r}.")
         if max_input_buffers < 1:
             raise ValueError(f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}.")
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.max_reductions_in_flight = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -503,7 +500,7 @@ class FSDPModule(fsdp2.FSDPModule):
             already, or lies on a single rank.
         """
         made: dict[tuple[int, ...], Transport] = {}
-        for group in (group for state in _states(self, recurse) for group in state.groups):
+        for group in (group for state in states_of(self, recurse) for group in state.groups):
             shared, separate = group.axes.shard_group, _separate_reduce_transport(group)
             if enable and shared is not None and shared.size() > 1:
                 separate = _separate_transport(shared, separate, made)
@@ -566,7 +563,7 @@ class FSDPModule(fsdp2.FSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for state in _states(self, recurse=True):
+        for state in states_of(self, recurse=True):
             state.drop_gradients()
             for parameter in (p.sharded for group in state.groups for p in group.parameters):
                 if set_to_none:
@@ -637,7 +634,7 @@ def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
     Raises:
         ValueError: One of them is no unit, or they lie on different devices.
     """
-    contexts = [_unit_state(module).context for module in modules]
+    contexts = [unit_state_of(module).context for module in modules]
     for context in contexts[1:]:
         if context.device != contexts[0].device:
             raise ValueError(f"Expected units on one device, got {contexts[0].device} and {context.device}.")
@@ -646,18 +643,9 @@ def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
             context.share_communication(contexts[0])
 
 
-def _unit_state(module: object) -> FSDPState:
-    state = find_state(module)
-    if state is None:
-        raise ValueError(
-            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. Call fully_shard on it."
-        )
-    return state
-
-
 def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
-    return tuple(weakref.ref(_unit_state(module)) for module in modules)
+    return tuple(weakref.ref(unit_state_of(module)) for module in modules)
 
 
 def _check_nbytes(nbytes: object) -> None:
@@ -735,46 +723,3 @@ def _separate_transport(
         own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
         made[ranks] = transport_for(own)
     return made[ranks]
-
-
-def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
-    """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
-
-    Those `besides` had one of their own before, whose parameters the unit took over.
-
-    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
-    pipeline schedules need.
-    """
-    view = StateView(state, modules)
-    state.view = weakref.ref(view)
-    for module in (*modules, *besides):
-        module.__dict__[_STATE] = state
-        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
-        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-
-
-def view_of(module: object) -> StateView | None:
-    """A unit's state as FSDP2's is read, or None for a module that is no unit.
-
-    Effects: none.
-    """
-    state = find_state(module)
-    return None if state is None else cast(StateView, state.view())
-
-
-def find_state(module: object) -> FSDPState | None:
-    """A module's state, or None if it is no unit."""
-    return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
-
-
-def state_of(module: object) -> FSDPState:
-    """A unit's state."""
-    state = find_state(module)
-    assert state is not None, f"{type(module).__name__} has FSDPModule's methods but no state"
-    return state
-
-
-def _states(module: object, recurse: bool) -> Iterator[FSDPState]:
-    assert isinstance(module, nn.Module)
-    found = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
-    yield from dict.fromkeys(state for state in found if state is not None)  # several modules may share one

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine._module import find_state
+from lamella_engine._attached import find_state
 from lamella_engine._parameter_group import ParameterGroup, dtypes_of
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._state import FSDPState
