@@ -15,7 +15,6 @@ import torch.nn as nn
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
 from lamella_engine._attached import state_of, states_of, unit_state_of, view_of
-from lamella_engine._context import Context
 from lamella_engine._custom_collectives import (
     AllGather,
     CustomReduceScatter,
@@ -27,9 +26,8 @@ from lamella_engine._custom_collectives import (
     with_reduce_scatter,
 )
 from lamella_engine._errors import MisuseError
-from lamella_engine._extended_group import ExtendedGroup
 from lamella_engine._handles import Hold, UnshardHandle
-from lamella_engine._main_grads import MainGrads
+from lamella_engine._main_grads import main_grads_of
 from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._sharded_parameter import ShardedParameter
@@ -206,7 +204,7 @@ class FSDPModule(fsdp2.FSDPModule):
         state = state_of(self)
         _check_between_steps(state)
         found = [_find(state, parameter) for parameter in parameters]
-        made = _main_grads(found, state.context)
+        made = main_grads_of(found, state.context)
         for grads in state.main_grads:
             grads.unmark()
         state.main_grads = made
@@ -623,18 +621,6 @@ def _find(state: FSDPState, parameter: nn.Parameter) -> tuple[ParameterGroup, Sh
         f"Expected a parameter of {state.title}, got one of shape {tuple(parameter.shape)} that is not. Ask the unit "
         "that owns it, after it was sharded."
     )
-
-
-def _main_grads(found: Sequence[tuple[ParameterGroup, ShardedParameter]], context: Context) -> tuple[MainGrads, ...]:
-    members: dict[ParameterGroup, list[ShardedParameter]] = {}
-    for group, parameter in dict.fromkeys(found):
-        if isinstance(group, ExtendedGroup) or parameter.sharding.part is not None:
-            raise NotImplementedError(
-                f"Expected {parameter.name!r} to be a plain parameter, got one that is a DTensor of other axes, or "
-                "says itself what is gathered. Leave it out: its gradient comes as `.grad`."
-            )
-        members.setdefault(group, []).append(parameter)
-    return tuple(MainGrads(group, parameters, context) for group, parameters in members.items())
 
 
 def _check_one_mesh(state: FSDPState, what: str) -> None:
