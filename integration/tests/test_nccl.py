@@ -4,6 +4,7 @@ The parent never touches a GPU, so that ranks can be forked from it: what runs o
 """
 
 from collections.abc import Callable, Iterable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch._dynamo  # `full_tensor` and optimizers import it: once here instea
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import record_function
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration import bench
@@ -281,6 +283,27 @@ def test_the_profile_finds_the_copies_of_fsdp2_and_a_planted_one() -> None:
     for of_fsdp2, planted in run_ranks(num_copies, 2, device="cuda"):
         assert of_fsdp2 > 10
         assert planted == 2  # one a step
+
+
+@pytest.mark.gpu1
+def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
+    def names() -> set[str]:
+        opened: set[str] = set()
+
+        def note(name: str) -> record_function:
+            opened.add(name)
+            return record_function(name)
+
+        task = TASKS["llama"]
+        model = shard(task.model(device=_cuda()), fully_shard)
+        tokens, labels = (tensor.to(_cuda()) for tensor in task.batch(0))
+        with patch("lamella_engine._context.record_function", note), torch.autograd.profiler.emit_nvtx():
+            task.loss(model(tokens), labels).backward()
+        return opened
+
+    [opened] = run_ranks(names, 1, device="cuda")
+    for phase in ("pre_forward", "all_gather", "pre_backward", "post_backward_reduce"):
+        assert f"FSDP::{phase} (blocks.0)" in opened
 
 
 # -- the benchmark ---------------------------------------------------------------------------------------------------

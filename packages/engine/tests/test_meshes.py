@@ -417,6 +417,17 @@ def test_between_forward_and_backward_each_rank_keeps_its_part_and_only_neighbou
     run_ranks(on_each_rank, 4)
 
 
+def test_units_share_the_communicator_of_their_neighbours() -> None:
+    def on_each_rank() -> None:
+        model = Net()
+        _sharded(reshard_after_forward=2)(model)
+        neighbours = [group.neighbours for name, state in units(model) if name != "root" for group in state.groups]
+        assert len({transport.process_group for transport in neighbours if transport is not None}) == 1
+        assert all(transport is not None for transport in neighbours)
+
+    run_ranks(on_each_rank, 4)
+
+
 def test_parts_that_were_made_stale_are_not_used() -> None:
     def on_each_rank() -> None:
         reference, sharded = twins(_net, _sharded(reshard_after_forward=2))

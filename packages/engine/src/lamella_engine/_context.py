@@ -98,6 +98,8 @@ class Reduction:
 def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
     """A range in a profile, and a line in FSDP2's log, named as FSDP2 names them.
 
+    Under `torch.autograd.profiler.emit_nvtx()` the range is one of NVTX, for Nsight.
+
     Effects: none unless a profiler runs or the log is on: a range that nobody sees costs several microseconds.
     """
     log(phase, unit)

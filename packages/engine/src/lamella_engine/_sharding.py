@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ class PlacementResult(Protocol):
     placement: Shard | None
     mesh_info: MeshInfo
 
+
+# Of a shard group, its parts by their number of ranks: one communicator for all units, not one a unit.
+_neighbour_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 PlacementFn = Callable[[nn.Parameter], "Shard | PlacementResult | None"]
 
@@ -163,7 +167,8 @@ class DataAxes:
         Raises:
             ValueError: They do not divide the axis.
 
-        Effects: creates a process group, a collective on the neighbours, unless they are the whole axis or one rank.
+        Effects: the first time it is asked for, creates a process group, a collective on the neighbours; nothing where
+            they are the whole axis or one rank.
         """
         if self.num_shards % num_ranks != 0:
             raise ValueError(
@@ -173,11 +178,13 @@ class DataAxes:
         if num_ranks in (1, self.num_shards):
             return None
         assert self.shard_group is not None
-        ranks = dist.get_process_group_ranks(self.shard_group)
-        first = self.shard_group.rank() // num_ranks * num_ranks
-        # Other ranks know of this axis only their own part (tensor parallelism): they cannot take part in its groups.
-        group: dist.ProcessGroup = dist.new_group(ranks[first : first + num_ranks], use_local_synchronization=True)
-        return group
+        made = _neighbour_groups.setdefault(self.shard_group, {})
+        if num_ranks not in made:
+            ranks = dist.get_process_group_ranks(self.shard_group)
+            first = self.shard_group.rank() // num_ranks * num_ranks
+            # Others know only their own part of this axis (tensor parallelism), and cannot take part in its groups.
+            made[num_ranks] = dist.new_group(ranks[first : first + num_ranks], use_local_synchronization=True)
+        return made[num_ranks]
 
     @property
     def axes_of_whole(self) -> tuple[int, ...]:
