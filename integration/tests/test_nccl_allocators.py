@@ -10,7 +10,7 @@ import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from lamella_buffers import Allocator, CachingAllocator, MemPoolAllocator, PoolAllocator
 from lamella_buffers.testing import check_allocator
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
-from lamella_engine._module import state_of
+from lamella_engine._attached import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 from lamella_integration.repeatable import use_repeatable_kernels

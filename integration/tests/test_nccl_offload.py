@@ -30,7 +30,7 @@ from lamella_engine import (
     fully_shard,
     parameter_norms,
 )
-from lamella_engine._module import state_of
+from lamella_engine._attached import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella_engine import ZERO1, ZERO3, AxisPlacement, FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine._attached import state_of
 from lamella_engine._context import Context
-from lamella_engine._module import state_of
 from lamella_integration.tasks import unsharded
 from lamella_testing import run_ranks
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_buffers import MemPoolAllocator, PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine._attached import state_of
 from lamella_engine._context import Context
-from lamella_engine._module import state_of
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks

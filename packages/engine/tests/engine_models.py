@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import FSDPModule, fully_shard
-from lamella_engine._module import find_state
+from lamella_engine._attached import find_state
 from lamella_engine._state import FSDPState, Residency
 from lamella_layout import mesh_region
 

@@ -52,7 +52,7 @@ from lamella_engine import (
     plan_units,
     register_fsdp_forward_method,
 )
-from lamella_engine._module import find_state
+from lamella_engine._attached import find_state
 from lamella_engine._state import Residency
 from lamella_testing import run_ranks
 

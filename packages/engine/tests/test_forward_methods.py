@@ -13,8 +13,8 @@ from engine_models import Net, assert_trains_alike, inputs, mean_square, record,
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from lamella_engine._attached import find_state
 from lamella_engine._hooks import pre_forward
-from lamella_engine._module import find_state
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import Done, Payload, Pending, ReduceOp
 from lamella_engine import MixedPrecisionPolicy, fully_shard
-from lamella_engine._module import state_of
+from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
 
 DIM, HIDDEN = 64, 256

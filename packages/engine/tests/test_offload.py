@@ -54,7 +54,7 @@ from lamella_engine import (
 )
 from lamella_engine import _context as context
 from lamella_engine._offload import Offload
-from lamella_engine._parameter_group import _dtensor
+from lamella_engine._sharded_parameter import dtensor_for
 from lamella_engine._sharding import DataAxes, Sharding
 from lamella_testing import run_ranks
 
@@ -306,7 +306,7 @@ def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.Mo
 def test_a_shard_on_the_cpu_stays_there_whatever_the_mesh() -> None:
     mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)
     shard = torch.ones(2, 3)
-    made = _dtensor(shard, torch.empty(2, 3), Sharding(DataAxes(mesh, 0), 0, mesh, (Shard(0),)))
+    made = dtensor_for(shard, torch.empty(2, 3), Sharding(DataAxes(mesh, 0), 0, mesh, (Shard(0),)))
     assert made.device_mesh.device_type == "cuda"
     assert made.device.type == made.to_local().device.type == "cpu"
     assert made._local_tensor is shard

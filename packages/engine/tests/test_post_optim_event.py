@@ -8,8 +8,8 @@ import torch
 from engine_models import assert_trains_alike, inputs, mean_square, twins, unit
 from torch import nn
 
+from lamella_engine._attached import find_state
 from lamella_engine._context import Context
-from lamella_engine._module import find_state
 from lamella_testing import run_ranks
 
 X = inputs()

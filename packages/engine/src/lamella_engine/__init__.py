@@ -7,11 +7,11 @@ from lamella_engine._diagnostics import SpikeWatch as SpikeWatch
 from lamella_engine._diagnostics import find_nonfinite as find_nonfinite
 from lamella_engine._diagnostics import parameter_norms as parameter_norms
 from lamella_engine._fully_shard import fully_shard as fully_shard
+from lamella_engine._functions import register_fsdp_forward_method as register_fsdp_forward_method
+from lamella_engine._functions import share_comm_ctx as share_comm_ctx
 from lamella_engine._handles import Hold as Hold
 from lamella_engine._handles import UnshardHandle as UnshardHandle
 from lamella_engine._module import FSDPModule as FSDPModule
-from lamella_engine._module import register_fsdp_forward_method as register_fsdp_forward_method
-from lamella_engine._module import share_comm_ctx as share_comm_ctx
 from lamella_engine._optimizers import shard_optimizer as shard_optimizer
 from lamella_engine._placements import DDP as DDP
 from lamella_engine._placements import HFSDP as HFSDP

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lamella_engine._parameter_group import ShardedParameter
+from lamella_engine._sharded_parameter import ShardedParameter
 
 # Those that somebody waits for: an optimizer must not step without them.
 _unfinished: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()

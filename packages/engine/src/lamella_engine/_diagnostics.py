@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine._module import find_state
-from lamella_engine._parameter_group import ShardedParameter
+from lamella_engine._attached import find_state
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share
 from lamella_engine._text import clean_name
 

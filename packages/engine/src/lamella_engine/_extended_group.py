@@ -16,13 +16,8 @@ from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
 from lamella_engine._errors import MisuseError
 from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
-from lamella_engine._parameter_group import (
-    Candidate,
-    ParameterGroup,
-    ShardedParameter,
-    dtypes_of,
-    sharded_parameter,
-)
+from lamella_engine._parameter_group import ParameterGroup, dtypes_of
+from lamella_engine._sharded_parameter import Candidate, ShardedParameter, sharded_parameter
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from lamella_buffers import Allocator
 from lamella_engine._offload import Offload
-from lamella_engine._parameter_group import Candidate, ParameterGroup
+from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._sharded_parameter import Candidate
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import FlatLayout
 from lamella_precision import MixedPrecisionPolicy

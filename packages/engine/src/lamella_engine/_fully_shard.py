@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -12,35 +11,26 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamella_buffers import Allocator, CachingAllocator, Transport, transport_for
+from lamella_engine._attached import attach_state, find_state, view_of
+from lamella_engine._candidates import KeepFn, as_keep_fn, by_kind, candidates_of, move_to, own_modules
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
-from lamella_engine._extended_group import is_extended, new_group
+from lamella_engine._extended_group import new_group
 from lamella_engine._hooks import register_hooks
-from lamella_engine._module import FSDPModule, attach_state, find_state, view_of
+from lamella_engine._module import FSDPModule
 from lamella_engine._offload import CPU, Offload
-from lamella_engine._parameter_group import (
-    Candidate,
-    Owner,
-    dtypes_of,
-    is_sharded,
-    name_of_sharded_original,
-)
 from lamella_engine._placements import AxisPlacement, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
-from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
+from lamella_engine._sharded_parameter import Candidate
+from lamella_engine._sharding import DataAxes, PlacementFn
 from lamella_engine._state import FSDPState
-from lamella_layout import Keep, Rows, Whole
+from lamella_layout import Keep
 from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-
-KeepFn = Callable[[nn.Parameter], Keep | None]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -132,7 +122,7 @@ def fully_shard(
     _check_arguments(modules, reshard_after_forward, offload_policy)
     axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
     axes, strategy = strategy_of(placements, axes)
-    keep_fn = _as_keep_fn(keep)
+    keep_fn = as_keep_fn(keep)
     if strategy.keeps_copy and reshard_after_forward:
         raise ValueError(
             f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
@@ -140,14 +130,14 @@ def fully_shard(
         )
     policy = _as_policy(mp_policy)
     source = _as_allocator(allocator)
-    owners = [inner for _, inner in _own_modules(modules)]
+    owners = [inner for _, inner in own_modules(modules)]
     device = _device_of(axes.mesh)
-    candidates = _candidates(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn)
+    candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn)
     inner = _inner_units(modules)
     for below, name in inner.items():
         _check_resting(name, below)
     read = units_read(
-        _own_modules(modules),
+        own_modules(modules),
         inner,
         inside={id(each) for module in modules for each in module.modules()},
         strategy=strategy,
@@ -155,12 +145,12 @@ def fully_shard(
     )
     neighbours = _neighbours(candidates, reshard_after_forward)
     offload = Offload.of(offload_policy, device)
-    _move_to(modules, device, CPU if offload else device, ignored_params or set())
+    move_to(modules, device, CPU if offload else device, ignored_params or set())
 
     context = Context(device)
     groups = [
         new_group(members, policy, source, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
-        for members in _by_kind(candidates, policy)
+        for members in by_kind(candidates, policy)
     ]
     del candidates  # the originals: their bytes go before the unsharded buffers take theirs
     for group in groups:
@@ -300,132 +290,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-# -- parameters -----------------------------------------------------------------------------------------------------
-
-
-def _own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules and those below them that are in no inner unit, with dotted prefixes; each once.
-
-    One module is where names begin; of several, each begins with its place in the list.
-    """
-    seen: set[int] = set()
-
-    def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(inner) in seen or find_state(inner) is not None:
-            return
-        seen.add(id(inner))
-        yield prefix, inner
-        for name, child in inner.named_children():
-            yield from walk(child, f"{prefix}{name}.")
-
-    for i, module in enumerate(modules):
-        yield from walk(module, f"{i}." if len(modules) > 1 else "")
-
-
-def _candidates(
-    modules: list[nn.Module],
-    ignored: set[nn.Parameter],
-    axes: DataAxes,
-    placement_fn: PlacementFn | None,
-    keep_fn: KeepFn,
-) -> list[Candidate]:
-    """The unit's parameters, each once with every place that holds it."""
-    found: dict[int, Candidate] = {}
-    ignored_ids = {id(parameter) for parameter in ignored}
-    for prefix, inner in _own_modules(modules):
-        for name, parameter in inner._parameters.items():
-            if parameter is None or id(parameter) in ignored_ids:
-                continue
-            if getattr(inner, "sparse", False):
-                raise ValueError(
-                    f"Expected {prefix + name!r} to have dense gradients, got {type(inner).__name__}(sparse=True). "
-                    "Make it with sparse=False."
-                )
-            if id(parameter) not in found:
-                _check_parameter(prefix + name, parameter)
-                kept = _checked_keep(prefix + name, keep_fn(parameter))
-                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
-                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding)
-            found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
-    return list(found.values())
-
-
-def _as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
-    if keep is not None and not torch_asks_subclasses():
-        raise NotImplementedError(
-            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of "
-            "DTensor to compute. Leave `keep` out for the even layout."
-        )
-    if callable(keep):
-        return keep
-    _checked_keep("every parameter", keep)
-    return lambda _: keep
-
-
-def _checked_keep(name: str, keep: object) -> Keep | None:
-    if keep is None or isinstance(keep, Rows | Whole):
-        return keep
-    raise TypeError(
-        f"Expected `keep` to be Rows(n), Whole(), None, or a function that returns one of them, got {keep!r} for "
-        f"{name}."
-    )
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    before = "" if (original := name_of_sharded_original(parameter)) is None else f" as {original!r}"
-    if is_sharded(parameter) or before:
-        raise ValueError(
-            f"Expected {name!r} to be in one unit only, got a parameter that is already managed by another "
-            f"unit{before}. Tied parameters must share a unit: leave both modules to the unit around them. Shard inner "
-            "modules before outer ones."
-        )
-    if parameter.ndim == 0:
-        raise ValueError(
-            f"Expected {name!r} to have at least one dim, got a 0-D parameter. Change {name} to a 1D tensor with numel "
-            "equal to 1."
-        )
-    if not local_of(parameter).is_contiguous():
-        raise NotImplementedError(
-            f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "
-            "FSDP does not support non-contiguous parameters: assign parameter.contiguous() first."
-        )
-
-
-def _by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[list[Candidate]]:
-    """Group what can share buffers: equal axes and dtypes, and frozen apart from trainable, which has gradients."""
-    groups: dict[tuple[object, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        parameter = candidate.parameter
-        kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
-        layout = candidate.sharding.keep is None
-        groups.setdefault((layout, candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
-    return list(groups.values())
-
-
-def _move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move the unit's own buffers to the device, and its parameters to where they are to rest, but those on meta."""
-    ignored_ids = {id(parameter) for parameter in ignored}
-    for _, inner in _own_modules(modules):
-        parameters = [(parameter, rest) for parameter in inner._parameters.values()]
-        buffers = [(buffer, device) for buffer in inner._buffers.values()]
-        for tensor, to in parameters + buffers:
-            if tensor is None or id(tensor) in ignored_ids or tensor.device == to or tensor.is_meta:
-                continue
-            if isinstance(tensor, DTensor):
-                tensor._local_tensor = local_of(tensor).to(to)
-            elif _is_wrapper(tensor):
-                moved = tensor.detach().to(to)
-                moved = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-                torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
-            else:
-                tensor.data = tensor.data.to(to)
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes are in other tensors, which setting its `data` leaves alone."""
-    return is_traceable_wrapper_subclass(tensor)
 
 
 @cache

@@ -20,7 +20,9 @@ import torch
 
 from lamella_buffers import UnshardedBuffer
 from lamella_engine._context import Context
-from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
+from lamella_engine._extended_group import ExtendedGroup
+from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_layout import EvenLayout
 
 
@@ -166,3 +168,20 @@ def _getter(grads: MainGrads, i: int) -> Callable[[], torch.Tensor]:
         return grads.view(i)
 
     return get_main_grad
+
+
+def main_grads_of(found: Sequence[tuple[ParameterGroup, ShardedParameter]], context: Context) -> tuple[MainGrads, ...]:
+    """What these parameters have their layers accumulate into, one for each group that has some of them.
+
+    Raises:
+        NotImplementedError: One is a DTensor of other axes, or says itself what is gathered.
+    """
+    members: dict[ParameterGroup, list[ShardedParameter]] = {}
+    for group, parameter in dict.fromkeys(found):
+        if isinstance(group, ExtendedGroup) or parameter.sharding.part is not None:
+            raise NotImplementedError(
+                f"Expected {parameter.name!r} to be a plain parameter, got one that is a DTensor of other axes, or "
+                "says itself what is gathered. Leave it out: its gradient comes as `.grad`."
+            )
+        members.setdefault(group, []).append(parameter)
+    return tuple(MainGrads(group, parameters, context) for group, parameters in members.items())

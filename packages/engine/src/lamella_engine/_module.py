@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from lamella_buffers import Transport, transport_for
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context
+from lamella_engine._attached import state_of, states_of, unit_state_of, view_of
 from lamella_engine._custom_collectives import (
     AllGather,
     CustomReduceScatter,
@@ -29,16 +26,12 @@ from lamella_engine._custom_collectives import (
     with_reduce_scatter,
 )
 from lamella_engine._errors import MisuseError
-from lamella_engine._extended_group import ExtendedGroup
 from lamella_engine._handles import Hold, UnshardHandle
-from lamella_engine._hooks import post_forward, pre_forward
-from lamella_engine._main_grads import MainGrads
+from lamella_engine._main_grads import main_grads_of
 from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
-from lamella_engine._parameter_group import ParameterGroup, ShardedParameter
-from lamella_engine._private_view import StateView
+from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._state import FSDPState
-
-_STATE = "_lamella_state"
 
 
 class FSDPModule(fsdp2.FSDPModule):
@@ -211,7 +204,7 @@ class FSDPModule(fsdp2.FSDPModule):
         state = state_of(self)
         _check_between_steps(state)
         found = [_find(state, parameter) for parameter in parameters]
-        made = _main_grads(found, state.context)
+        made = main_grads_of(found, state.context)
         for grads in state.main_grads:
             grads.unmark()
         state.main_grads = made
@@ -245,7 +238,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         Kept gradients are summed in the reduce dtype. They cost a whole unsharded gradient a parameter.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -256,7 +249,7 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}.")
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             for group in state.groups:
                 group.neighbours = None
@@ -266,7 +259,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         They may stay between microbatches, but not over an optimizer step.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -290,7 +283,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.requires_all_reduce = requires_all_reduce
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
@@ -359,7 +352,7 @@ class FSDPModule(fsdp2.FSDPModule):
         False there, parts of a weight train and parts do not: an error on CPU, unnoticed on a GPU. The unit itself must
         run and take part in backward on every rank all the same.
         """
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.reduces_unused_parameters = reduce_scatter_unused_params
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
@@ -486,7 +479,7 @@ class FSDPModule(fsdp2.FSDPModule):
             raise TypeError(f"Expected `max_input_buffers` to be an int, got {max_input_buffers!r}.")
         if max_input_buffers < 1:
             raise ValueError(f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}.")
-        for state in _states(self, recurse):
+        for state in states_of(self, recurse):
             state.max_reductions_in_flight = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -502,7 +495,7 @@ class FSDPModule(fsdp2.FSDPModule):
             already, or lies on a single rank.
         """
         made: dict[tuple[int, ...], Transport] = {}
-        for group in (group for state in _states(self, recurse) for group in state.groups):
+        for group in (group for state in states_of(self, recurse) for group in state.groups):
             shared, separate = group.axes.shard_group, _separate_reduce_transport(group)
             if enable and shared is not None and shared.size() > 1:
                 separate = _separate_transport(shared, separate, made)
@@ -565,7 +558,7 @@ class FSDPModule(fsdp2.FSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for state in _states(self, recurse=True):
+        for state in states_of(self, recurse=True):
             state.drop_gradients()
             for parameter in (p.sharded for group in state.groups for p in group.parameters):
                 if set_to_none:
@@ -588,75 +581,9 @@ class FSDPModule(fsdp2.FSDPModule):
         )
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a unit unshard before and reshard after, as `forward` does.
-
-    Args:
-        module: A unit; nothing happens to another module, so that the same code runs without sharding.
-        method_name: Such as "generate" or "encode".
-
-    Raises:
-        ValueError: The module has no such method.
-
-    Effects: replaces the method on this module.
-    """
-    if find_state(module) is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"Expected `method_name` to be a method of {type(module).__name__}, got {method_name!r}.")
-    setattr(module, method_name, _with_hooks(module, getattr(module, method_name)))
-
-
-def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..., object]:
-    # The module will hold the result. A strong reference back, such as the one in a bound method, would keep a deleted
-    # model's memory until the cyclic collector runs.
-    ref = weakref.ref(module)
-    function: Any = getattr(method, "__func__", None) if getattr(method, "__self__", None) is module else None
-    call = method if function is None else lambda *args, **kwargs: function(ref(), *args, **kwargs)
-
-    def wrapped(*args: Any, **kwargs: Any) -> object:
-        module = ref()
-        state = state_of(module)
-        args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
-        return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
-
-    functools.update_wrapper(wrapped, function or method)
-    vars(wrapped).update(__signature__=inspect.signature(method))
-    return wrapped
-
-
-def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
-    """Let several outermost units share streams, and the limit on reductions in flight: pipeline stages of one rank.
-
-    Each stays the outermost unit of its own tree. Call it after the last `fully_shard` on any of them.
-
-    Args:
-        modules: Units, on one device.
-
-    Raises:
-        ValueError: One of them is no unit, or they lie on different devices.
-    """
-    contexts = [_unit_state(module).context for module in modules]
-    for context in contexts[1:]:
-        if context.device != contexts[0].device:
-            raise ValueError(f"Expected units on one device, got {contexts[0].device} and {context.device}.")
-    for context in contexts[1:]:
-        if context is not contexts[0]:
-            context.share_communication(contexts[0])
-
-
-def _unit_state(module: object) -> FSDPState:
-    state = find_state(module)
-    if state is None:
-        raise ValueError(
-            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. Call fully_shard on it."
-        )
-    return state
-
-
 def _references(modules: Sequence[object]) -> tuple[weakref.ref[FSDPState], ...]:
     # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
-    return tuple(weakref.ref(_unit_state(module)) for module in modules)
+    return tuple(weakref.ref(unit_state_of(module)) for module in modules)
 
 
 def _check_nbytes(nbytes: object) -> None:
@@ -696,18 +623,6 @@ def _find(state: FSDPState, parameter: nn.Parameter) -> tuple[ParameterGroup, Sh
     )
 
 
-def _main_grads(found: Sequence[tuple[ParameterGroup, ShardedParameter]], context: Context) -> tuple[MainGrads, ...]:
-    members: dict[ParameterGroup, list[ShardedParameter]] = {}
-    for group, parameter in dict.fromkeys(found):
-        if isinstance(group, ExtendedGroup) or parameter.sharding.part is not None:
-            raise NotImplementedError(
-                f"Expected {parameter.name!r} to be a plain parameter, got one that is a DTensor of other axes, or "
-                "says itself what is gathered. Leave it out: its gradient comes as `.grad`."
-            )
-        members.setdefault(group, []).append(parameter)
-    return tuple(MainGrads(group, parameters, context) for group, parameters in members.items())
-
-
 def _check_one_mesh(state: FSDPState, what: str) -> None:
     if len({group.axes for group in state.groups}) > 1:
         raise ValueError(
@@ -734,46 +649,3 @@ def _separate_transport(
         own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
         made[ranks] = transport_for(own)
     return made[ranks]
-
-
-def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
-    """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
-
-    Those `besides` had one of their own before, whose parameters the unit took over.
-
-    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
-    pipeline schedules need.
-    """
-    view = StateView(state, modules)
-    state.view = weakref.ref(view)
-    for module in (*modules, *besides):
-        module.__dict__[_STATE] = state
-        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
-        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-
-
-def view_of(module: object) -> StateView | None:
-    """A unit's state as FSDP2's is read, or None for a module that is no unit.
-
-    Effects: none.
-    """
-    state = find_state(module)
-    return None if state is None else cast(StateView, state.view())
-
-
-def find_state(module: object) -> FSDPState | None:
-    """A module's state, or None if it is no unit."""
-    return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
-
-
-def state_of(module: object) -> FSDPState:
-    """A unit's state."""
-    state = find_state(module)
-    assert state is not None, f"{type(module).__name__} has FSDPModule's methods but no state"
-    return state
-
-
-def _states(module: object, recurse: bool) -> Iterator[FSDPState]:
-    assert isinstance(module, nn.Module)
-    found = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
-    yield from dict.fromkeys(state for state in found if state is not None)  # several modules may share one

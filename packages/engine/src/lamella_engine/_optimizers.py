@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from lamella_engine._parameter_group import ShardedParameter, any_sharded_originals, shard_like, sharded_from
+from lamella_engine._sharded_parameter import ShardedParameter, any_sharded_originals, shard_like, sharded_from
 
 Opt = TypeVar("Opt", bound=Optimizer)
 

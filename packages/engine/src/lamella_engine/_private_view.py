@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamella_engine._parameter_group import ParameterGroup, ShardedParameter, dtypes_of
+from lamella_engine._parameter_group import ParameterGroup, dtypes_of
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._sharding import DataAxes
 from lamella_engine._state import FSDPState, Residency
 

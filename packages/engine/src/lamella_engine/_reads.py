@@ -19,9 +19,9 @@ import torch.nn as nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
-from lamella_engine._module import find_state
-from lamella_engine._parameter_group import is_sharded
+from lamella_engine._attached import find_state
 from lamella_engine._placements import Strategy
+from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._state import FSDPState
 from lamella_engine._text import clean_name
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine._module import find_state
-from lamella_engine._parameter_group import ParameterGroup, ShardedParameter, dtypes_of
+from lamella_engine._attached import find_state
+from lamella_engine._parameter_group import ParameterGroup, dtypes_of
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._state import FSDPState
 from lamella_engine._text import clean_name, range_text, size_text, table
 from lamella_layout import mesh_region, picture
@@ -60,7 +61,7 @@ def _group(group: ParameterGroup) -> Iterator[str]:
     yield f"at rest     {main}, {size_text(group.main_weight.flat.nbytes)} a rank with padding{home}"
     yield f"unsharded   {compute}, {size_text(unsharded_nbytes)} with padding"
     yield f"gradients   {f'reduced in {reduced}' if group.is_trainable else 'none: frozen'}"
-    yield f"mesh        {_mesh(_dtensor(group.parameters[0]))}"
+    yield f"mesh        {_mesh(dtensor_for(group.parameters[0]))}"
     yield ""
     header = ("parameter", "shape", "placements", "this rank owns", "bytes")
     yield table([header, *(_row(parameter) for parameter in group.parameters)], right=("bytes",))
@@ -69,12 +70,12 @@ def _group(group: ParameterGroup) -> Iterator[str]:
 
 
 def _row(parameter: ShardedParameter) -> Sequence[str]:
-    sharded = _dtensor(parameter)
+    sharded = dtensor_for(parameter)
     placements = ", ".join(str(placement) for placement in sharded.placements)
     return (clean_name(parameter.name), str(tuple(sharded.shape)), placements, _owned(sharded), _nbytes(parameter))
 
 
-def _dtensor(parameter: ShardedParameter) -> DTensor:
+def dtensor_for(parameter: ShardedParameter) -> DTensor:
     assert isinstance(parameter.sharded, DTensor)
     return parameter.sharded
 

@@ -18,8 +18,9 @@ from lamella_engine._delayed import DelayedGradients
 from lamella_engine._extended_group import split_extended
 from lamella_engine._main_grads import MainGrads
 from lamella_engine._offload import CPU
-from lamella_engine._parameter_group import ParameterGroup, Reduced, ShardedParameter
+from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_engine._placements import Strategy
+from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_precision import MixedPrecisionPolicy
 
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
+from lamella_engine._attached import find_state, state_of
 from lamella_engine._fully_shard import fully_shard
-from lamella_engine._module import find_state, state_of
 from lamella_engine._plan import PlannedParameter, PlannedUnit, ShardingPlan
 from lamella_engine._reads import reads_of
 from lamella_engine._text import clean_name, size_text

@@ -1,0 +1,75 @@
+"""Which unit a module is: its state, where the module keeps it."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch.distributed.fsdp as fsdp2
+import torch.nn as nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+from lamella_engine._private_view import StateView
+from lamella_engine._state import FSDPState
+
+_STATE = "_lamella_state"
+
+
+def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
+    """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
+
+    Those `besides` had one of their own before, whose parameters the unit took over.
+
+    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
+    pipeline schedules need.
+    """
+    view = StateView(state, modules)
+    state.view = weakref.ref(view)
+    for module in (*modules, *besides):
+        module.__dict__[_STATE] = state
+        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def view_of(module: object) -> StateView | None:
+    """A unit's state as FSDP2's is read, or None for a module that is no unit.
+
+    Effects: none.
+    """
+    state = find_state(module)
+    return None if state is None else cast(StateView, state.view())
+
+
+def find_state(module: object) -> FSDPState | None:
+    """A module's state, or None if it is no unit."""
+    return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
+
+
+def state_of(module: object) -> FSDPState:
+    """A unit's state."""
+    state = find_state(module)
+    assert state is not None, f"{type(module).__name__} has FSDPModule's methods but no state"
+    return state
+
+
+def states_of(module: object, recurse: bool) -> Iterator[FSDPState]:
+    """The states of a unit and, with `recurse`, of all units below, each once."""
+    assert isinstance(module, nn.Module)
+    found = (find_state(inner) for inner in (module.modules() if recurse else (module,)))
+    yield from dict.fromkeys(state for state in found if state is not None)  # several modules may share one
+
+
+def unit_state_of(module: object) -> FSDPState:
+    """The state of one of the `modules` that a user listed.
+
+    Raises:
+        ValueError: It is no unit.
+    """
+    state = find_state(module)
+    if state is None:
+        raise ValueError(
+            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. Call fully_shard on it."
+        )
+    return state

@@ -1,0 +1,151 @@
+"""The parameters that a unit is made of: which they are, what they must be, and where they go first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lamella_engine._attached import find_state
+from lamella_engine._extended_group import is_extended
+from lamella_engine._parameter_group import dtypes_of
+from lamella_engine._ragged import torch_asks_subclasses
+from lamella_engine._sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
+from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
+from lamella_layout import Keep, Rows, Whole
+from lamella_precision import MixedPrecisionPolicy
+
+KeepFn = Callable[[nn.Parameter], Keep | None]
+
+
+def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules and those below them that are in no inner unit, with dotted prefixes; each once.
+
+    One module is where names begin; of several, each begins with its place in the list.
+    """
+    seen: set[int] = set()
+
+    def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(inner) in seen or find_state(inner) is not None:
+            return
+        seen.add(id(inner))
+        yield prefix, inner
+        for name, child in inner.named_children():
+            yield from walk(child, f"{prefix}{name}.")
+
+    for i, module in enumerate(modules):
+        yield from walk(module, f"{i}." if len(modules) > 1 else "")
+
+
+def candidates_of(
+    modules: list[nn.Module],
+    ignored: set[nn.Parameter],
+    axes: DataAxes,
+    placement_fn: PlacementFn | None,
+    keep_fn: KeepFn,
+) -> list[Candidate]:
+    """The unit's parameters, each once with every place that holds it."""
+    found: dict[int, Candidate] = {}
+    ignored_ids = {id(parameter) for parameter in ignored}
+    for prefix, inner in own_modules(modules):
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in ignored_ids:
+                continue
+            if getattr(inner, "sparse", False):
+                raise ValueError(
+                    f"Expected {prefix + name!r} to have dense gradients, got {type(inner).__name__}(sparse=True). "
+                    "Make it with sparse=False."
+                )
+            if id(parameter) not in found:
+                _check_parameter(prefix + name, parameter)
+                kept = _checked_keep(prefix + name, keep_fn(parameter))
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
+                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding)
+            found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
+    return list(found.values())
+
+
+def as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
+    """What `keep` says, as a function of the parameter.
+
+    Raises:
+        NotImplementedError: torch is too old for the flat layout.
+        TypeError: It is neither a function nor something that a function may return.
+    """
+    if keep is not None and not torch_asks_subclasses():
+        raise NotImplementedError(
+            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of "
+            "DTensor to compute. Leave `keep` out for the even layout."
+        )
+    if callable(keep):
+        return keep
+    _checked_keep("every parameter", keep)
+    return lambda _: keep
+
+
+def _checked_keep(name: str, keep: object) -> Keep | None:
+    if keep is None or isinstance(keep, Rows | Whole):
+        return keep
+    raise TypeError(
+        f"Expected `keep` to be Rows(n), Whole(), None, or a function that returns one of them, got {keep!r} for "
+        f"{name}."
+    )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    before = "" if (original := name_of_sharded_original(parameter)) is None else f" as {original!r}"
+    if is_sharded(parameter) or before:
+        raise ValueError(
+            f"Expected {name!r} to be in one unit only, got a parameter that is already managed by another "
+            f"unit{before}. Tied parameters must share a unit: leave both modules to the unit around them. Shard inner "
+            "modules before outer ones."
+        )
+    if parameter.ndim == 0:
+        raise ValueError(
+            f"Expected {name!r} to have at least one dim, got a 0-D parameter. Change {name} to a 1D tensor with numel "
+            "equal to 1."
+        )
+    if not local_of(parameter).is_contiguous():
+        raise NotImplementedError(
+            f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "
+            "FSDP does not support non-contiguous parameters: assign parameter.contiguous() first."
+        )
+
+
+def by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[list[Candidate]]:
+    """Group what can share buffers: equal axes and dtypes, and frozen apart from trainable, which has gradients."""
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        parameter = candidate.parameter
+        kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
+        layout = candidate.sharding.keep is None
+        groups.setdefault((layout, candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
+    return list(groups.values())
+
+
+def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
+    """Move the unit's own buffers to the device, and its parameters to where they are to rest, but those on meta."""
+    ignored_ids = {id(parameter) for parameter in ignored}
+    for _, inner in own_modules(modules):
+        parameters = [(parameter, rest) for parameter in inner._parameters.values()]
+        buffers = [(buffer, device) for buffer in inner._buffers.values()]
+        for tensor, to in parameters + buffers:
+            if tensor is None or id(tensor) in ignored_ids or tensor.device == to or tensor.is_meta:
+                continue
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor = local_of(tensor).to(to)
+            elif _is_wrapper(tensor):
+                moved = tensor.detach().to(to)
+                moved = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
+            else:
+                tensor.data = tensor.data.to(to)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are in other tensors, which setting its `data` leaves alone."""
+    return is_traceable_wrapper_subclass(tensor)

@@ -1,0 +1,233 @@
+"""One parameter of a unit, in the two forms that modules hold in turn."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lamella_engine._ragged import dtensor_over, lie_alike
+from lamella_engine._sharding import Sharding, local_of
+
+# Originals that were sharded, to what became of them. One that is still found in a module later was tied to the sharded
+# one; one that is found in an optimizer is trained no more.
+# (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
+_sharded_originals = WeakIdKeyDictionary()
+_MARK = "_is_lamella_shard"
+
+
+class Owner(NamedTuple):
+    """A place that holds a parameter: a module's parameters, and the name in it. Tied parameters have several."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    module: weakref.ref[nn.Module]  # weak: the module holds what holds this
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardedParameter:
+    """One parameter, in the two forms that its owners hold in turn.
+
+    Attributes:
+        name: Full name below the unit, of its first owner.
+        owners: Every place that holds it.
+        sharded: What rests and what the optimizer updates: a DTensor over `shard`.
+        shard: This rank's part, a view of the group's `main_weight`.
+        sharding: How it lies.
+        trains: Whether it takes a gradient, as last seen on both forms.
+        marks: What libraries put on the parameter (`sequence_parallel`, `allreduce`, ...); both forms carry it.
+        unsharded: What computes: a view of the unsharded buffer. Autograd leaves the gradient on it.
+        accumulated: The sum of earlier microbatches' gradients in the reduce dtype, where that is not the gradient's
+        own.
+        keeps_grad_clear: Move earlier microbatches' gradients out of `.grad`, also in its own dtype: a layer may write
+            over it.
+    """
+
+    name: str
+    owners: list[Owner]
+    sharded: nn.Parameter
+    shard: torch.Tensor
+    sharding: Sharding
+    trains: bool
+    marks: dict[str, object]
+    unsharded: nn.Parameter
+    accumulated: torch.Tensor | None = None
+    keeps_grad_clear: bool = False
+
+    def install(self, form: nn.Parameter, *, instead_of: nn.Parameter) -> None:
+        """Make every owner hold `form`, which takes over whether the form that was visible is to be trained."""
+        if instead_of.requires_grad != self.trains:
+            self.trains = instead_of.requires_grad
+        if form.requires_grad != self.trains:
+            form.requires_grad_(self.trains)
+        for parameters, name, _ in self.owners:
+            parameters[name] = form
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
+        return local_of(self.sharded) is not self.shard or any(
+            p[name] is not self.sharded for p, name, _ in self.owners
+        )
+
+    def adopt(self, form: torch.Tensor) -> None:
+        """Make `form` the sharded form, if it is a Parameter."""
+        if isinstance(form, nn.Parameter):
+            self.sharded = form
+            self.trains = form.requires_grad
+
+    def replacement(self) -> torch.Tensor:
+        """The DTensor that was put in place of ours, or ours.
+
+        Raises:
+            TypeError: An owner holds something that is not a shard of this parameter.
+            RuntimeError: Its owners were given different ones.
+        """
+        others = {id(held): held for p, name, _ in self.owners if (held := p[name]) is not self.sharded}
+        if len(others) > 1:
+            raise RuntimeError(
+                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
+                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
+            )
+        held = next(iter(others.values()), self.sharded)
+        if held is None or held.shape != self.sharded.shape or not hasattr(held, "_local_tensor"):
+            raise TypeError(
+                f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
+                f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
+                "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
+            )
+        if not lie_alike(held, self.sharded):
+            before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
+            raise TypeError(
+                f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
+                "(`load_state_dict` without `assign`), which moves the rows."
+            )
+        return held
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Add this microbatch's gradient to earlier ones in `dtype`; autograd does it itself in the gradient's own."""
+        gradient = self.unsharded.grad
+        if gradient is None or (gradient.dtype == dtype and not self.keeps_grad_clear):
+            return
+        if self.accumulated is None:
+            self.accumulated = gradient.to(dtype)
+        else:
+            self.accumulated += gradient
+        self.unsharded.grad = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody waits for reduced gradients: an optimizer inside backward."""
+        return bool(getattr(self.sharded, "_post_accumulate_grad_hooks", None))
+
+    def run_hooks(self) -> None:
+        """Call what `register_post_accumulate_grad_hook` put on the sharded form."""
+        for hook in self.sharded._post_accumulate_grad_hooks.values():
+            hook(self.sharded)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient of all microbatches since the last reduction; the parameter keeps nothing."""
+        gradient = self.unsharded.grad
+        if self.accumulated is not None:
+            gradient = self.accumulated if gradient is None else self.accumulated.add_(gradient)
+        self.drop_gradient()
+        return None if gradient is None else self.sharding.unwrap(gradient)
+
+    def drop_gradient(self) -> None:
+        """Forget what was not reduced."""
+        self.unsharded.grad = None
+        self.accumulated = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is something to reduce."""
+        return self.unsharded.grad is not None or self.accumulated is not None
+
+
+class Candidate(NamedTuple):
+    """A parameter that is about to be sharded."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[Owner]
+    sharding: Sharding
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a unit's sharded form."""
+    return bool(getattr(parameter, _MARK, False))
+
+
+def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
+    """The name under which this very parameter was sharded before, or None."""
+    name, _ = _sharded_originals.get(parameter, (None, None))  # type: ignore[no-untyped-call]
+    return cast("str | None", name)
+
+
+def any_sharded_originals() -> bool:
+    """Whether somebody still holds a parameter as it was before it was sharded."""
+    return len(_sharded_originals) > 0
+
+
+def sharded_from(original: torch.Tensor) -> ShardedParameter | None:
+    """What this very parameter became; None if it was never sharded, or its unit is gone."""
+    if isinstance(original, nn.Parameter) and is_sharded(original):
+        return None  # it is one; asked of every parameter at every step, so this answer is quick
+    _, became = _sharded_originals.get(original, (None, lambda: None))  # type: ignore[no-untyped-call]
+    return cast("ShardedParameter | None", became())
+
+
+def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParameter:
+    """A parameter in its sharded form, over `shard`; nothing holds it yet.
+
+    Effects: none.
+    """
+    original = candidate.parameter
+    sharded = nn.Parameter(dtensor_for(shard, original, candidate.sharding), requires_grad=original.requires_grad)
+    # A subclass's own attributes are on every tensor of it, also on one that was never marked.
+    own = vars(original.detach())
+    marks = {name: mark for name, mark in vars(original).items() if name not in own} | {_MARK: True}
+    vars(sharded).update(marks)
+    parameter = ShardedParameter(
+        name=candidate.name,
+        owners=candidate.owners,
+        sharded=sharded,
+        shard=local_of(sharded),
+        sharding=candidate.sharding,
+        trains=original.requires_grad,
+        marks=marks,
+        unsharded=sharded,
+    )
+    _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
+    return parameter
+
+
+def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    """This rank's part of a tensor of the parameter's shape, which lies as the parameter does.
+
+    Effects: allocates the part, on the parameter's device and the current stream; not a collective.
+    """
+    own = parameter.sharding.own_part(local_of(whole)).to(parameter.shard.device, dtype, copy=True).contiguous()
+    return dtensor_for(own, whole, parameter.sharding)
+
+
+def dtensor_for(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
+    """A DTensor over `shard`, wherever it lies: `DTensor.from_local` would move it to the mesh's device."""
+    meta = torch.empty(whole.shape, dtype=shard.dtype, device="meta")
+    tensor_meta = TensorMeta(meta.shape, meta.stride(), meta.dtype)
+    return dtensor_over(shard, DTensorSpec(sharding.mesh, tuple(sharding.placements), tensor_meta=tensor_meta))
+
+
+def gradient_over(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local` that lies as the parameter does. `DTensor.from_local` says the same ten times slower."""
+    spec = parameter.sharded._spec  # type: ignore[attr-defined]
+    # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives.
+    gradient = dtensor_over(parameter.shard, spec)
+    gradient._local_tensor = local
+    return gradient
