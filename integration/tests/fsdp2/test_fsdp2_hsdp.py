@@ -7,6 +7,7 @@ from fsdp2_models import (
     DIM,
     Api,
     Stack,
+    Where,
     assert_all_sharded,
     assert_equal_models,
     assert_trains_as,
@@ -151,9 +152,9 @@ def test_a_hook_has_a_stream_of_its_own_over_one_axis_only(api: Api) -> None:
     def scenario() -> None:
         model = api.fully_shard(Stack(), mesh=grid("outer", "inner"))
         with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
-            model.set_all_reduce_hook(lambda output: None, stream=torch.cpu.Stream())
+            model.set_all_reduce_hook(lambda output: None, stream=torch.get_device_module(Where.device).Stream())
         model = api.fully_shard(Stack(), mesh=grid("outer", "inner")["inner"])
-        model.set_all_reduce_hook(lambda output: None, stream=torch.cpu.Stream())
+        model.set_all_reduce_hook(lambda output: None, stream=torch.get_device_module(Where.device).Stream())
         model(inputs(4, DIM)).sum().backward()
 
     on_ranks(scenario, 4)

@@ -630,6 +630,23 @@ def test_a_buffer_for_gradients_that_was_asked_for_before_is_there() -> None:
     run_ranks(check, 2)
 
 
+def test_another_method_of_a_module_that_is_read_casts_as_the_module_does() -> None:
+    class Convolution(nn.Linear):
+        def encode(self, x: torch.Tensor) -> torch.dtype:
+            return x.dtype
+
+    def check() -> None:
+        mixer = Mixer(7)
+        mixer.conv1d = Convolution(7, 7)
+        declare_reads(mixer, "conv1d.*")
+        fully_shard(mixer.conv1d, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        register_fsdp_forward_method(mixer.conv1d, "encode")
+        fully_shard(mixer)
+        assert mixer.conv1d.encode(torch.ones(2, 7)) is torch.bfloat16
+
+    run_ranks(check, 1)
+
+
 def test_a_list_of_units_to_gather_ahead_may_name_one_that_was_taken_over() -> None:
     def check() -> None:
         sharded = Model()

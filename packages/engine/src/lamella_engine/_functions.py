@@ -40,10 +40,10 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     ref = weakref.ref(module)
     function: Any = getattr(method, "__func__", None) if getattr(method, "__self__", None) is module else None
     call = method if function is None else lambda *args, **kwargs: function(ref(), *args, **kwargs)
+    state = state_of(module)  # its own, which says how to cast, also if another unit takes the parameters over
 
     def wrapped(*args: Any, **kwargs: Any) -> object:
         module = ref()
-        state = state_of(module)
         args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
         return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
 

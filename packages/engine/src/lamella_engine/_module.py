@@ -551,7 +551,8 @@ class FSDPModule(fsdp2.FSDPModule):
     def mark_updated(self) -> None:
         """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
 
-        Needed only for units that stay unsharded between passes; others are gathered anew each time.
+        Needed only where something outlives a pass: units that stay unsharded, and copies that `placements` keep (DDP,
+        ZERO1, ZERO2, and HFSDP's shards in the compute dtype). Others are gathered anew each time.
         """
         updates.note()
 

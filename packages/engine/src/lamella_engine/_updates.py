@@ -3,7 +3,7 @@
 Version counters cannot tell (fused optimizers and DTensor writes leave them alone), so the rule is explicit: the step
 of any `torch.optim` optimizer that has sharded parameters, and `FSDPModule.mark_updated()`. Both happen on every rank
 alike, as what follows from them (another gather) must; the step of some other optimizer may be one rank's own. It
-matters only for weights that stay unsharded between passes: everything else is gathered anew each time.
+matters only for what outlives a pass, unsharded weights and copies: everything else is gathered anew each time.
 """
 
 from __future__ import annotations
