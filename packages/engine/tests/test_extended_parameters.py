@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import MixedPrecisionPolicy, Whole, describe, fully_shard
+from lamella_engine._candidates import move_to
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import ExtendedGroup
-from lamella_engine._fully_shard import _move_to
 from lamella_engine._placements import DDP, ZERO1, ZERO2
 from lamella_testing import run_ranks
 
@@ -541,7 +541,7 @@ def test_a_subclass_is_moved_to_the_meshs_device_with_what_it_holds() -> None:
     module = nn.Linear(2, 3, bias=False)
     module.weight = nn.Parameter(Pair.encode(module.weight.detach()))
     before: Any = module.weight
-    _move_to([module], torch.device("meta"), torch.device("meta"), set())
+    move_to([module], torch.device("meta"), torch.device("meta"), set())
     moved: Any = module.weight
     assert moved is before and type(moved).__name__ == "Pair" and moved._is_param
     assert moved.requires_grad and moved.device.type == "meta"
