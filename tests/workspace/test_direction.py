@@ -22,12 +22,18 @@ PLANTED = [
     ("lamella_qwen", "causal_conv1d", "Only the Mamba adapter imports state-space kernels"),
     ("lamella_engine", "megatron", "Only the Megatron adapter imports megatron-core"),
     ("lamella_checkpoint", "transformers", "The layers know no model library"),
+    (
+        "lamella_engine._order",
+        "lamella_engine._state",
+        "The engine reads from left to right, as docs/design/0001-engine.md has it",
+    ),
 ]
 
 
 def _plant(workspace: Path, importer: str, imported: str) -> None:
-    [init] = workspace.glob(f"**/src/{importer}/__init__.py")
-    init.write_text(init.read_text() + f"\nimport {imported} as planted  # noqa\n")
+    path = importer.replace(".", "/")
+    [file] = [*workspace.glob(f"**/src/{path}.py"), *workspace.glob(f"**/src/{path}/__init__.py")]
+    file.write_text(file.read_text() + f"\nimport {imported} as planted  # noqa\n")
 
 
 def _broken_contracts(workspace: Path) -> set[str]:
