@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 import torch.distributed as dist
+from late_streams import LLAMA, ODD, delay_streams
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -33,7 +32,7 @@ from lamella_engine import (
 from lamella_engine._attached import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train
+from lamella_integration.tasks import TASKS, Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)
@@ -67,19 +66,6 @@ def _cuda() -> torch.device:
 
 def _offloaded(task: Task, *, pin_memory: bool = True, **options: Any) -> nn.Module:
     return shard(task.model(device=_cuda()), fully_shard, offload_policy=CPUOffloadPolicy(pin_memory), **options)
-
-
-def _two_rows_a_rank(task: Task) -> Task:
-    """Two batches as one, so that each of four ranks has a row for either microbatch."""
-
-    def draw(generator: torch.Generator) -> Batch:
-        (x, y), (more_x, more_y) = task.draw(generator), task.draw(generator)
-        return torch.cat([x, more_x]), torch.cat([y, more_y])
-
-    return replace(task, draw=draw)
-
-
-LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
 
 
 def _train(task: Task, model: nn.Module, recipe: Recipe) -> Trace:
@@ -182,26 +168,6 @@ def test_some_units_may_rest_on_the_cpu_and_others_not() -> None:
             _assert_close(each, wanted)
 
 
-LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of the model's kernels and copies
-
-
-def _delay_streams(model: nn.Module) -> None:
-    """Let one stream or another sleep at random points of forward and backward; on each rank others."""
-    choose, context = Random(dist.get_rank()), state_of(model).context
-    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
-
-    def delay(*_: object) -> None:
-        if choose.random() < 0.3:
-            with context.on(choose.choice([context.compute_stream, *engines])):
-                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(delay)
-        module.register_forward_hook(delay)
-        if not list(module.children()):
-            module.register_full_backward_pre_hook(delay)
-
-
 @pytest.mark.gpu4
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
 @pytest.mark.parametrize("way", WAYS)
@@ -215,7 +181,7 @@ def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
         for is_late in (False, True):
             model = _offloaded(LLAMA, mp_policy=BF16, **WAYS[way]())
             if is_late:
-                _delay_streams(model)
+                delay_streams(model, state_of(model).context)
             found.append(_train(LLAMA, model, recipe))
         return found[0], found[1]
 

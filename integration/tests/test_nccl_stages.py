@@ -1,24 +1,21 @@
 """On four GPUs over NCCL: every ZeRO stage trains as the unsharded model does, however late a stream may be."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
-import torch.distributed as dist
+from late_streams import LLAMA, ODD, delay_streams
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_buffers import MemPoolAllocator, PoolAllocator
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import state_of
-from lamella_engine._context import Context
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, shard, train
+from lamella_integration.tasks import Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
 pytestmark = pytest.mark.gpu4
@@ -55,19 +52,6 @@ def _model(task: Task) -> nn.Module:
     return task.model(device=torch.device("cuda", torch.cuda.current_device()))
 
 
-def _two_rows_a_rank(task: Task) -> Task:
-    """Two batches as one, so that each of four ranks has a row for either microbatch."""
-
-    def draw(generator: torch.Generator) -> Batch:
-        (x, y), (more_x, more_y) = task.draw(generator), task.draw(generator)
-        return torch.cat([x, more_x]), torch.cat([y, more_y])
-
-    return replace(task, draw=draw)
-
-
-LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
-
-
 @EVERY_WAY
 @pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
 def test_it_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -> None:
@@ -90,24 +74,6 @@ def test_it_takes_the_steps_of_one_unsharded_gpu(way: str, reduces_each: bool) -
 # -- late streams ----------------------------------------------------------------------------------------------------
 
 NUM_STRESSED_STEPS = 200
-LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of the model's kernels
-
-
-def _delay_streams(model: nn.Module, context: Context) -> None:
-    """Let one stream or another sleep at random points of forward and backward; on each rank others."""
-    choose = Random(dist.get_rank())
-    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
-
-    def delay(*_: object) -> None:
-        if choose.random() < 0.3:
-            with context.on(choose.choice([context.compute_stream, *engines])):
-                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(delay)
-        module.register_forward_hook(delay)
-        if not list(module.children()):
-            module.register_full_backward_pre_hook(delay)
 
 
 @EVERY_WAY
@@ -123,7 +89,7 @@ def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             model = shard(_model(LLAMA), fully_shard, mp_policy=policy, **WAYS[way]())
             if is_late:
-                _delay_streams(model, state_of(model).context)
+                delay_streams(model, state_of(model).context)
             found.append(train(LLAMA, model, recipe))
         return found[0], found[1]
 
