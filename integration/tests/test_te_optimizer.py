@@ -23,19 +23,17 @@ LR, WEIGHT_DECAY, NUM_STEPS = 1e-2, 0.1, 5
 
 
 class ManyShort(nn.Module):
-    """Layers of one row among layers of several: an empty shard at every place among more than one launch takes."""
+    """Matrices of one row among others: an empty shard at every place among more than one launch takes.
 
-    def __init__(self, num_layers: int = 150) -> None:
+    Linear in each, so that gradients do not depend on the weights: roundings do not grow from step to step.
+    """
+
+    def __init__(self, num_matrices: int = 300) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 1 if i % 3 else 1 + i % 7) for i in range(num_layers))
-        self.head = nn.Linear(8, 4)
+        self.matrices = nn.ParameterList(torch.randn(1 if i % 3 else 1 + i % 7, 8) for i in range(num_matrices))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = x
-        for layer in self.layers:
-            hidden = hidden + layer(torch.tanh(hidden)).mean(-1, keepdim=True)
-        out: torch.Tensor = self.head(hidden)
-        return out
+        return torch.stack([(matrix * (x + i % 5)).mean() for i, matrix in enumerate(self.matrices)])
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -44,10 +42,10 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> None:
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).to("cuda", next(model.parameters()).dtype)
+    x = torch.randn(8, generator=torch.Generator().manual_seed(1)).to("cuda", next(model.parameters()).dtype)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        model(x).float().square().mean().backward()
+        model(x).sum().backward()
         optimizer.step()
 
 
@@ -117,15 +115,14 @@ def test_its_state_weighs_what_the_shards_weigh() -> None:
     def check() -> int:
         sharded = fully_shard(nn.Linear(4096, 4096, bias=False, device="cuda"))
         optimizer = _on_shards(sharded)
-        before = torch.cuda.memory_allocated()
         sharded(torch.ones(1, 4096, device="cuda")).sum().backward()
+        at_first = torch.cuda.memory_allocated()
         optimizer.step()
-        optimizer.zero_grad()
-        return torch.cuda.memory_allocated() - before
+        return torch.cuda.memory_allocated() - at_first
 
     shard_nbytes = 4096 * 4096 * 4 // 2
     for grown in run_ranks(check, 2, device="cuda"):
-        assert 2 * shard_nbytes <= grown < 2 * shard_nbytes + 2**25  # and a workspace of cuBLAS's
+        assert 2 * shard_nbytes <= grown < 2 * shard_nbytes + 2**20
 
 
 def test_left_to_itself_it_is_refused_before_it_writes() -> None:

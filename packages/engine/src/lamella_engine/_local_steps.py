@@ -190,7 +190,7 @@ def _refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
         return
     if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
         raise TypeError(
-            f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, as its kernels know no others, "
+            f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
             "got DTensors, beside whose shards it would write. Call step_on_local_shards(optimizer) once."
         )
 
