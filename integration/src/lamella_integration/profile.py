@@ -89,7 +89,7 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
         model = Llama(workload.config)
     num_ranks = dist.get_world_size()
     blocks = [list(unit.parameters()) for unit in model.units()]
-    root = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+    root = [*model.embedding.parameters(), *model.head.parameters()]
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     full = {parameter.numel() for parameter in matrices if parameter.shape[0] % num_ranks == 0}
     shards = {_shard_numel([parameter], num_ranks, padding=0) for parameter in matrices}
