@@ -49,6 +49,10 @@ class Workload:
     recomputes: bool = False
     compiler: str | None = None
 
+    @property
+    def num_units(self) -> int:
+        return self.config.num_layers + (1 if self.units == "blocks" else 2)
+
     def batch(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A sequence of random tokens and its labels for each microbatch, each rank its own."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())

@@ -11,11 +11,13 @@ because a rank that fails alone inside a step leaves its peers in a collective u
 
 import argparse
 import gc
+import shlex
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +29,9 @@ import torch.distributed as dist
 from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Backend, Training, Workload
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, num_flops_per_token
+from lamella_integration.phases import host_seconds, phases_of
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.report import Failure, Measurement, Report
+from lamella_integration.report import Failure, HostTime, Measurement, Report
 from lamella_integration.variants import backend_of, options_of
 
 T = TypeVar("T")
@@ -43,12 +46,14 @@ class Options:
     """The command line. `workload` takes the `device` that it is still to be told; `backends` are by row."""
 
     title: str
+    command: str
     workload: Callable[..., Workload]
     num_tokens: int
     backends: Mapping[str, Backend]
     num_steps: int
     num_warmup_steps: int
     is_deterministic: bool
+    has_phases: bool
     device_type: str
     out: Path | None
 
@@ -56,6 +61,7 @@ class Options:
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Options of the command line, checked."""
     parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
     values = parser.parse_args(arguments)
     for name in ("tokens", "steps", "warmup", "microbatches"):
         if getattr(values, name) < 1:
@@ -66,6 +72,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         parser.error(str(error))
     return Options(
         title=_title(values),
+        command=shlex.join(arguments),
         workload=partial(
             Workload,
             config=SIZES[values.size],
@@ -80,6 +87,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         num_steps=values.steps,
         num_warmup_steps=values.warmup,
         is_deterministic=values.deterministic,
+        has_phases=values.phases,
         device_type=values.device,
         out=values.out,
     )
@@ -103,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compile", nargs="?", const="inductor", metavar="COMPILER", help="each block, before it is sharded")
     add("--steps", type=int, default=8, help="measured, after the warm-up")
     add("--warmup", type=int, default=4, help="steps before the measured ones")
+    add("--phases", action="store_true", help="where a step's time goes too, on the device and on the host")
     add("--deterministic", action="store_true", help="repeatable kernels: slow, and losses compare exactly")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--out", type=Path, help="folder for the JSON, the table and the plot")
@@ -135,10 +144,18 @@ def run(options: Options, device: torch.device) -> Report:
     """
     if options.is_deterministic:
         use_repeatable_kernels()
-    report = Report(title=f"{options.title}, {dist.get_world_size()} ranks", environment=_environment(device))
+    num_ranks = dist.get_world_size()
+    report = Report(
+        title=f"{options.title}, {num_ranks} ranks",
+        command=f'./dev "bench({num_ranks})" {options.command}',
+        environment=_environment(device),
+    )
     workload = options.workload(device=device)
     for name, backend in options.backends.items():
-        report.rows[name] = _measure_and_release(backend, workload, options)
+        row = _measure_and_release(backend, workload, options)
+        if options.has_phases and isinstance(row, Measurement):
+            row = _with_host_time(row, backend, workload)
+        report.rows[name] = row
         if dist.get_rank() == 0 and options.out is not None:
             report.write(options.out)
     return report
@@ -170,7 +187,7 @@ def _measure(backend: Backend, workload: Workload, options: Options, baseline_gi
     allocated_gib, reserved_gib = _peaks_gib(workload.device)
     num_tokens = tokens.numel()
     flops = num_flops_per_token(workload.config, options.num_tokens)
-    return Measurement(
+    measured = Measurement(
         step_s=slowest_s,
         tokens_per_s=num_tokens / slowest_s,
         tflops=num_tokens * flops / slowest_s / 1e12,
@@ -182,6 +199,29 @@ def _measure(backend: Backend, workload: Workload, options: Options, baseline_gi
         last_loss=_over_ranks(losses[-1].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
         trained=training.learns,
     )
+    if not options.has_phases:
+        return measured
+    try:
+        return replace(measured, phases=_on_every_rank(lambda: phases_of(training, tokens, labels)))
+    except BackendFailed as error:
+        return replace(measured, trouble=f"no phases: {error}")
+
+
+def _with_host_time(row: Measurement, backend: Backend, workload: Workload) -> Measurement:
+    """Host time too, unless blocks are compiled: that would compile them anew for a thin model, twice."""
+    if workload.compiler is not None:
+        return row
+    try:
+        ours, ideal = _host_us(backend, workload), _host_us(BACKENDS["ideal"], workload)
+    except BackendFailed as error:
+        return replace(row, trouble="; ".join(filter(None, [row.trouble, f"no host time: {error}"])))
+    return replace(row, host=HostTime(total_us=ours, above_ideal_us=ours - ideal))
+
+
+def _host_us(backend: Backend, workload: Workload) -> float:
+    """For a unit, on the slowest rank."""
+    seconds = _on_every_rank(lambda: host_seconds(backend, workload))
+    return _over_ranks(seconds, dist.ReduceOp.MAX, workload) / workload.num_units * 1e6
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
