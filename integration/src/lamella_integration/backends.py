@@ -272,10 +272,10 @@ def megatron_fsdp_experimental(workload: Workload, *, mesh: Sequence[int] = (), 
 
 
 def deepspeed_zero3(workload: Workload) -> Training:
-    """DeepSpeed's ZeRO-3. Each unit is fetched as one; a block's worth is fetched ahead, as the others do."""
+    """DeepSpeed's ZeRO-3. A block is fetched as one, and as much ahead; all else is fetched module by module."""
     deepspeed = _import("deepspeed", DEEPSPEED)
     model = workload.model(torch.bfloat16)
-    deepspeed.utils.set_z3_leaf_modules(model, workload.unit_classes())
+    deepspeed.utils.set_z3_leaf_modules(model, [Block])
     block_numel = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     engine, *_ = deepspeed.initialize(
         model=model,
