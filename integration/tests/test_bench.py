@@ -16,7 +16,7 @@ from lamella_integration import bench
 from lamella_integration.backends import Workload
 from lamella_integration.bench import parse_options, run
 from lamella_integration.collectives import CollectiveCounter
-from lamella_integration.llama import SIZES, Block, Llama, num_flops_per_token
+from lamella_integration.llama import SIZES, Block, Llama, next_token_loss, num_flops_per_token
 from lamella_integration.report import Failure, HostTime, Measurement, Phases, Report
 from lamella_integration.variants import backend_of
 from lamella_testing import run_ranks
@@ -148,6 +148,23 @@ def test_the_ends_are_units_of_their_own_that_backward_does_not_gather(backend: 
 def test_only_the_last_microbatch_reduces_gradients(backend: str) -> None:
     counts = _counts(backend, replace(TINY, num_microbatches=3))
     assert counts == {"all_gather": 3 * (2 * NUM_BLOCKS + 1), "reduce_scatter": NUM_BLOCKS + 1}
+
+
+def test_microbatches_add_up_to_the_gradient_of_the_mean_loss() -> None:
+    def gradients() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        workload = replace(TINY, num_microbatches=2)
+        tokens, labels = workload.batch(8)
+        training = backend_of("ideal")(workload)
+        loss = training.accumulate(tokens, labels)
+        accumulated = [parameter.grad for parameter in training.model.parameters()]
+        training.zero_grad()
+        expected = next_token_loss(training.model(tokens), labels)
+        expected.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(loss, expected.detach())
+        return accumulated, [parameter.grad for parameter in training.model.parameters()]
+
+    accumulated, expected = run_ranks(gradients, 1)[0]
+    torch.testing.assert_close(accumulated, expected, rtol=0.05, atol=1e-3)  # bf16 rounds each microbatch's
 
 
 @FSDP

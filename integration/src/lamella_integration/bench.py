@@ -17,8 +17,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +32,7 @@ from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Backend, Train
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, num_flops_per_token
 from lamella_integration.phases import host_seconds, phases_of
+from lamella_integration.profile import load_profiler
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.report import Failure, HostTime, Measurement, Report
 from lamella_integration.variants import backend_of, options_of
@@ -144,6 +147,8 @@ def run(options: Options, device: torch.device) -> Report:
     """
     if options.is_deterministic:
         use_repeatable_kernels()
+    if options.has_phases:
+        load_profiler(device)
     num_ranks = dist.get_world_size()
     report = Report(
         title=f"{options.title}, {num_ranks} ranks",
@@ -167,12 +172,16 @@ def _measure_and_release(backend: Backend, workload: Workload, options: Options)
         row: Measurement | Failure = _measure(backend, workload, options, baseline)
     except BackendFailed as error:
         row = Failure(error=str(error))
+    _release(workload)
+    return row.with_leak(_over_ranks(_allocated_gib(workload.device) - baseline, dist.ReduceOp.MAX, workload))
+
+
+def _release(workload: Workload) -> None:
     if workload.compiler is not None:
         torch.compiler.reset()  # The next backend's blocks are the same code, and torch gives up recompiling some day.
     gc.collect()  # Hooks and parameters refer to each other; nothing is free before this.
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
-    return row.with_leak(_over_ranks(_allocated_gib(workload.device) - baseline, dist.ReduceOp.MAX, workload))
 
 
 def _measure(backend: Backend, workload: Workload, options: Options, baseline_gib: float) -> Measurement:
@@ -221,6 +230,7 @@ def _with_host_time(row: Measurement, backend: Backend, workload: Workload) -> M
 def _host_us(backend: Backend, workload: Workload) -> float:
     """For a unit, on the slowest rank."""
     seconds = _on_every_rank(lambda: host_seconds(backend, workload))
+    _release(workload)
     return _over_ranks(seconds, dist.ReduceOp.MAX, workload) / workload.num_units * 1e6
 
 
@@ -305,6 +315,9 @@ def _environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         environment["device"] = torch.cuda.get_device_name(device)
         environment["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    for peer in ("megatron-fsdp", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            environment[peer] = version(peer)
     return environment
 
 
