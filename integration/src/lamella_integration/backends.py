@@ -330,7 +330,7 @@ def _train_sharded(workload: Workload, shard: Callable[..., object], reshard: bo
 
 
 def _set_reductions(root: torch_fsdp.FSDPModule, in_flight: int, separate: bool) -> None:
-    if in_flight != 1:  # torch 2.11 has neither method.
+    if in_flight != 1:  # Not every torch has these methods.
         root.set_reduce_scatter_max_input_buffers(in_flight)
     if separate:
         root.set_separate_reduce_scatter_group()
