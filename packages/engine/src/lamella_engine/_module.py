@@ -535,9 +535,9 @@ class FSDPModule(fsdp2.FSDPModule):
         for group in state_of(self).groups:
             if group.transport.num_ranks > 1 and not isinstance(group.transport, CopyEngineTransport):
                 raise MisuseError(
-                    f"Expected GPUs of one host over NCCL, and neither `allocator` nor custom collectives, for {backend!r}, "
-                    f"got gathers by {type(group.transport).__name__}. Leave the call out: they are in place, in ordinary "
-                    "memory."
+                    "Expected GPUs of one host over NCCL, and neither `allocator` nor custom collectives, for "
+                    f"{backend!r}, got gathers by {type(group.transport).__name__}. Leave the call out: they are in "
+                    "place, in ordinary memory."
                 )
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
