@@ -136,7 +136,7 @@ def lamella(
     *,
     keep: int = 0,
     prefetch: int | None = None,
-    allocator: str = "caching",
+    allocator: str | None = None,
     placements: Sequence[str] = (),
     mesh: Sequence[int] = (),
     reshard: bool | int | None = None,
@@ -157,7 +157,7 @@ def lamella(
         mesh=_mesh(workload, mesh),
         mp_policy=engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype),
         placements=tuple(getattr(engine, name) for name in placements) or None,
-        allocator=allocators[allocator](),
+        allocator=None if allocator is None else allocators[allocator](),
     )
     training = _train_sharded(workload, shard, reshard)
     root = cast(engine.FSDPModule, training.model)
