@@ -80,7 +80,8 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
     """What `check_zero_copy` needs to know of a decoder sharded over the default group.
 
     Casts of shards: every unit's to the wire before forward, every block's again before backward, and every reduced
-    gradient's back to fp32, unless it was added up in that. On a CPU they are not counted: gloo copies what it reduced once more.
+    gradient's back to fp32, unless it was added up in that. On a CPU they are not counted: gloo copies what it reduced
+    once more.
 
     Raises:
         ValueError: Sizes cannot tell a shard from a whole parameter, or a parameter from an activation.
