@@ -100,8 +100,11 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_to_the_precision_of_
 
 
 @MANY_RANKS
+@pytest.mark.parametrize("has_own_communicator", [False, True])  # which an exchange is then the first to use
 @pytest.mark.parametrize("reduces_each", [True, False])
-def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(num_ranks: int, reduces_each: bool) -> None:
+def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
+    num_ranks: int, reduces_each: bool, has_own_communicator: bool
+) -> None:
     """Bit by bit on two ranks, where a sum has one order; see test_nccl."""
     recipe = Recipe(num_steps=10, num_microbatches=2 if num_ranks == 2 else 1, reduce_every_microbatch=reduces_each)
     loss_tolerance, weight_tolerance = (0.0, 0.0) if num_ranks == 2 else (2**-8, 2 * recipe.learning_rate)
@@ -111,7 +114,10 @@ def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(num_ranks
 
         def trained(name: str) -> Trace:
             task = TASKS[name]
-            return train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=POLICY), recipe)
+            model: Any = shard(task.model(device=_cuda()), fully_shard, mp_policy=POLICY)
+            if has_own_communicator:
+                model.set_separate_reduce_scatter_group()
+            return train(task, model, recipe)
 
         narrow = [trained(name) for name in TASKS]
         with patch.object(ParameterGroup, "wire_dtype", PropertyMock(return_value=torch.float32)):
