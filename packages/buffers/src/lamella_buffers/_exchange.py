@@ -73,7 +73,7 @@ def _joined(
     """The same places and shards, as few tensors: those that touch are one."""
     first = 0
     for i in range(1, len(shards) + 1):
-        if i < len(shards) and _touch(places[i - 1][0], places[i][0]) and _touch(shards[i - 1], shards[i]):
+        if i < len(shards) and _touch(*places[i - 1 : i + 1], *shards[i - 1 : i + 1]):
             continue
         numel = sum(shard.numel() for shard in shards[first:i])
         place, shard = places[first], shards[first]
@@ -81,7 +81,11 @@ def _joined(
         first = i
 
 
-def _touch(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether one flat tensor begins where another ends, in the same storage."""
-    is_one_storage = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return is_one_storage and a.storage_offset() + a.numel() == b.storage_offset()
+def _touch(place: torch.Tensor, next_place: torch.Tensor, shard: torch.Tensor, next_shard: torch.Tensor) -> bool:
+    """Whether a place's columns and a shard go on where others, of the same buffer and of the same storage, end."""
+    numel = shard.numel()
+    return (
+        place.storage_offset() + numel == next_place.storage_offset()
+        and shard.storage_offset() + numel == next_shard.storage_offset()
+        and shard.untyped_storage().data_ptr() == next_shard.untyped_storage().data_ptr()
+    )
