@@ -97,7 +97,8 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
     """What `check_zero_copy` needs to know of a decoder sharded over the default group.
 
     Casts of shards: every unit's to the wire before forward, every block's again before backward, and every reduced
-    gradient's back to fp32. On a CPU they are not counted: gloo copies what it reduced once more.
+    gradient's back to fp32, unless it was added up in that. On a CPU they are not counted: gloo copies what it reduced
+    once more.
 
     Raises:
         ValueError: Sizes cannot tell a shard from a whole parameter, or a parameter from an activation.
@@ -132,7 +133,7 @@ def _shard_numel(parameters: Iterable[torch.Tensor], num_ranks: int, padding: in
 def markdown(name: str, found: Breakdown) -> str:
     """One row of the table of where a step goes, in milliseconds a step."""
     columns = [Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.COPY, Kind.FILL, Kind.OPTIMIZER]
-    columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
+    columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL]
     header = ["backend", "span", *(kind.name.lower() for kind in columns), "collectives", "exposed", "idle"]
     figures = [found.span, *(found.by_kind[kind] for kind in columns), found.collectives, found.exposed, found.idle]
     row = [name, *(f"{figure / NUM_STEPS:.1f}" for figure in figures)]

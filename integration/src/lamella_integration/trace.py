@@ -16,6 +16,7 @@ class Kind(Enum):
 
     ALL_GATHER = r"(nccl|c10d::|gloo::).*all_?gather"
     REDUCE_SCATTER = r"(nccl|c10d::|gloo::).*reduce_?scatter"
+    ALL_TO_ALL = r"(nccl|c10d::|gloo::).*(all_?to_?all|sendrecv)"
     COLLECTIVE = r"nccl|c10d::|gloo::"
     ATTENTION = r"flash|fmha|sdpa|attention"
     MATMUL = r"gemm|nvjet|xmma|splitkreduce|cutlass|cublas|aten::(add)?mm|aten::bmm"
@@ -27,7 +28,7 @@ class Kind(Enum):
 
     @property
     def is_collective(self) -> bool:
-        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.COLLECTIVE)
+        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.COLLECTIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

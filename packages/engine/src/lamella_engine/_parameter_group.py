@@ -353,12 +353,22 @@ class ParameterGroup:
         taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
 
-    def gradient_nbytes(self, members: Iterable[int]) -> int:
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What gradients may travel in: what autograd makes them in, where the reduce dtype holds all of that.
+
+        Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
+        """
+        own, *others = {getattr(p.unsharded, "grad_dtype", p.unsharded.dtype) for p in self.parameters}
+        fits = own is not None and not others and torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype
+        return own if fits else self.reduce_dtype
+
+    def gradient_nbytes(self, members: Iterable[int], wire: torch.dtype) -> int:
         """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""
         layout = self.layout
         if isinstance(layout, FlatLayout):
-            return layout.full_numel * self.reduce_dtype.itemsize
-        return sum(layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
+            return layout.full_numel * wire.itemsize
+        return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:
