@@ -157,7 +157,7 @@ class StepInBackward:
                 "step_in_backward."
             )
         rest = [[p for p in group["params"] if id(p) not in self._stepped] for group in optimizer.param_groups]
-        return (_view(optimizer, rest), *args[1:]), kwargs
+        return (_view(optimizer, rest, keep_empty=True), *args[1:]), kwargs
 
     def _after_step(self, *_: object) -> None:
         """Begin anew. Not before the step: one that raises may be called again, for what is left."""
@@ -296,14 +296,14 @@ def _own_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def _view(optimizer: Opt, parts: Sequence[Sequence[torch.Tensor]]) -> Opt:
+def _view(optimizer: Opt, parts: Sequence[list[torch.Tensor]], *, keep_empty: bool = False) -> Opt:
     """What an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
     view = object.__new__(type(optimizer))
     vars(view).update(vars(optimizer))
     # For a class that calls another's step, around which torch has put hooks again.
     vars(view).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     groups = zip(optimizer.param_groups, parts, strict=True)
-    view.param_groups = [{**group, "params": list(part)} for group, part in groups if part]
+    view.param_groups = [{**group, "params": part} for group, part in groups if part or keep_empty]
     return view
 
 
