@@ -70,6 +70,14 @@ def lamella(workload: Workload) -> Training:
     return _train_sharded(workload, lambda unit, mesh: fully_shard(unit, mesh=mesh, mp_policy=policy))
 
 
+def lamella_step_in_backward(workload: Workload) -> Training:
+    """The same, with an optimizer that steps each unit as soon as its gradients are reduced."""
+    from lamella_engine import MixedPrecisionPolicy, fully_shard, step_in_backward
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
+    return _train_sharded(workload, lambda unit, mesh: fully_shard(unit, mesh=mesh, mp_policy=policy), step_in_backward)
+
+
 def fsdp2(workload: Workload) -> Training:
     """`torch.distributed.fsdp.fully_shard`, built on the meta device."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -157,6 +165,7 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         ideal,
         lamella,
+        lamella_step_in_backward,
         fsdp2,
         ddp,
         megatron_fsdp,
@@ -166,7 +175,11 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def _train_sharded(workload: Workload, shard: Callable[[nn.Module, DeviceMesh], object]) -> Training:
+def _train_sharded(
+    workload: Workload,
+    shard: Callable[[nn.Module, DeviceMesh], object],
+    prepare: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
+) -> Training:
     mesh = _mesh(workload)
     with torch.device("meta"):
         model = Llama(workload.config)
@@ -175,6 +188,7 @@ def _train_sharded(workload: Workload, shard: Callable[[nn.Module, DeviceMesh], 
     model.to_empty(device=workload.device)
     init_weights(model, workload.seed, round_to=torch.bfloat16)
     optimizer = _adamw(model.parameters(), workload)
+    prepare(optimizer)
     return Training(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from engine_models import (
     rows_of_this_rank,
     shard,
     unit,
-    units,
 )
 from fake_streams import Work, fake_streams
 from test_every_optimizer import OPTIMIZERS, WHOLE_TENSORS_ONLY, _flavours
@@ -34,14 +33,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import (
-    DDP,
     HFSDP,
     ZERO3,
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     Rows,
-    StepInBackward,
     clip_grad_norm_,
     fully_shard,
     step_in_backward,
@@ -62,6 +59,10 @@ Backward = Callable[[nn.Module], None]
 
 def _adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _of(name: str, **options: Any) -> Make:
+    return lambda model: OPTIMIZERS[name](model.parameters(), **options)
 
 
 def _backward(model: nn.Module) -> None:
@@ -161,24 +162,20 @@ def test_every_optimizer_and_flavour_of_it_takes_the_same_steps(name: str) -> No
     def check() -> None:
         for flavour in _flavours(name):
             with case(flavour):
-                pair = Pair(optimizer=lambda model: OPTIMIZERS[name](model.parameters(), lr=1e-2, **flavour))
+                pair = Pair(optimizer=_of(name, lr=1e-2, **flavour))
                 assert pair.train() == pair.all_names()
 
     run_ranks(check, 3)
-
-
-FLAT_ONLY: dict[str, Any] = {"Rprop": Rows(1)}
 
 
 @pytest.mark.skipif(not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor")
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop"])
 def test_parameters_in_the_flat_layout_take_the_same_steps(name: str) -> None:
     def check() -> None:
-        optimizer = partial(OPTIMIZERS[name], lr=1e-2)
         for shape, options in (((4,), {}), ((2, 2), {"placements": (HFSDP, ZERO3)})):
             with case(options):
                 apply = _apart(shape, keep=Rows(1), **options)
-                pair = Pair(apply=apply, optimizer=lambda model: optimizer(model.parameters()))
+                pair = Pair(apply=apply, optimizer=_of(name, lr=1e-2))
                 assert pair.train() == pair.all_names()
 
     run_ranks(check, 4)
@@ -195,7 +192,7 @@ def test_parameters_in_the_flat_layout_take_the_same_steps(name: str) -> None:
 )
 def test_options_count(options: dict[str, Any], name: str) -> None:
     def check() -> None:
-        pair = Pair(optimizer=lambda model: OPTIMIZERS[name](model.parameters(), **options))
+        pair = Pair(optimizer=_of(name, **options))
         assert pair.train() == pair.all_names()
 
     run_ranks(check, 2)
@@ -945,5 +942,3 @@ def test_a_gather_of_a_unit_that_was_stepped_comes_after_its_update() -> None:
         assert seen == [True]
 
     run_ranks(check, 2)
-
-

@@ -17,8 +17,8 @@ is stepped in backward only if all of these hold, and in `optimizer.step()` othe
   saw so (driven by verbs, or under reentrant checkpointing, which hides the forward) waits for `optimizer.step()`.
 - It is the step's last backward, which hooks drive, and gradients were installed, not kept unreduced.
 - Nobody holds the unit, none of its gradients comes late, and no gather of it is under way.
-- Its unsharded parameters are a copy, and not the main weights themselves: autograd may yet read those where a weight is
-  computed from others. Copies, kept ones too (`ZERO1`, `reshard_after_backward=False`), do not change with the update.
+- Its unsharded parameters are a copy, and not the main weights themselves: where a weight is computed from others,
+  autograd may yet read those. Copies, kept ones too (`ZERO1`, `reshard_after_backward=False`), do not change.
 - Its shards do not rest on the CPU, where gradients arrive when backward is over.
 What is stepped all the same and used again in the same backward is an error there, and never a wrong gradient.
 """
@@ -157,6 +157,12 @@ class StepInBackward:
                 "step_in_backward."
             )
         rest = [[p for p in group["params"] if id(p) not in self._stepped] for group in optimizer.param_groups]
+        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if num_held - sum(map(len, rest)) < len(self._stepped):
+            raise RuntimeError(
+                f"Expected {self._name} to hold the {len(self._stepped)} parameters that were stepped inside backward, "
+                "got others in its param groups: they would be stepped again. Change groups between steps."
+            )
         return (_view(optimizer, rest, keep_empty=True), *args[1:]), kwargs
 
     def _after_step(self, *_: object) -> None:
@@ -175,8 +181,8 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
 
     The update then overlaps with the rest of backward. The training loop stays as it is: `optimizer.step()` must still
     follow each step's last backward. It steps whatever was not stepped inside (parameters outside of units, units that
-    must wait), runs the optimizer's step hooks once, and counts as one step for learning rate schedulers. Weights, state
-    and state dict are to the bit those of the same training without this. Gradients stay until `zero_grad()`.
+    must wait), runs the optimizer's step hooks once, and counts as one step for learning rate schedulers. Weights,
+    state and state dict are to the bit those of the same training without this. Gradients stay until `zero_grad()`.
 
     Weights change during backward, so nothing may look at all gradients before: no clipping by the global norm, no
     gradient scaler, no step that is skipped or takes a closure. Our `clip_grad_norm_` raises; torch's, and
@@ -319,7 +325,7 @@ def _check_steps_apart(optimizer: Optimizer) -> None:
     except Exception as error:
         raise ValueError(f"{expected}, which cannot be tried on two plain parameters: {error}. {way_out}") from error
     if not _are_equal(together, apart):
-        raise ValueError(f"{expected}, whose two parameters stepped apart differ from those stepped together. {way_out}")
+        raise ValueError(f"{expected}, whose parameters stepped apart differ from those stepped together. {way_out}")
 
 
 def _try(optimizer: Optimizer, is_apart: bool) -> object:
