@@ -474,8 +474,8 @@ class FSDPState:
         if is_read and self._residency is Residency.UNSHARDED and (is_recomputed or self._is_current):
             return False
         begins = not self._awaited or len(self.module_ids) == 1
-        if torch.is_grad_enabled():
-            stepping.check_unused(self, self.title, "another forward")
+        if torch.is_grad_enabled() and stepping.is_stepped(self):
+            stepping.refuse(self.title, "another forward")
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
             ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
@@ -633,7 +633,8 @@ class FSDPState:
         """Unshard for the unit's backward, and gather the next unit ahead."""
         if self.awaits_backward_end:
             return  # another output of the same forward
-        stepping.check_unused(self, self.title, "another backward")
+        if stepping.is_stepped(self):
+            stepping.refuse(self.title, "another backward")
         self.awaits_backward_end = True
         for grads in self.main_grads:
             grads.offer()

@@ -30,7 +30,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -56,7 +56,9 @@ class StepInBackward:
     """An optimizer that steps inside backward, until `remove()`; `step_in_backward` gives one. It need not be kept."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # weak: it holds this, by its hooks
+        self._key = key = next(_keys)
+        # Weak: it holds this, by its hooks.
+        self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
         self._uses: weakref.WeakKeyDictionary[object, _Uses] = weakref.WeakKeyDictionary()
         self._stepped: set[int] = set()  # ids of parameters, which the optimizer keeps alive
         self._group_of: dict[int, int] = {}
@@ -65,8 +67,7 @@ class StepInBackward:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
-        self._key = next(_keys)
-        _active[self._key] = self
+        _active[key] = self
 
     def remove(self) -> None:
         """Let the optimizer step in `optimizer.step()` alone again.
@@ -150,7 +151,7 @@ class StepInBackward:
             )
         if not self._stepped:
             return None
-        if getattr(optimizer, "grad_scale", None) is not None:
+        if getattr(optimizer, "found_inf", None) is not None:  # GradScaler.step sets it
             raise RuntimeError(
                 f"Expected no gradient scaler for {self._name}, which steps inside backward, got one: weights were "
                 "updated with scaled gradients. Train in bfloat16, which needs no scaling, or without "
@@ -173,7 +174,7 @@ class StepInBackward:
 
 _keys = itertools.count()
 # In the order of their calls, which every rank makes alike: an update may communicate.
-_active: weakref.WeakValueDictionary[int, StepInBackward] = weakref.WeakValueDictionary()
+_active: dict[int, StepInBackward] = {}
 
 
 def step_in_backward(optimizer: Optimizer) -> StepInBackward:
@@ -210,7 +211,7 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     shard_optimizer(optimizer)
-    for other in _active.values():
+    for other in _in_order():
         if other.holds(parameter for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"Expected parameters of {type(optimizer).__name__} that no other optimizer steps in backward, got "
@@ -225,22 +226,21 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
 
 def is_stepped(unit: object) -> bool:
     """Whether a unit was stepped in a backward after which nobody called `optimizer.step()` yet."""
-    return any(each.uses_of(unit).stepped for each in _active.values())
+    return any(each.uses_of(unit).stepped for each in _in_order())
 
 
-def check_unused(unit: object, title: str, use: str) -> None:
-    """Refuse to use a unit whose step is not over.
+def refuse(title: str, use: str) -> NoReturn:
+    """Refuse to use a unit that is stepped.
 
     Raises:
-        RuntimeError: It was stepped in a backward, and `optimizer.step()` was not called.
+        RuntimeError: Always.
     """
-    if is_stepped(unit):
-        raise RuntimeError(
-            f"Expected optimizer.step() after the backward in which {title} was updated (step_in_backward), got {use}. "
-            "Call it after each step's last backward, and set_is_last_backward(False) before the backwards that others "
-            "follow. reset_iter_state() gives the rest of a step up. What is used again in the same backward cannot be "
-            "updated in it."
-        )
+    raise RuntimeError(
+        f"Expected optimizer.step() after the backward in which {title} was updated (step_in_backward), got {use}. "
+        "Call it after each step's last backward, and set_is_last_backward(False) before the backwards that others "
+        "follow. reset_iter_state() gives the rest of a step up. What is used again in the same backward cannot be "
+        "updated in it."
+    )
 
 
 def check_gradients_unused(parameters: Iterable[torch.Tensor], what: str) -> None:
@@ -250,7 +250,7 @@ def check_gradients_unused(parameters: Iterable[torch.Tensor], what: str) -> Non
         RuntimeError: One of the parameters was stepped in a backward, and `optimizer.step()` was not called.
     """
     parameters = list(parameters)
-    for each in _active.values():
+    for each in _in_order():
         if stepped := each.stepped(parameters):
             raise RuntimeError(
                 f"Expected gradients that no optimizer has used, got {len(stepped)} of {len(parameters)} parameters "
@@ -261,13 +261,13 @@ def check_gradients_unused(parameters: Iterable[torch.Tensor], what: str) -> Non
 
 def note_forward(unit: object) -> None:
     """Count a forward that a backward may follow."""
-    for each in _active.values():
+    for each in _in_order():
         each.uses_of(unit).num_forwards += 1
 
 
 def note_backward(unit: object) -> None:
     """Count the end of a backward."""
-    for each in _active.values():
+    for each in _in_order():
         each.uses_of(unit).num_backwards += 1
 
 
@@ -276,7 +276,7 @@ def step(unit: object, parameters: Sequence[torch.Tensor]) -> None:
 
     Effects: those of the optimizers' own steps, on the current stream.
     """
-    for each in _active.values():
+    for each in _in_order():
         uses = each.uses_of(unit)
         if uses.num_forwards == uses.num_backwards > 0:
             each.step(unit, parameters)
@@ -284,13 +284,18 @@ def step(unit: object, parameters: Sequence[torch.Tensor]) -> None:
 
 def forget(unit: object) -> None:
     """Drop a step that some of the unit's parameters may have been stepped in."""
-    for each in _active.values():
+    for each in _in_order():
         each.forget(unit)
 
 
 def is_asked_for() -> bool:
     """Whether any optimizer steps inside backward."""
-    return len(_active) > 0
+    return bool(_active)
+
+
+def _in_order() -> tuple[StepInBackward, ...]:
+    """Asked several times a unit and pass, as a rule of nobody."""
+    return tuple(_active.values()) if _active else ()
 
 
 # -- views of an optimizer ------------------------------------------------------------------------------------------
@@ -352,7 +357,7 @@ def _trial_group(group: dict[str, Any]) -> dict[str, Any]:
     options = pytree.tree_map_only(
         torch.Tensor, torch.clone, {key: value for key, value in group.items() if key != "params"}
     )
-    like = group["params"][0]
+    like = next((p for p in group["params"] if p.is_floating_point()), torch.empty(0))
     device = like.device_mesh.device_type if like.is_meta and isinstance(like, DTensor) else like.device
     values = torch.tensor([[0.5, -2.0], [1.0, 0.25]], dtype=like.dtype, device=device)
     return {**options, "params": [torch.nn.Parameter(values * factor) for factor in (1.0, -0.5)]}
