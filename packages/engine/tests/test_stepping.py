@@ -23,6 +23,7 @@ from engine_models import (
     unit,
 )
 from fake_streams import Work, fake_streams
+from test_activation_checkpointing import KINDS, _Around, _Inside, _RecomputedResidual, _Several
 from test_every_optimizer import OPTIMIZERS, WHOLE_TENSORS_ONLY, _flavours
 from test_zero_stages import EVERY_STAGE
 from torch import nn
@@ -78,6 +79,7 @@ class Pair:
         apply: Callable[..., object] = shard,
         optimizer: Make = _adamw,
         backward: Backward = _backward,
+        **options: bool,
     ) -> None:
         self.models, self.optimizers = [], []
         for _ in range(2):
@@ -85,7 +87,7 @@ class Pair:
             self.models.append(model := make())
             apply(model)
             self.optimizers.append(optimizer(model))
-        self.handle = step_in_backward(self.optimizers[1])
+        self.handle = step_in_backward(self.optimizers[1], **options)
         self.names = {id(parameter): name for name, parameter in self.models[1].named_parameters()}
         self._backward = backward
 
@@ -578,6 +580,26 @@ def test_the_handle_need_not_be_kept_and_keeps_nothing() -> None:
     run_ranks(check, 1)
 
 
+@pytest.mark.parametrize("stage", ["ZERO2", "ZERO3", "HSDP, ZERO3", "HFSDP, ZERO3"])
+def test_gradients_may_go_when_they_were_used(stage: str) -> None:
+    shape, placements = EVERY_STAGE[stage]
+
+    def check() -> None:
+        for policy in (MixedPrecisionPolicy(), BF16):
+            pair = Pair(
+                partial(Net, dim=8), _apart(shape, placements=placements, mp_policy=policy), free_gradients=True
+            )
+            for _ in range(3):
+                assert pair.backward() == pair.all_names()
+                assert all(parameter.grad is None for parameter in pair.parameters[1])
+                for optimizer in pair.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                pair.assert_equal()
+
+    run_ranks(check, torch.Size(shape).numel())
+
+
 # -- who still reads the weights -------------------------------------------------------------------------------------
 
 
@@ -613,10 +635,32 @@ class _TwiceInOtherCheckpoints(_TwiceInCheckpoints):
 def test_a_unit_that_runs_twice_is_stepped_after_its_last_backward(make: type[Net]) -> None:
     def check() -> None:
         pair = Pair(make)
-        # What a reentrant checkpoint runs is not seen in forward, and so not before optimizer.step().
-        blocks = {name for name in pair.all_names() if name.startswith("layers.")}
-        unseen = blocks if make is _TwiceInCheckpoints else set()
-        assert pair.train() == pair.all_names() - unseen
+        assert pair.train() == pair.all_names()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("make", [_Around, _Inside, _Several])
+def test_recomputed_units_are_stepped_inside_too(make: type[Net], reentrant: bool, monkeypatch: Any) -> None:
+    def check() -> None:
+        pair = Pair(make)
+        assert pair.train() == pair.all_names()
+
+    for kind in (make, _RecomputedResidual):
+        monkeypatch.setattr(kind, "reentrant", reentrant, raising=False)
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+def test_a_model_that_is_recomputed_as_a_whole_is_stepped_all_the_same(reentrant: bool) -> None:
+    def check() -> None:
+        def backward(model: nn.Module) -> None:
+            x = rows_of_this_rank(X).requires_grad_()
+            checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+
+        pair = Pair(backward=backward)
+        assert pair.train() == (set() if reentrant else pair.all_names())
 
     run_ranks(check, 2)
 
@@ -915,6 +959,44 @@ def test_updates_come_after_gradients_and_before_whatever_follows_backward(
             optimizer.zero_grad()
             installed.clear()
             updated.clear()
+
+    run_ranks(check, 2**num_axes)
+
+
+@pytest.mark.parametrize("num_axes", [1, 2])
+def test_freed_gradients_are_used_again_after_their_update(num_axes: int) -> None:
+    """Whatever gets their memory comes on a stream that waited: the one that reduces, or all, at the end."""
+    freed: list[bool] = []
+    alive: list[int] = []
+
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2,) * num_axes, mesh_dim_names=("outer", "inner")[-num_axes:])
+        model = Net(num_layers=6)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        streams = fake_streams(model)
+        context = state_of(model).context
+
+        def note(work: Work) -> None:
+            reducing = [context.reduce_scatter_stream, context.all_reduce_stream][:num_axes]
+            waiting = [streams.compute.seen, *(stream.seen for stream in reducing)]  # type: ignore[attr-defined]
+            freed.append(all(work.is_before(seen) for seen in waiting[1:]) or work.is_before(waiting[0]))
+
+        class Noting(_Lion):
+            def step(self, closure: None = None) -> None:  # type: ignore[override]
+                gradients = [p.grad for p in self.param_groups[0]["params"] if isinstance(p.grad, DTensor)]
+                work = streams.work()
+                alive.append(len(gradients) and len(freed))
+                for gradient in gradients:
+                    weakref.finalize(gradient.to_local(), note, work)
+                super().step()
+
+        optimizer = Noting(model.parameters())
+        step_in_backward(optimizer, free_gradients=True)
+        _backward(model)
+        assert len(freed) == len(list(model.parameters()))
+        assert all(freed)
+        assert alive[-1] >= 4 * (6 - 2), "units' gradients go while backward goes on"
 
     run_ranks(check, 2**num_axes)
 

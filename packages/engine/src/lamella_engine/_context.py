@@ -126,6 +126,8 @@ def _name(phase: str, unit: str) -> str:
 class Context:
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
+    `makes_graph` says whether the last forward pass began with gradients enabled: a backward may follow.
+
     Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
     the other. These waits make this right:
     1. The gather stream waits for the compute stream when a pass begins, and at each gather outside of passes: the
@@ -146,7 +148,8 @@ class Context:
        installed the unit's gradients, which has waited for the compute stream (3), and that for the gather that read
        the shards. A gather of a unit that was updated waits for the update stream, and so does the compute stream at
        the end of the step's last backward: before gradients are freed, to the streams that reduced them, which use
-       that memory only after they have waited for the compute stream again (3).
+       that memory only after they have waited for the compute stream again (3). Gradients that go right after their
+       update are held until those streams were made to wait for it.
     The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
     ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
     gradient was made), it waits for them too.
@@ -171,7 +174,9 @@ class Context:
         self.ahead = GatheredAhead()
         self.kept = KeptForBackward()
         self.order_check = OrderCheck.from_environment()
+        self.makes_graph = False
         self._forward_root: int | None = None
+        self._updates: deque[Reduction] = deque()
         self._has_updates = False
         self._awaits_gradients = False
         self._reads_shards = False
@@ -259,6 +264,16 @@ class Context:
             self.update_stream.wait_stream(stream)
         return self.on(self.update_stream)
 
+    def hold_update(self, gradients: list[torch.Tensor], allocated_on: Iterable[torch.Stream]) -> None:
+        """Keep gradients that nobody else refers to until the streams that allocated them wait for their update."""
+        if gradients:
+            streams = (self.reduce_scatter_stream, *allocated_on)
+            self._updates.append(Reduction(self.update_stream.record_event(), gradients, streams))
+        if len(self._updates) > 1:
+            update = self._updates.popleft()
+            for stream in set(update.allocated_on):
+                stream.wait_event(update.event)
+
     def order_gathers_after_steps(self) -> None:
         """Make what comes on the gather stream wait for the updates that were started in backward."""
         self.all_gather_stream.wait_stream(self.update_stream)
@@ -292,6 +307,7 @@ class Context:
     def _begin_forward(self, root: Member) -> None:
         self._phase = Phase.FORWARD
         self._forward_root = root.index
+        self.makes_graph = torch.is_grad_enabled()
         self._order = self._learned.begin_forward(root.index)
         backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
         self.kept.plan(member for member in self._members(backward) if member.goes_after_forward)
@@ -454,6 +470,7 @@ class Context:
         if self._has_updates:
             self._has_updates = False
             self.compute_stream.wait_stream(self.update_stream)
+            self._updates.clear()
         self._wait_for_gradients()
 
     def _retire_all_but(self, num_left: int) -> None:

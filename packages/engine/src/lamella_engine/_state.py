@@ -486,7 +486,7 @@ class FSDPState:
         self.unshard()
         _gather_ahead(ahead, "forward")
         self.wait_for_unshard()
-        if begins and torch.is_grad_enabled() and not is_recomputed:
+        if begins and not is_recomputed and (self.context.makes_graph or torch.is_grad_enabled()):
             stepping.note_forward(self)
         return begins
 
@@ -580,8 +580,11 @@ class FSDPState:
         if not (stepping.is_asked_for() and self._may_be_stepped):
             return
         streams = {group: stream for group, stream in finished.items() if stream is not None and _may_step(group)}
-        with label("step_in_backward", self.name), self.context.on_updates(dict.fromkeys(streams.values())):
-            stepping.step(self, [p.sharded for group in streams for p in group.members(reduced[group].present)])
+        parameters = [p.sharded for group in streams for p in group.members(reduced[group].present)]
+        made_on = dict.fromkeys(streams.values())
+        with label("step_in_backward", self.name), self.context.on_updates(made_on):
+            freed = stepping.step(self, parameters)
+        self.context.hold_update(freed, made_on)
 
     def _check_unstepped(self, groups: Sequence[ParameterGroup]) -> None:
         """Refuse a part of a gradient that comes after an optimizer has used the rest."""

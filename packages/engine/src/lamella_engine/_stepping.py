@@ -12,9 +12,10 @@ optimizer that counts there would count each part: one that minds is found when 
 
 Note [When a unit is stepped]. Main weights must not change under anybody who still reads them in this backward. A unit
 is stepped in backward only if all of these hold, and in `optimizer.step()` otherwise:
-- Its forwards since the last step, as its hooks saw them with gradients enabled, have each had their backward. So a
-  unit that is called twice, or whose microbatches' backwards are yet to come, waits for the last one. One that no hook
-  saw so (driven by verbs, or under reentrant checkpointing, which hides the forward) waits for `optimizer.step()`.
+- Its forwards since the last step, as its hooks saw them in passes that began with gradients enabled, have each had
+  their backward. So a unit that is called twice, or whose microbatches' backwards are yet to come, waits for the last
+  one, and one that no hook saw so (driven by verbs, or in a model that is checkpointed as a whole) for
+  `optimizer.step()`. Forwards that no backward follows, as under `no_grad` in the same pass, make it wait too.
 - It is the step's last backward, which hooks drive, and gradients were installed, not kept unreduced.
 - Nobody holds the unit, none of its gradients comes late, and no gather of it is under way.
 - Its unsharded parameters are a copy, and not the main weights themselves: where a weight is computed from others,
@@ -55,7 +56,8 @@ class _Uses:
 class StepInBackward:
     """An optimizer that steps inside backward, until `remove()`; `step_in_backward` gives one. It need not be kept."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, free_gradients: bool = False) -> None:
+        self._frees = free_gradients
         self._key = key = next(_keys)
         # Weak: it holds this, by its hooks.
         self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
@@ -105,25 +107,30 @@ class StepInBackward:
         """Those that were stepped in a backward after which nobody called `optimizer.step()` yet."""
         return [parameter for parameter in parameters if id(parameter) in self._stepped] if self._stepped else []
 
-    def step(self, unit: object, parameters: Iterable[torch.Tensor]) -> None:
+    def step(self, unit: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Step those of a unit's parameters that are the optimizer's, and have a gradient.
+
+        Returns:
+            The gradients that they were to let go of.
 
         Effects: those of the optimizer's own step, on the current stream.
         """
         optimizer = self._optimizer()
         if optimizer is None:
-            return
+            return []
         self._index()
         parts: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for parameter in parameters:
             index = self._group_of.get(id(parameter))
             if index is not None and parameter.grad is not None:
                 parts[index].append(parameter)
-        if any(parts):
-            stepped = [parameter for part in parts for parameter in part]
-            self.uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
-            self._stepped.update(id(parameter) for parameter in stepped)
-            _own_step(optimizer)(_view(optimizer, parts))
+        if not any(parts):
+            return []
+        stepped = [parameter for part in parts for parameter in part]
+        self.uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
+        self._stepped.update(id(parameter) for parameter in stepped)
+        _own_step(optimizer)(_view(optimizer, parts))
+        return _take_gradients(stepped) if self._frees else []
 
     def forget(self, unit: object) -> None:
         """Expect nothing of a unit that a step was dropped in."""
@@ -177,13 +184,14 @@ _keys = itertools.count()
 _active: dict[int, StepInBackward] = {}
 
 
-def step_in_backward(optimizer: Optimizer) -> StepInBackward:
+def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> StepInBackward:
     """Let an optimizer step each unit inside backward, as soon as the unit's gradients are reduced.
 
     The update then overlaps with the rest of backward. The training loop stays as it is: `optimizer.step()` must still
     follow each step's last backward. It steps whatever was not stepped inside (parameters outside of units, units that
     must wait), runs the optimizer's step hooks once, and counts as one step for learning rate schedulers. Weights,
-    state and state dict are to the bit those of the same training without this. Gradients stay until `zero_grad()`.
+    state and state dict are to the bit those of the same training without this. Gradients stay until `zero_grad()`,
+    unless they are to be freed.
 
     Weights change during backward, so nothing may look at all gradients before: no clipping by the global norm, no
     gradient scaler, no step that is skipped or takes a closure. Our `clip_grad_norm_` raises; torch's, and
@@ -195,6 +203,8 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
         optimizer: Of `torch.optim`, or like those: it updates each parameter from its own gradient and state, and
             counts steps a parameter. Options (`lr`) are read when a unit is stepped. Its parameters may lie in any
             units, or in none. One that was built before `fully_shard` goes on with the shards.
+        free_gradients: Let go of each gradient that was used inside backward, so that those of two or three units are
+            alive and not the model's: in fp32, 4 bytes a main weight that this rank owns. `.grad` is None after.
 
     Returns:
         What ends this when its `remove()` is called.
@@ -218,7 +228,7 @@ def step_in_backward(optimizer: Optimizer) -> StepInBackward:
                 f"some that {other._name} does. remove() what step_in_backward returned for it."
             )
     _check_steps_apart(optimizer)
-    return StepInBackward(optimizer)
+    return StepInBackward(optimizer, free_gradients=free_gradients)
 
 
 # -- what units call -----------------------------------------------------------------------------------------------
@@ -271,15 +281,20 @@ def note_backward(unit: object) -> None:
         each.uses_of(unit).num_backwards += 1
 
 
-def step(unit: object, parameters: Sequence[torch.Tensor]) -> None:
+def step(unit: object, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Have each optimizer step those of a unit's parameters that are its own, unless a backward of the unit is to come.
+
+    Returns:
+        Gradients that nobody refers to any more. They must be kept until the current stream has read them.
 
     Effects: those of the optimizers' own steps, on the current stream.
     """
+    freed = []
     for each in _in_order():
         uses = each.uses_of(unit)
         if uses.num_forwards == uses.num_backwards > 0:
-            each.step(unit, parameters)
+            freed += each.step(unit, parameters)
+    return freed
 
 
 def forget(unit: object) -> None:
@@ -296,6 +311,13 @@ def is_asked_for() -> bool:
 def _in_order() -> tuple[StepInBackward, ...]:
     """Asked several times a unit and pass, as a rule of nobody."""
     return tuple(_active.values()) if _active else ()
+
+
+def _take_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    taken = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for parameter in parameters:
+        parameter.grad = None
+    return taken
 
 
 # -- views of an optimizer ------------------------------------------------------------------------------------------
