@@ -256,6 +256,58 @@ def test_one_that_somebody_wrote_takes_the_same_steps() -> None:
     run_ranks(check, 2)
 
 
+def _make_local(optimizer: Optimizer, *, runs_hooks_outside: bool) -> None:
+    """Change an optimizer's class to one that hands shards to the step of the class before, as plain tensors."""
+    kind: Any = type(optimizer)
+
+    def step(self: Any, closure: None = None) -> None:
+        whole = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [_local_with_gradient(p) for p in group["params"] if p.grad is not None]
+        try:
+            (kind.step.__wrapped__ if runs_hooks_outside else kind.step)(self)
+        finally:
+            for group, params in zip(self.param_groups, whole, strict=True):
+                group["params"] = params
+
+    local: Any = type(f"Local{kind.__name__}", (kind,), {"step": step})
+    if runs_hooks_outside:
+        local.step = Optimizer.profile_hook_step(step)
+        local.step.hooked = True
+    optimizer.__class__ = local
+
+
+def _local_with_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    local = _local(parameter).detach()
+    assert parameter.grad is not None
+    local.grad = _local(parameter.grad)
+    return local
+
+
+def test_one_whose_class_was_changed_to_step_local_shards_takes_the_same_steps() -> None:
+    def check() -> None:
+        def make(model: nn.Module) -> Optimizer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            _make_local(optimizer, runs_hooks_outside=True)
+            return optimizer
+
+        pair = Pair(optimizer=make)
+        assert pair.train() == pair.all_names()
+
+    run_ranks(check, 2)
+
+
+def test_parameters_that_are_not_the_ones_that_were_stepped_are_not_stepped_again() -> None:
+    def check() -> None:
+        pair = Pair(optimizer=_of("SGD", lr=1e-2))
+        _make_local(pair.optimizers[1], runs_hooks_outside=False)
+        assert pair.backward() == pair.all_names()
+        with pytest.raises(RuntimeError, match="got others in its param groups"):
+            pair.optimizers[1].step()
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
