@@ -365,6 +365,38 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
     run_ranks(check, torch.Size(shape).numel())
 
 
+class _Skips(Net):
+    """Leaves its first layer out when it is told to."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers[1:] if self.skips else self.layers:  # type: ignore[union-attr]
+            x = layer(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+@pytest.mark.parametrize("stage", ["ZERO1", "ZERO3", "HSDP, ZERO3", "HFSDP, ZERO3"])
+def test_a_unit_that_the_last_microbatch_leaves_out_is_stepped_with_what_it_has(stage: str) -> None:
+    shape, placements = EVERY_STAGE[stage]
+
+    def backward(model: nn.Module) -> None:
+        assert isinstance(model, _Skips)
+        for model.skips in (False, True):
+            unit(model).set_is_last_backward(model.skips)
+            LOSS(model).backward()
+
+    def check() -> None:
+        pair = Pair(partial(_Skips, dim=8), _apart(shape, placements=placements), backward=backward)
+        left_out = {name for name in pair.all_names() if name.startswith("layers.0.")}
+        # With ZeRO-3 on one axis its gradients are there since the first backward, when nothing may be stepped.
+        assert pair.train() == pair.all_names() - (left_out if stage == "ZERO3" else set())
+
+    run_ranks(check, torch.Size(shape).numel())
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize(
     "options",
