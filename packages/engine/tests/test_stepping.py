@@ -25,9 +25,11 @@ from engine_models import (
 from fake_streams import Work, fake_streams
 from test_activation_checkpointing import KINDS, _Around, _Inside, _RecomputedResidual, _Several
 from test_every_optimizer import OPTIMIZERS, WHOLE_TENSORS_ONLY, _flavours
+from test_pipelining import _loss, _rows, _sharded, _stages
 from test_zero_stages import EVERY_STAGE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -37,7 +39,6 @@ from lamella_engine import (
     HFSDP,
     ZERO3,
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     Rows,
     clip_grad_norm_,
@@ -320,7 +321,7 @@ def test_parameters_that_are_not_the_ones_that_were_stepped_are_not_stepped_agai
 )
 def test_one_that_cannot_step_a_parameter_at_a_time_is_refused_and_left_as_it_was(kind: type, why: str) -> None:
     def check() -> None:
-        model = shard(Net())  # type: ignore[func-returns-value]
+        model = shard(Net())
         optimizer = kind(model.parameters())
         before = deepcopy(optimizer.state_dict()), dict(vars(optimizer))
         with pytest.raises(ValueError, match=why):
@@ -372,7 +373,7 @@ class _Skips(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        for layer in self.layers[1:] if self.skips else self.layers:  # type: ignore[union-attr]
+        for layer in self.layers[1:] if self.skips else self.layers:
             x = layer(x)
         head: torch.Tensor = self.head(x)
         return head
@@ -473,7 +474,8 @@ def test_frozen_unused_and_unsharded_parameters_are_stepped_as_they_would_be() -
 def _by_decay(model: nn.Module) -> Optimizer:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 3e-2}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 3e-2}]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 @pytest.mark.parametrize("is_built_first", [True, False])
@@ -525,12 +527,12 @@ def test_step_hooks_run_once_and_see_the_whole_optimizer() -> None:
 def test_groups_may_be_added_and_state_dicts_loaded() -> None:
     def check() -> None:
         def some(model: nn.Module) -> Optimizer:
-            return torch.optim.AdamW(unit(model).layers.parameters(), lr=1e-2)  # type: ignore[union-attr]
+            return torch.optim.AdamW(model.get_submodule("layers").parameters(), lr=1e-2)
 
         pair = Pair(optimizer=some)
         pair.train()
         for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            optimizer.add_param_group({"params": list(model.stem.parameters()), "lr": 1e-3})  # type: ignore[union-attr]
+            optimizer.add_param_group({"params": list(model.get_submodule("stem").parameters()), "lr": 1e-3})
             for parameter in model.parameters():
                 parameter.grad = None
         stepped = pair.backward()
@@ -799,41 +801,62 @@ def test_a_unit_that_somebody_holds_is_stepped_when_he_is_done() -> None:
     run_ranks(check, 2)
 
 
-def test_units_with_delayed_gradients_and_schedules_by_hand_are_stepped_in_step() -> None:
+def test_a_unit_with_a_delayed_gradient_is_stepped_in_step() -> None:
     def check() -> None:
-        def backward_of(delayed: dict[nn.Module, Callable[[], None]]) -> Backward:
-            def backward(model: nn.Module) -> None:
-                _backward(model)
-                delayed[model]()
+        def backward(model: nn.Module) -> None:
+            _backward(model)
+            notes[model]()
 
-            return backward
-
-        pair = Pair()
-        layers = [model.get_submodule("layers.1") for model in pair.models]
-        notes = {
-            model: unit(layer).delay_gradient(layer.get_parameter("gain"))
-            for model, layer in zip(pair.models, layers, strict=True)
-        }
-        pair._backward = backward_of(notes)
+        pair = Pair(backward=backward)
+        layers = {model: model.get_submodule("layers.1") for model in pair.models}
+        notes = {model: unit(layer).delay_gradient(layer.get_parameter("gain")) for model, layer in layers.items()}
         assert pair.train() == {name for name in pair.all_names() if not name.startswith("layers.1.")}
 
-        def by_hand(model: nn.Module) -> None:
+    run_ranks(check, 2)
+
+
+def test_a_schedule_by_hand_is_stepped_in_step() -> None:
+    def check() -> None:
+        def backward(model: nn.Module) -> None:
+            assert isinstance(model, Net)
             root = unit(model)
-            for module in (root, *root.layers):  # type: ignore[union-attr]
-                unit(module).unshard()
-            _by_verbs(root)
-            root.wait_for_gradients()
-            for module in (root, *root.layers):  # type: ignore[union-attr]
-                unit(module).reshard()
-
-        def _by_verbs(root: FSDPModule) -> None:
-            x = rows_of_this_rank(X)
-            x = nn.functional.linear(x, root.stem.weight, root.stem.bias)  # type: ignore[union-attr, arg-type]
-            nn.functional.linear(x, root.head.weight, root.head.bias).square().mean().backward()  # type: ignore[union-attr, arg-type]
+            root.unshard()
+            x: Any = rows_of_this_rank(X)
+            for layer in (model.stem, model.head):
+                x = nn.functional.linear(x, layer.weight, layer.bias)
+            x.square().mean().backward()
             root.reduce_gradients()
+            root.wait_for_gradients()
 
-        pair = Pair(backward=by_hand)
+        pair = Pair(backward=backward)
         assert pair.train() == set()
+
+    run_ranks(check, 2)
+
+
+def test_pipeline_schedules_divide_gradients_before_they_are_stepped() -> None:
+    """torch's schedules reduce when all backwards are over, and then divide by the number of microbatches."""
+
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data"))
+        place = mesh["pipeline"].get_local_rank()
+        stages, optimizers = [], []
+        for _ in range(2):
+            stages.append(_sharded(_stages(2)[place], mesh["data"], None))
+            optimizers.append(_adamw(stages[-1]))
+        handle = step_in_backward(optimizers[1])
+        for step in range(2):
+            for stage, optimizer in zip(stages, optimizers, strict=True):
+                group = mesh["pipeline"].get_group()
+                schedule = ScheduleGPipe(
+                    PipelineStage(stage, place, 2, torch.device("cpu"), group=group), 4, loss_fn=_loss
+                )
+                schedule.step(*([_rows(step)] if place == 0 else []), target=_rows(step + 1))
+                assert not handle.stepped(stage.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        for expected, got in zip(*(stage.parameters() for stage in stages), strict=True):
+            assert torch.equal(_local(got), _local(expected))
 
     run_ranks(check, 2)
 
@@ -1033,7 +1056,7 @@ def test_updates_come_after_gradients_and_before_whatever_follows_backward(
         for _ in range(2):
             _backward(model)
             assert len(updated) == len(installed) == 4
-            assert all(work.stream is context.update_stream for work in updated)
+            assert {id(work.stream) for work in updated} == {id(context.update_stream)}
             assert all(work.is_before(streams.compute.seen) for work in updated)
             with torch.no_grad():
                 LOSS(model)

@@ -193,9 +193,9 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
     state and state dict are to the bit those of the same training without this. Gradients stay until `zero_grad()`,
     unless they are to be freed.
 
-    Weights change during backward, so nothing may look at all gradients before: no clipping by the global norm, no
-    gradient scaler, no step that is skipped or takes a closure. Our `clip_grad_norm_` raises; torch's, and
-    `GradScaler.unscale_`, do not notice, and change gradients that were used. With several microbatches, call
+    Weights change during backward, so nothing may look at all gradients before, or change them: no clipping by the
+    global norm, no gradient scaler, no step that is skipped or takes a closure. Our `clip_grad_norm_` raises; torch's,
+    and `GradScaler.unscale_`, do not notice, and change gradients that were used. With several microbatches, call
     `set_is_last_backward(False)`, or `set_requires_gradient_sync(False)`, before the backwards of all but the last.
     After an exception inside backward some units have been stepped, and others not: load a checkpoint.
 
