@@ -142,6 +142,7 @@ def lamella(
     reshard: bool | int | None = None,
     reductions: int = 1,
     separate: bool = False,
+    step_in_backward: bool = False,
 ) -> Training:
     """`lamella_engine.fully_shard`, built on the meta device."""
     import lamella_buffers as buffers
@@ -159,7 +160,8 @@ def lamella(
         placements=tuple(getattr(engine, name) for name in placements) or None,
         allocator=None if allocator is None else allocators[allocator](),
     )
-    training = _train_sharded(workload, shard, reshard)
+    prepare = engine.step_in_backward if step_in_backward else None
+    training = _train_sharded(workload, shard, reshard, prepare)
     root = cast(engine.FSDPModule, training.model)
     root.set_keep_budget(keep)
     root.set_prefetch_budget(prefetch)
@@ -316,7 +318,12 @@ MEGATRON_FSDP = "megatron-fsdp 0.6.1"
 DEEPSPEED = "deepspeed 0.19.8"
 
 
-def _train_sharded(workload: Workload, shard: Callable[..., object], reshard: bool | int | None) -> Training:
+def _train_sharded(
+    workload: Workload,
+    shard: Callable[..., object],
+    reshard: bool | int | None,
+    prepare: Callable[[torch.optim.Optimizer], object] | None = None,
+) -> Training:
     model = workload.model_on_meta()
     for unit in workload.units_of(model):
         shard(unit, reshard_after_forward=False if unit is model.head else reshard)
@@ -326,6 +333,8 @@ def _train_sharded(workload: Workload, shard: Callable[..., object], reshard: bo
     workload.materialize(model)
     root = cast(torch_fsdp.FSDPModule, model)
     optimizer = _adamw(model.parameters(), workload)
+    if prepare is not None:
+        prepare(optimizer)
 
     def microbatch(is_last: bool) -> AbstractContextManager[None]:
         root.set_requires_gradient_sync(is_last)

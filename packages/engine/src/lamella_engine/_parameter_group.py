@@ -73,6 +73,7 @@ class ParameterGroup:
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
         parts: This rank's of those parts, while there are any.
         partial: Gradients that still have to be reduced over `replicas` or `outer`.
+        computes_with_main: The unsharded parameters are the main weights themselves, and not a copy.
 
     `build_unsharded` must follow, when nobody holds the candidates any more.
 
@@ -117,6 +118,7 @@ class ParameterGroup:
         self.allocator = CachingAllocator() if allocator is None else allocator
         self.offload = offload
         self.model_weight: ShardedBuffer | None = None
+        self.computes_with_main = False
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         num_shards = self.axes.num_shards
@@ -146,8 +148,8 @@ class ParameterGroup:
         self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
         (dtype,) = self._recipe.payload_dtypes(main_dtype)
         self._sends_main = dtype == main_dtype
-        is_main_itself = self._sends_main and self.axes.shard_axis is None and self.offload is None
-        allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self.allocator
+        self.computes_with_main = self._sends_main and self.axes.shard_axis is None and self.offload is None
+        allocator = _Borrowed(self.main_weight.flat) if self.computes_with_main else self.allocator
         self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.device, allocator)
         self.unsharded_weight.allocate()
         for parameter, tensor in zip(self.parameters, self.unsharded_weight.tensors, strict=True):
@@ -448,10 +450,13 @@ class ParameterGroup:
             add = torch._foreach_add_ if self.offload is None else self.offload.add_
             add(list(totals.values()), [shards.shards[i] for i in totals])
 
+    def members(self, present: Sequence[bool]) -> list[ShardedParameter]:
+        """Those that were given a gradient."""
+        return [parameter for parameter, wanted in zip(self.parameters, present, strict=True) if wanted]
+
     def hooks(self, present: Sequence[bool]) -> list[Callable[[], None]]:
         """What calls the hooks of members that were given a gradient and have some."""
-        given = (parameter for parameter, wanted in zip(self.parameters, present, strict=True) if wanted)
-        return [parameter.run_hooks for parameter in given if parameter.has_hooks]
+        return [parameter.run_hooks for parameter in self.members(present) if parameter.has_hooks]
 
 
 class _Borrowed:
