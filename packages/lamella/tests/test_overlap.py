@@ -3,14 +3,20 @@
 import gzip
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile, schedule
 from traces import (
     ADAM,
     ALL_GATHER,
@@ -40,6 +46,8 @@ from lamella.overlap import (
 )
 from lamella.overlap._html import NUM_COLUMNS
 from lamella.overlap._intervals import gaps, intersect, length, union
+from lamella_engine import fully_shard
+from lamella_testing import run_ranks
 
 
 def _unit(step: StepReport, name: str) -> UnitReport:
@@ -63,7 +71,8 @@ def test_a_step_is_compute_exposed_communication_and_idleness() -> None:
     assert (first.name, second.name) == ("ProfilerStep#5", "ProfilerStep#6")
     for step, parts in ((first, [870, 510, 300, 60]), (second, [320.25, 100.25, 99.5, 120.5])):
         assert [1000 * each for each in (step.span, step.compute, step.exposed, step.idle)] == pytest.approx(parts)
-    assert [1000 * each for each in (first.collectives, first.optimizer)] == pytest.approx([400, 100])
+    others = (first.collectives, first.optimizer, first.lone_copies)
+    assert [1000 * each for each in others] == pytest.approx([400, 100, 10])
 
 
 def test_each_unit_has_its_gathers_reductions_copies_and_waits() -> None:
@@ -87,6 +96,7 @@ def test_rates_come_from_what_nccl_says_of_a_message() -> None:
     assert traffic[Role.FORWARD_GATHER].sent_nbytes == 3 / 4 * 400_000 * 2
     assert traffic[Role.FORWARD_GATHER].gb_per_s == pytest.approx(600_000 / 100e-6 / 1e9)
     assert traffic[Role.REDUCE].sent_nbytes is None
+    assert first.whole.traffic[Role.FORWARD_GATHER].sent_nbytes is None  # of b's gather nothing is said
 
 
 def test_the_total_is_that_of_all_steps() -> None:
@@ -127,6 +137,22 @@ def test_the_kernels_of_one_call_count_once_and_speak_of_the_same_bytes() -> Non
     unit = _unit(overlap_report(made.trace()).total, "a")
     assert _times(unit, Role.FORWARD_GATHER) == (1, 20, 20) and unit.traffic[Role.FORWARD_GATHER].sent_nbytes == 20
     assert _times(unit, Role.REDUCE) == (1, 10, 10) and unit.traffic[Role.REDUCE].sent_nbytes == 40
+
+
+def test_a_name_that_says_little_is_told_by_the_range_it_was_launched_in() -> None:
+    made = TraceMaker()
+    made.host("FSDP::pre_backward (a)", 0, 30)
+    made.host("FSDP::backward_prefetch for (a).b", 2, 20)
+    made.host("FSDP::all_gather ((a).b)", 3, 10)
+    made.kernel("Memcpy PtoP (Device -> Device)", 40, 50, GATHER, 4)
+    made.kernel("Memcpy DtoD (Device -> Device)", 50, 51, COMPUTE, 15)  # after the gather, in the prefetch
+    made.host("FSDP::post_backward_rs_wait ()", 31, 34)
+    made.host("FSDP::post_backward_reduce", 35, 39)
+    made.kernel("ncclDevKernel_Generic_4", 60, 70, REDUCE, 36)
+    total = overlap_report(made.trace()).total
+    assert _times(_unit(total, "(a).b"), Role.BACKWARD_GATHER) == (1, 10, 10)
+    assert _unit(total, "(a).b").copies == pytest.approx(0.001)
+    assert _times(_unit(total, "(outermost)"), Role.REDUCE) == (1, 10, 10)
 
 
 def test_collectives_outside_of_all_units_have_a_line_of_their_own() -> None:
@@ -199,18 +225,26 @@ def test_the_text_has_a_line_a_step_and_a_line_a_unit() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
     assert rows["ProfilerStep#5"] == ["0.87", "0.51", "0.30", "0.06", "0.40", "0.01", "0.10", "0.05"]
     assert rows["unit"][:4] == ["forward", "ms", "exposed", "GB/s"] and "other" not in rows["unit"]
-    assert rows["a"] == ["1", "0.10", "0.10", "3", "0.5", "0.03", "0.03", "0.01", "0.09"]
+    assert rows["a"] == ["1", "0.10", "0.10", "6", "0.5", "0.03", "0.03", "0.01", "0.09"]
     assert max(map(len, lines)) <= 120
 
 
-def _report(*, exposed: Role | None = None, host_gaps: float = 0.0, collectives: float = 10.0) -> OverlapReport:
+def _report(
+    *, exposed: Role | None = None, host_gaps: float = 0.0, lone_copies: float = 0.0, collectives: float = 10.0
+) -> OverlapReport:
     """A step of 100 ms that loses 20 in one way."""
     report = overlap_report(two_units_in_two_steps())
     unit = report.total.whole
     traffic = {role: replace(each, exposed=20.0 if role is exposed else 0.0) for role, each in unit.traffic.items()}
     whole = replace(unit, traffic=traffic, host_gaps=host_gaps)
     total = replace(
-        report.total, span=100.0, compute=70.0, collectives=collectives, lone_copies=0.0, whole=whole, units=(whole,)
+        report.total,
+        span=100.0,
+        compute=70.0,
+        collectives=collectives,
+        lone_copies=lone_copies,
+        whole=whole,
+        units=(whole,),
     )
     return replace(report, steps=report.steps[:1], total=total)
 
@@ -223,6 +257,7 @@ def _report(*, exposed: Role | None = None, host_gaps: float = 0.0, collectives:
         (_report(exposed=Role.REDUCE), "exposed reductions", "set_reduce_scatter_max_input_buffers"),
         (_report(exposed=Role.REDUCE, collectives=90.0), "exposed reductions", "bfloat16"),
         (_report(host_gaps=20.0), "waits for the host", "CUDA graph"),
+        (_report(lone_copies=20.0), "copies of units that nothing else runs beside", "divides by the number of ranks"),
     ],
 )
 def test_the_verdict_names_the_largest_loss_and_what_moves_it(report: OverlapReport, loss: str, knob: str) -> None:
@@ -295,7 +330,7 @@ def test_the_page_is_well_formed_and_names_each_unit_and_what_was_exposed() -> N
 def test_bars_lie_where_their_kernels_ran() -> None:
     page = _Page(as_html(overlap_report(two_units_in_two_steps())))
     [adam] = [rect for rect in page.rects if rect["class"] == "optimizer"]
-    scale = NUM_COLUMNS / 1190.25
+    scale = 2 * NUM_COLUMNS / 1190.25
     assert float(adam["x"] or 0) == pytest.approx(770 * scale, abs=1)
     assert float(adam["width"] or 0) == pytest.approx(100 * scale, abs=2)
 
@@ -375,6 +410,31 @@ UNITS = ("user_annotation", "FSDP::all_gather (a)")
 def test_a_trace_that_cannot_be_accounted_for_is_refused(trace: dict[str, Any], problem: str) -> None:
     with pytest.raises(TraceError, match=problem):
         overlap_report(trace, "some.json")
+
+
+@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["lamella", "fsdp2"])
+def test_recorded_steps_of_lamella_and_of_fsdp2_are_read_alike(shard: Callable[..., object], tmp_path: Path) -> None:
+    def record() -> None:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        for layer in model:
+            shard(layer)
+        shard(model)
+        when = schedule(wait=1, warmup=1, active=2, repeat=1)
+        with profile(activities=[ProfilerActivity.CPU], schedule=when, acc_events=True) as profiler:
+            for _ in range(4):
+                model(torch.ones(2, 8)).sum().backward()
+                profiler.step()
+        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
+
+    run_ranks(record, 2)
+    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
+    assert (report.rank, report.num_ranks, report.on_gpu, len(report.steps)) == (1, 2, False, 2)
+    for name in ("0", "1", "2"):
+        traffic = _unit(report.total, name).traffic
+        assert [traffic[role].num for role in (Role.FORWARD_GATHER, Role.REDUCE)] == [2, 2]
+        assert traffic[Role.BACKWARD_GATHER].num == 2 or name == "2"
+    for step in report.steps:
+        assert step.compute + step.exposed + step.idle == pytest.approx(step.span)
 
 
 def test_without_a_gpu_nothing_is_said_of_exposure() -> None:

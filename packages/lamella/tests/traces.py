@@ -27,9 +27,10 @@ class TraceMaker:
         self, name: str, start: float, end: float, stream: int, launched: float, thread: int = MAIN, **args: Any
     ) -> None:
         """A kernel, and the call that launched it."""
-        correlation = {"correlation": len(self.events)}
-        self._add("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, thread, correlation)
-        self._add("kernel", name, start, end, stream, {"stream": stream, "External id": 0} | correlation | args)
+        number = len(self.events)
+        self._add("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, thread, {"correlation": number})
+        numbers = {"stream": stream, "correlation": number, "External id": number}
+        self._add("kernel", name, start, end, stream, numbers | args)
 
     def _add(self, category: str, name: str, start: float, end: float, thread: int, args: Event) -> None:
         event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
@@ -53,7 +54,8 @@ def two_units_in_two_steps(a: str = "a", b: str = "b") -> Event:
     made.host(f"FSDP::all_gather ({a})", 15, 30)
     made.kernel(CAST, 30, 40, GATHER, 16)
     said = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 4}
-    made.kernel(ALL_GATHER, 40, 140, GATHER, 20, **said, **{"In msg nelems": 100_000, "Out msg nelems": 400_000})
+    said |= {"In msg nelems": 100_000, "Out msg nelems": 400_000}
+    made.kernel(ALL_GATHER, 40, 140, GATHER, 20, **said)
     made.host(f"FSDP::forward_prefetch for {b}", 35, 55)
     made.host(f"FSDP::all_gather ({b})", 36, 50)
     made.kernel(ALL_GATHER, 150, 300, GATHER, 40)
@@ -77,6 +79,6 @@ def two_units_in_two_steps(a: str = "a", b: str = "b") -> Event:
     made.kernel(ADAM, 800, 900, COMPUTE, 730)
     made.host("ProfilerStep#6", 1000, 1500)
     made.host(f"FSDP::all_gather ({a})", 1005, 1015)
-    made.kernel(ALL_GATHER, 1020.5, 1120, GATHER, 1010)
+    made.kernel(ALL_GATHER, 1020.5, 1120, GATHER, 1010, **said)
     made.kernel(MATMUL, 1120, 1220.25, COMPUTE, 1030)
     return made.trace()

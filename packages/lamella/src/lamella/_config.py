@@ -89,7 +89,7 @@ class RunConfig:
     checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
     keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
     profile: Annotated[
-        int | None, Option("Steps to profile, after a few others, for a trace and an overlap report.", at_least=1)
+        int | None, Option("Steps to profile, after three others, for a trace and an overlap report.", at_least=1)
     ] = None
 
 

@@ -10,7 +10,8 @@ from lamella.overlap._report import OverlapReport, Timeline
 from lamella.overlap._tables import UNIT_CAPTION, Row, headline, step_table, unit_table
 from lamella.overlap._verdict import verdict
 
-NUM_COLUMNS = 8000  # Of the timeline at its widest. What is narrower than one is drawn as one, together with its like.
+NUM_COLUMNS = 8000  # Of a step. Bars that are narrower than a column share one.
+_MOST_COLUMNS = 32000
 _LANE_HEIGHT = 20
 _LONGEST_NAME = 100
 
@@ -53,9 +54,10 @@ class _Item:
 def as_html(report: OverlapReport) -> str:
     """The report as a page that needs nothing else. Red under a bar: exposed.
 
-    However many kernels there are, a lane has at most `NUM_COLUMNS` bars: those narrower than a column share one.
+    However many kernels there are, a lane has at most `NUM_COLUMNS` bars a step, and 32,000 in all.
     """
     lanes = _lanes(report)
+    num_columns = min(NUM_COLUMNS * len(report.steps), _MOST_COLUMNS)
     colours = "".join(f".{kind}{{fill:{colour};background:{colour}}}" for kind, colour in _COLOURS.items())
     legend = " ".join(f'<span class="{kind}">&emsp;</span> {kind.replace("_", " ")}' for kind in _COLOURS)
     labels = "".join(f"<div>{escape(name)}</div>" for name in lanes)
@@ -87,8 +89,8 @@ svg {{ display: block; width: 100%; height: {_LANE_HEIGHT * len(lanes)}px }}
 <p>Zoom <input type="range" min="100" max="2000" value="100" aria-label="Zoom"
  oninput="document.querySelector('svg').style.width = this.value + '%'"></p>
 <div class="timeline"><div class="labels">{labels}</div><div class="scroll">
-<svg viewBox="0 0 {NUM_COLUMNS} {_LANE_HEIGHT * len(lanes)}" preserveAspectRatio="none">
-{"".join(_drawing(report.timeline, lanes.values()))}
+<svg viewBox="0 0 {num_columns} {_LANE_HEIGHT * len(lanes)}" preserveAspectRatio="none">
+{"".join(_drawing(report.timeline, lanes.values(), num_columns))}
 </svg>
 </div></div>
 <p>{UNIT_CAPTION}</p>
@@ -127,10 +129,10 @@ def _lanes(report: OverlapReport) -> dict[str, list[_Item]]:
     return lanes
 
 
-def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Item]]) -> Iterator[str]:
+def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Item]], num_columns: int) -> Iterator[str]:
     """Rectangles, and a line where a step begins."""
     start, end = timeline.span
-    scale = NUM_COLUMNS / (end - start)
+    scale = num_columns / (end - start)
     for index, items in enumerate(lanes):
         bars = [item for item in items if item.kind != _EXPOSED]
         marks = [item for item in items if item.kind == _EXPOSED]
@@ -147,7 +149,7 @@ def _bars(items: Iterable[_Item], start: float, scale: float) -> list[_Bar]:
     bars: list[_Bar] = []
     for item in items:
         left, right = (int((time - start) * scale) for time in item.interval)
-        if right < 0 or left >= NUM_COLUMNS:
+        if right < 0:  # The host is ahead of the GPU: what it did before the first kernel began is left out.
             continue
         text = f"{item.text}, {item.interval[1] - item.interval[0]:.1f} us"
         taken = bars[-1].right if bars else 0

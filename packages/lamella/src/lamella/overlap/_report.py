@@ -62,7 +62,7 @@ class Traffic:
         num: How often the unit was gathered or reduced; of what belongs to no unit, the number of kernels.
         duration: Milliseconds in which at least one of them ran.
         exposed: Milliseconds of those in which the GPU ran nothing but collectives; None if that is not known.
-        sent_nbytes: What this rank sent, as `Kernel.sent_nbytes`; None if the trace does not say.
+        sent_nbytes: What this rank sent, as `Kernel.sent_nbytes`; None if the trace does not say it of each.
     """
 
     num: int
@@ -352,16 +352,14 @@ def _unit(
 def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
     begun = [each for each in placed if not each.is_rest]
     calls = {id(each.range) for each in begun if each.range is not None and each.range.phase in (GATHER, REDUCE)}
-    # One call can be several kernels, which then all speak of the whole.
-    said = [each.kernel for each in begun if each.kernel.sent_nbytes is not None]
-    sent = {
-        kernel.start_us if kernel.operator is None else kernel.operator: kernel.sent_nbytes or 0.0 for kernel in said
-    }
+    # One operator can be several kernels, which then all speak of the whole.
+    sent = {each.kernel.operator or each.kernel.start_us: each.kernel.sent_nbytes for each in begun}
+    known = [nbytes for nbytes in sent.values() if nbytes is not None]
     return Traffic(
         num=len(calls) or len(begun),
         duration=_ms(placed),
         exposed=None if uncovered is None else _ms(placed, uncovered),
-        sent_nbytes=sum(sent.values()) if sent else None,
+        sent_nbytes=sum(known) if known and len(known) == len(sent) else None,
     )
 
 
