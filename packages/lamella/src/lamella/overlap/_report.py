@@ -208,7 +208,7 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
         )
     timeline = Timeline(
         placed=[_place(kernel, host) for kernel in kernels],
-        windows=_windows(trace, kernels),
+        windows=_windows(trace, kernels, source),
         ranges=host.ranges,
         host_gaps=_host_gaps(kernels, host) if on_gpu else (),
     )
@@ -225,7 +225,8 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
 
 def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
     """Operators, if the trace is of a CPU."""
-    if any(event["name"].startswith("nccl:") for event in events_of(trace, "user_annotation")):
+    names = [event["name"] for event in events_of(trace, "user_annotation")]
+    if trace.get("distributedInfo", {}).get("backend") == "nccl" or any(name.startswith("nccl:") for name in names):
         raise TraceError(
             f"Expected GPU kernels in {source!r}, got none. Record with ProfilerActivity.CUDA; if that is so, CUPTI "
             "does not work on that machine."
@@ -252,7 +253,7 @@ def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
     return Role.REDUCE if kernel.kind is Kind.REDUCE_SCATTER or found.phase == REDUCE else Role.OTHER
 
 
-def _windows(trace: Trace, kernels: Sequence[Kernel]) -> dict[str, Interval]:
+def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, Interval]:
     """The time of each step that has kernels, end to end."""
     marks = [event for event in events_of(trace, "user_annotation") if event["name"].startswith("ProfilerStep#")]
     marks.sort(key=lambda event: event["ts"])
@@ -268,6 +269,8 @@ def _windows(trace: Trace, kernels: Sequence[Kernel]) -> dict[str, Interval]:
         if (end := ends.get(name, start)) > start:
             windows[name] = start, end
             start = end
+    if not windows:
+        raise TraceError(f"Expected kernels that took some time in {source!r}, got none. Profile steps of training.")
     return windows
 
 

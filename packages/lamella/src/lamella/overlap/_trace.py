@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +157,20 @@ def breakdown(kernels: Sequence[Kernel], window: Interval | None = None) -> Brea
     Args:
         window: What kernels lie in: from the first one's start to the last one's end, or more than that.
     """
-    everything = union(kernel.interval for kernel in kernels)
-    compute = union(kernel.interval for kernel in kernels if not kernel.kind.is_collective)
-    collectives = union(kernel.interval for kernel in kernels if kernel.kind.is_collective)
+    by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
+    for kernel in kernels:
+        by_kind[kernel.kind].append(kernel.interval)
+    busy = {kind: union(intervals) for kind, intervals in by_kind.items()}
+    everything = length(union(chain(*busy.values())))
+    compute = length(union(chain(*(busy[kind] for kind in Kind if not kind.is_collective))))
+    collectives = length(union(chain(*(busy[kind] for kind in Kind if kind.is_collective))))
     start, end = window or (min(kernel.start_us for kernel in kernels), max(kernel.end_us for kernel in kernels))
-    span = end - start
-    busy = length(everything)
     return Breakdown(
-        span=span / 1e3,
-        by_kind={kind: length(union(k.interval for k in kernels if k.kind is kind)) / 1e3 for kind in Kind},
-        collectives=length(collectives) / 1e3,
-        exposed=(busy - length(compute)) / 1e3,
-        idle=(span - busy) / 1e3,
+        span=(end - start) / 1e3,
+        by_kind={kind: length(intervals) / 1e3 for kind, intervals in busy.items()},
+        collectives=collectives / 1e3,
+        exposed=(everything - compute) / 1e3,
+        idle=(end - start - everything) / 1e3,
     )
 
 
