@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import record_function
 
+from lamella.overlap import Kernel, Kind, streams_of
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration import bench
 from lamella_integration.backends import BACKENDS, Workload
@@ -23,7 +24,7 @@ from lamella_integration.profile import PROOF, parameter_sizes, profile_steps
 from lamella_integration.reference import init_weights
 from lamella_integration.report import Measurement
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
-from lamella_integration.trace import Kernel, Kind, check_zero_copy, parameter_copies, streams_of
+from lamella_integration.trace import check_zero_copy, parameter_copies
 from lamella_testing import run_ranks
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)

@@ -11,13 +11,13 @@ from late_streams import LLAMA, delay_streams
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lamella.overlap import Kernel, Kind
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard, step_in_backward
 from lamella_engine._attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import Recipe, Trace, shard, train
-from lamella_integration.trace import Kernel, Kind
 from lamella_testing import run_ranks
 
 Options = Callable[[], dict[str, Any]]

@@ -13,6 +13,7 @@ from late_streams import LLAMA, delay_streams
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lamella.overlap import Kind, streams_of
 from lamella_buffers import NcclTransport, ShardedBuffer, reduce_scatter
 from lamella_buffers.testing import check_transport
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, Rows, fully_shard
@@ -24,7 +25,7 @@ from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.profile import PROOF, parameter_sizes, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
-from lamella_integration.trace import Kind, check_zero_copy, streams_of
+from lamella_integration.trace import check_zero_copy
 from lamella_layout import EvenLayout
 from lamella_testing import run_ranks
 

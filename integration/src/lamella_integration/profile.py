@@ -7,7 +7,6 @@ tokens is prime, so that sizes alone tell what was copied.
 """
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -18,19 +17,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from lamella.overlap import Breakdown, Kernel, Kind, breakdown, kernels_of, operators_of, read_trace
 from lamella_integration.backends import REDUCE_DTYPES, Training, Workload
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, Llama, LlamaConfig
-from lamella_integration.trace import (
-    Breakdown,
-    Kernel,
-    Kind,
-    ParameterSizes,
-    breakdown,
-    check_zero_copy,
-    kernels_of,
-    operators_of,
-)
+from lamella_integration.trace import ParameterSizes, check_zero_copy
 from lamella_integration.variants import backend_of
 
 PROOF = LlamaConfig(dim=1536, num_layers=4, num_heads=12, num_kv_heads=4, ffn_dim=4096, vocab_size=5120)
@@ -79,7 +70,7 @@ def profile_steps(
     with tempfile.TemporaryDirectory() as folder:
         path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
+        trace = read_trace(path)
     kernels = kernels_of(trace) if tokens.is_cuda else operators_of(trace)
     if not kernels:
         raise RuntimeError("Expected kernels in the profile, got none. Does CUPTI work on this machine?")
