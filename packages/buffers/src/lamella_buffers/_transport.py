@@ -96,7 +96,7 @@ class LocalTransport:
 
         Effects: one multi-tensor copy at most, on the current stream.
         """
-        _copy([full for _, full in payloads], [shard for shard, _ in payloads])
+        copy_missing([full for _, full in payloads], [shard for shard, _ in payloads])
         return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
@@ -104,7 +104,7 @@ class LocalTransport:
 
         Effects: one multi-tensor copy at most, on the current stream.
         """
-        _copy([shard for shard, _ in payloads], [full for _, full in payloads])
+        copy_missing([shard for shard, _ in payloads], [full for _, full in payloads])
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -165,12 +165,12 @@ class NcclTransport(_GroupTransport):
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
         shards, full = zip(*of_one_dtype(payloads), strict=True)  # as a grouped call must be
-        self._group.allgather_into_tensor_coalesced(list(full), list(shards), _on_current_stream(AllgatherOptions()))
+        self._group.allgather_into_tensor_coalesced(list(full), list(shards), on_current_stream(AllgatherOptions()))
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Reduce straight from where payloads lie to where they go."""
-        options = _on_current_stream(ReduceScatterOptions())
+        options = on_current_stream(ReduceScatterOptions())
         options.reduceOp = dist.ReduceOp(op)
         shards, full = zip(*payloads, strict=True)
         self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), options)
@@ -184,7 +184,7 @@ class NcclTransport(_GroupTransport):
         if not self._is_on_one_host:
             self._reduce(widened(payloads), op)
             return
-        options = _on_current_stream(AllToAllOptions())
+        options = on_current_stream(AllToAllOptions())
         places = places_for(payloads, self.num_ranks)
         device = places[0].device
         self._group._start_coalescing(device)
@@ -202,7 +202,7 @@ class NcclTransport(_GroupTransport):
 
         Effects: one collective on the group, on the current stream.
         """
-        options = _on_current_stream(AllreduceCoalescedOptions())
+        options = on_current_stream(AllreduceCoalescedOptions())
         options.reduceOp = dist.ReduceOp(op)
         self._group.allreduce_coalesced(list(tensors), options)
         return Done()
@@ -285,8 +285,9 @@ def transport_for(group: dist.ProcessGroup) -> Transport:
     return NcclTransport(group) if "nccl" in dist.get_backend_config(group) else GlooTransport(group)
 
 
-def _on_current_stream(options: Options) -> Options:
-    options.asyncOp = False  # the stream keeps the order: there is no handle to wait for
+def on_current_stream(options: Options) -> Options:
+    """The options of a call that the current stream keeps in order, with no handle to wait for."""
+    options.asyncOp = False
     return options
 
 
@@ -304,7 +305,11 @@ def _is_one_host(ranks: Sequence[int], rank: int) -> bool:
     return set(ranks) <= set(range(first, first + num))
 
 
-def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy tensors to where they do not lie already.
+
+    Effects: one multi-tensor copy at most, on the current stream.
+    """
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
         torch._foreach_copy_([a for a, _ in moves], [b for _, b in moves])

@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from lamella_buffers import (
     Allocator,
+    CachingAllocator,
     LocalTransport,
     Payload,
     ReduceOp,
@@ -18,6 +19,7 @@ from lamella_buffers import (
     Transport,
     UnshardedBuffer,
     all_reduce,
+    copy_engines_of,
     standalone,
     transport_for,
 )
@@ -51,11 +53,11 @@ class ParameterGroup:
         candidates: The parameters, of one set of data axes, on the device where shards rest, or on meta. Their storage
             is not kept.
         policy: Number formats.
-        allocator: Gives the unsharded buffer its bytes.
+        allocator: Gives the unsharded buffer its bytes. None: the memory that gathers are fastest into.
         offload: How shards rest on the CPU; None where they rest on the mesh's device.
 
     Attributes:
-        allocator: As given.
+        allocator: As given, or a `CachingAllocator`.
         offload: As given.
         layout: Of the shards that are gathered, and the unsharded buffer.
         main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
@@ -81,7 +83,7 @@ class ParameterGroup:
         self,
         candidates: Sequence[Candidate],
         policy: MixedPrecisionPolicy,
-        allocator: Allocator,
+        allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
         self._begin(candidates[0].sharding.axes, policy, allocator, offload)
@@ -95,14 +97,16 @@ class ParameterGroup:
         self.install_sharded()
 
     def _begin(
-        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator, offload: Offload | None
+        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator | None, offload: Offload | None
     ) -> None:
         """Know how to communicate, before there is anything to."""
         self.axes = axes
         self.policy = policy
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
-        self.transport = _transport(self.axes.shard_group) or LocalTransport()
+        engines = None if allocator is not None or axes.shard_group is None else copy_engines_of(axes.shard_group)
+        self.transport = engines.transport if engines else _transport(axes.shard_group) or LocalTransport()
+        self._windows = engines.allocator if engines else None
         self.replicas = _transport(self.axes.replicate_group)
         self.outer = _transport(self.axes.outer_group)
         self.reduce_transport: Transport | None = None
@@ -110,7 +114,7 @@ class ParameterGroup:
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None
         self._rank = self.axes.shard_rank
-        self.allocator = allocator
+        self.allocator = CachingAllocator() if allocator is None else allocator
         self.offload = offload
         self.model_weight: ShardedBuffer | None = None
 
@@ -151,6 +155,8 @@ class ParameterGroup:
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
+        if self._windows is not None:  # which belong to the gather stream, and so come in now only
+            self.unsharded_weight.allocator = self._windows
 
     @property
     def device(self) -> torch.device:
