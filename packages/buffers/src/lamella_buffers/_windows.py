@@ -220,6 +220,14 @@ class CopyEngineTransport(NcclTransport):
         windows = [self._windows.window_of(payload.full) for payload in payloads]
         if not all(isinstance(window, PeerWindow) for window in windows):
             return super().all_gather(payloads)
+        self.push(payloads, windows)
+        return Done()
+
+    def push(self, payloads: Sequence[Payload], windows: Sequence[Window | None]) -> None:
+        """Gather payloads whose `full` lie in windows.
+
+        Effects: as `all_gather`.
+        """
         own = [payload.full.view(self.num_ranks, -1)[self.rank] for payload in payloads]
         copy_missing(own, [payload.shard for payload in payloads])
         stream = torch.cuda.current_stream()
@@ -238,7 +246,6 @@ class CopyEngineTransport(NcclTransport):
                 driver.copy(window.addresses[peer] + offset, source, piece.nbytes, handle)
         self._tell_peers(1, handle)
         self._pushed.enqueue(handle)
-        return Done()
 
     def _tell_peers(self, kind: int, stream: int) -> None:
         offset = _FLAG_NBYTES * (kind * self.num_ranks + self.rank)
