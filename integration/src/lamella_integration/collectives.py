@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -51,7 +51,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
-    def __enter__(self) -> "CollectiveCounter":
+    def __enter__(self) -> Self:
         push = CopyEngineTransport.push
 
         def counted(transport: CopyEngineTransport, payloads: Any, windows: Any) -> None:
@@ -60,11 +60,11 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._patch = mock.patch.object(CopyEngineTransport, "push", counted)
         self._patch.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patch.stop()
 
     def counts(self) -> dict[str, int]:
