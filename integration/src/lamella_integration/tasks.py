@@ -101,8 +101,19 @@ def shard(model: ReferenceModel, fully_shard: FullyShard, **options: object) -> 
     return model
 
 
-def train(task: Task, model: nn.Module, recipe: Recipe) -> Trace:
+def train(
+    task: Task,
+    model: nn.Module,
+    recipe: Recipe,
+    prepare: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
+) -> Trace:
     """Train on this rank's rows; alone, without a process group, on all of them.
+
+    Args:
+        task: What to train on.
+        model: What to train.
+        recipe: How.
+        prepare: Given the optimizer, before the first step.
 
     Effects: with a process group, the collectives of the model, and one for each loss and weight of the trace.
     """
@@ -110,6 +121,7 @@ def train(task: Task, model: nn.Module, recipe: Recipe) -> Trace:
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=recipe.learning_rate
     )
+    prepare(optimizer)
     device = next(model.parameters()).device
     for step in range(recipe.num_steps):
         microbatches = _microbatches(task.batch(step), recipe.num_microbatches, device)

@@ -10,6 +10,8 @@ from lamella.overlap import Kernel, Kind, breakdown, kernels_of, operators_of, s
 NAMES = {
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": Kind.ALL_GATHER,
     "ncclDevKernel_ReduceScatter_SumPostDiv_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": Kind.REDUCE_SCATTER,
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": Kind.ALL_TO_ALL,
+    "gloo::all_to_all": Kind.ALL_TO_ALL,
     "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)": Kind.COLLECTIVE,
     "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT": Kind.MATMUL,
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>": Kind.MATMUL,

@@ -11,6 +11,7 @@ from lamella_engine._functions import register_fsdp_forward_method as register_f
 from lamella_engine._functions import share_comm_ctx as share_comm_ctx
 from lamella_engine._handles import Hold as Hold
 from lamella_engine._handles import UnshardHandle as UnshardHandle
+from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards
 from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._optimizers import shard_optimizer as shard_optimizer
 from lamella_engine._placements import DDP as DDP
@@ -29,6 +30,8 @@ from lamella_engine._policies import OffloadPolicy as OffloadPolicy
 from lamella_engine._ragged import RaggedDTensor as RaggedDTensor
 from lamella_engine._reads import declare_reads as declare_reads
 from lamella_engine._report import describe as describe
+from lamella_engine._stepping import StepInBackward as StepInBackward
+from lamella_engine._stepping import step_in_backward as step_in_backward
 from lamella_engine._units import fully_shard_model as fully_shard_model
 from lamella_engine._units import plan_units as plan_units
 from lamella_layout import Rows as Rows

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lamella_engine import _stepping as stepping
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
 
 
@@ -37,13 +38,15 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: A gradient is `Partial`.
-        RuntimeError: The norm is not finite, and `error_if_nonfinite` was given.
+        RuntimeError: The norm is not finite, and `error_if_nonfinite` was given; or an optimizer stepped some of the
+            parameters inside backward (`step_in_backward`).
 
     Effects: collective: an all-reduce of 4 bytes for each set of mesh axes that gradients are sharded along, an axis;
         on the current stream. No host sync but for `error_if_nonfinite`, and for gradients on the CPU in a group that
         has no backend for it: their norms are summed on its device.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    stepping.check_gradients_unused(given, "clip_grad_norm_")
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())

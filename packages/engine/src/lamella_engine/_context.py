@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -126,6 +126,8 @@ def _name(phase: str, unit: str) -> str:
 class Context:
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
+    `makes_graph` says whether the last forward pass began with gradients enabled: a backward may follow.
+
     Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
     the other. These waits make this right:
     1. The gather stream waits for the compute stream when a pass begins, and at each gather outside of passes: the
@@ -142,6 +144,12 @@ class Context:
        host waits once: at the end of backward, for the compute stream, which has waited for both by then. After it
        the optimizer may read gradients, and write shards that no copy reads any more. If there was another forward
        in between, it waits for that one's gathers when an optimizer of torch's steps.
+    6. Optimizers that step inside backward do so on the update stream, a unit at a time. It waits for the stream that
+       installed the unit's gradients, which has waited for the compute stream (3), and that for the gather that read
+       the shards. A gather of a unit that was updated waits for the update stream, and so does the compute stream at
+       the end of the step's last backward: before gradients are freed, to the streams that reduced them, which use
+       that memory only after they have waited for the compute stream again (3). Gradients that go right after their
+       update are held until those streams were made to wait for it.
     The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
     ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
     gradient was made), it waits for them too.
@@ -166,7 +174,10 @@ class Context:
         self.ahead = GatheredAhead()
         self.kept = KeptForBackward()
         self.order_check = OrderCheck.from_environment()
+        self.makes_graph = False
         self._forward_root: int | None = None
+        self._updates: deque[Reduction] = deque()
+        self._has_updates = False
         self._awaits_gradients = False
         self._reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
@@ -175,6 +186,11 @@ class Context:
     def is_resting(self) -> bool:
         """Whether no pass is under way."""
         return self._phase is Phase.RESTING
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the pass under way is a backward."""
+        return self._phase is Phase.BACKWARD
 
     # -- units ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +222,13 @@ class Context:
         """Where reduced gradients are reduced again, over replicas or the outer axis."""
         return self._new_stream()
 
+    @cached_property
+    def update_stream(self) -> torch.Stream:
+        """Where optimizers step inside backward."""
+        # No priority over compute, which it is to fill the gaps of.
+        stream: torch.Stream = self._accelerator.Stream(priority=0)
+        return stream
+
     @property
     def compute_stream(self) -> torch.Stream:
         """The stream that the caller runs on."""
@@ -234,6 +257,27 @@ class Context:
             self.all_gather_stream.wait_event(self.post_optim_event)
             self.post_optim_event = None
 
+    def on_updates(self, after: Iterable[torch.Stream]) -> AbstractContextManager[None]:
+        """Make the update stream current, ordered after those that gradients were made on."""
+        self._has_updates = True
+        for stream in after:
+            self.update_stream.wait_stream(stream)
+        return self.on(self.update_stream)
+
+    def hold_update(self, gradients: list[torch.Tensor], allocated_on: Iterable[torch.Stream]) -> None:
+        """Keep gradients that nobody else refers to until the streams that allocated them wait for their update."""
+        if gradients:
+            streams = (self.reduce_scatter_stream, *allocated_on)
+            self._updates.append(Reduction(self.update_stream.record_event(), gradients, streams))
+        if len(self._updates) > 1:
+            update = self._updates.popleft()
+            for stream in set(update.allocated_on):
+                stream.wait_event(update.event)
+
+    def order_gathers_after_steps(self) -> None:
+        """Make what comes on the gather stream wait for the updates that were started in backward."""
+        self.all_gather_stream.wait_stream(self.update_stream)
+
     def share_communication(self, other: Context) -> None:
         """Use another tree's streams from now on, and let its reductions in flight and ours count as one.
 
@@ -243,6 +287,7 @@ class Context:
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
         self.all_reduce_stream = other.all_reduce_stream
+        self.update_stream = other.update_stream
         self._reductions = other._reductions
         self._all_reductions = other._all_reductions
 
@@ -262,6 +307,7 @@ class Context:
     def _begin_forward(self, root: Member) -> None:
         self._phase = Phase.FORWARD
         self._forward_root = root.index
+        self.makes_graph = torch.is_grad_enabled()
         self._order = self._learned.begin_forward(root.index)
         backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
         self.kept.plan(member for member in self._members(backward) if member.goes_after_forward)
@@ -409,7 +455,7 @@ class Context:
         return max(member.max_reductions_in_flight for member in self.states)
 
     def finish_reductions(self) -> None:
-        """Order the compute stream after every reduction, and let go of what they read.
+        """Order the compute stream after every reduction and update, and let go of what they read.
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
@@ -421,6 +467,10 @@ class Context:
             event = self._all_reductions.popleft().event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)
+        if self._has_updates:
+            self._has_updates = False
+            self.compute_stream.wait_stream(self.update_stream)
+            self._updates.clear()
         self._wait_for_gradients()
 
     def _retire_all_but(self, num_left: int) -> None:

@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from lamella_buffers import (
     Allocator,
+    CachingAllocator,
     LocalTransport,
     Payload,
     ReduceOp,
@@ -18,6 +19,7 @@ from lamella_buffers import (
     Transport,
     UnshardedBuffer,
     all_reduce,
+    copy_engines_of,
     standalone,
     transport_for,
 )
@@ -51,11 +53,11 @@ class ParameterGroup:
         candidates: The parameters, of one set of data axes, on the device where shards rest, or on meta. Their storage
             is not kept.
         policy: Number formats.
-        allocator: Gives the unsharded buffer its bytes.
+        allocator: Gives the unsharded buffer its bytes. None: the memory that gathers are fastest into.
         offload: How shards rest on the CPU; None where they rest on the mesh's device.
 
     Attributes:
-        allocator: As given.
+        allocator: As given, or a `CachingAllocator`.
         offload: As given.
         layout: Of the shards that are gathered, and the unsharded buffer.
         main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
@@ -71,6 +73,7 @@ class ParameterGroup:
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
         parts: This rank's of those parts, while there are any.
         partial: Gradients that still have to be reduced over `replicas` or `outer`.
+        computes_with_main: The unsharded parameters are the main weights themselves, and not a copy.
 
     `build_unsharded` must follow, when nobody holds the candidates any more.
 
@@ -81,7 +84,7 @@ class ParameterGroup:
         self,
         candidates: Sequence[Candidate],
         policy: MixedPrecisionPolicy,
-        allocator: Allocator,
+        allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
         self._begin(candidates[0].sharding.axes, policy, allocator, offload)
@@ -95,14 +98,16 @@ class ParameterGroup:
         self.install_sharded()
 
     def _begin(
-        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator, offload: Offload | None
+        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator | None, offload: Offload | None
     ) -> None:
         """Know how to communicate, before there is anything to."""
         self.axes = axes
         self.policy = policy
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
-        self.transport = _transport(self.axes.shard_group) or LocalTransport()
+        engines = None if allocator is not None or axes.shard_group is None else copy_engines_of(axes.shard_group)
+        self.transport = engines.transport if engines else _transport(axes.shard_group) or LocalTransport()
+        self._windows = engines.allocator if engines else None
         self.replicas = _transport(self.axes.replicate_group)
         self.outer = _transport(self.axes.outer_group)
         self.reduce_transport: Transport | None = None
@@ -110,9 +115,10 @@ class ParameterGroup:
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None
         self._rank = self.axes.shard_rank
-        self.allocator = allocator
+        self.allocator = CachingAllocator() if allocator is None else allocator
         self.offload = offload
         self.model_weight: ShardedBuffer | None = None
+        self.computes_with_main = False
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         num_shards = self.axes.num_shards
@@ -142,8 +148,8 @@ class ParameterGroup:
         self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
         (dtype,) = self._recipe.payload_dtypes(main_dtype)
         self._sends_main = dtype == main_dtype
-        is_main_itself = self._sends_main and self.axes.shard_axis is None and self.offload is None
-        allocator = _Borrowed(self.main_weight.flat) if is_main_itself else self.allocator
+        self.computes_with_main = self._sends_main and self.axes.shard_axis is None and self.offload is None
+        allocator = _Borrowed(self.main_weight.flat) if self.computes_with_main else self.allocator
         self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.device, allocator)
         self.unsharded_weight.allocate()
         for parameter, tensor in zip(self.parameters, self.unsharded_weight.tensors, strict=True):
@@ -151,6 +157,8 @@ class ParameterGroup:
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
+        if self._windows is not None:  # which belong to the gather stream, and so come in now only
+            self.unsharded_weight.allocator = self._windows
 
     @property
     def device(self) -> torch.device:
@@ -347,12 +355,22 @@ class ParameterGroup:
         taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
 
-    def gradient_nbytes(self, members: Iterable[int]) -> int:
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What gradients may travel in: what autograd makes them in, where the reduce dtype holds all of that.
+
+        Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
+        """
+        own, *others = {getattr(p.unsharded, "grad_dtype", p.unsharded.dtype) for p in self.parameters}
+        fits = own is not None and not others and torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype
+        return own if fits else self.reduce_dtype
+
+    def gradient_nbytes(self, members: Iterable[int], wire: torch.dtype) -> int:
         """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""
         layout = self.layout
         if isinstance(layout, FlatLayout):
-            return layout.full_numel * self.reduce_dtype.itemsize
-        return sum(layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
+            return layout.full_numel * wire.itemsize
+        return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -432,10 +450,13 @@ class ParameterGroup:
             add = torch._foreach_add_ if self.offload is None else self.offload.add_
             add(list(totals.values()), [shards.shards[i] for i in totals])
 
+    def members(self, present: Sequence[bool]) -> list[ShardedParameter]:
+        """Those that were given a gradient."""
+        return [parameter for parameter, wanted in zip(self.parameters, present, strict=True) if wanted]
+
     def hooks(self, present: Sequence[bool]) -> list[Callable[[], None]]:
         """What calls the hooks of members that were given a gradient and have some."""
-        given = (parameter for parameter, wanted in zip(self.parameters, present, strict=True) if wanted)
-        return [parameter.run_hooks for parameter in given if parameter.has_hooks]
+        return [parameter.run_hooks for parameter in self.members(present) if parameter.has_hooks]
 
 
 class _Borrowed:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lamella_buffers import Done, Pending, all_gather, reduce_scatter
+from lamella_engine import _stepping as stepping
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label, log
 from lamella_engine._delayed import DelayedGradients
@@ -113,6 +114,7 @@ class FSDPState:
         self.main_grads: tuple[MainGrads, ...] = ()
         self._gathered_at = -1
         self._expects_update = False
+        self._has_sums = False  # of microbatches, in the reduce dtype: on this rank, or on another
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: torch.Stream | None = None
@@ -144,6 +146,7 @@ class FSDPState:
         for parameter in (p for group in other.groups for p in group.parameters):
             parameter.name = f"{other.name}.{parameter.name}"
         self.groups += other.groups
+        self._has_sums |= other._has_sums
         other.groups, other.main_grads, other._reader = (), (), self
         self._gathered_at = -1
 
@@ -260,6 +263,8 @@ class FSDPState:
         self._check_order("gather", lambda: self.unsharded_nbytes)
         if self.is_offloaded:
             context.note_shards_are_read()
+        if stepping.is_stepped(self):
+            context.order_gathers_after_steps()
         # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
         # gloo they are filled when the gather is waited for, so that is when the counters are put back.
         buffers = tuple(group.unsharded_weight.flat for group in self.groups)
@@ -471,6 +476,8 @@ class FSDPState:
         if is_read and self._residency is Residency.UNSHARDED and (is_recomputed or self._is_current):
             return False
         begins = not self._awaited or len(self.module_ids) == 1
+        if torch.is_grad_enabled() and stepping.is_stepped(self):
+            stepping.refuse(self.title, "another forward")
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
             ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
@@ -481,6 +488,8 @@ class FSDPState:
         self.unshard()
         _gather_ahead(ahead, "forward")
         self.wait_for_unshard()
+        if begins and not is_recomputed and (self.context.makes_graph or torch.is_grad_enabled()):
+            stepping.note_forward(self)
         return begins
 
     def end_forward(self, module_id: int, *, is_watched: bool, is_recomputed: bool) -> None:
@@ -537,26 +546,34 @@ class FSDPState:
         if not groups:
             self._drop_main_grads()
             return
+        self._check_unstepped(groups)
         context = self.context
         context.retire_reductions()
         self.delayed.join(context.compute_stream)
         gradients = {group: group.take_gradients() for group in groups}
+        wires = {group: self._wire_of(group) for group in groups}
+        self._has_sums = False
         self.delayed.release(context.compute_stream)
-        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken) for g, taken in gradients.items()))
+        self._check_order("reduce", lambda: sum(g.gradient_nbytes(t, wires[g]) for g, t in gradients.items()))
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
                 reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
-                    moves = [(gradients[group], reduced[group].shards) for group in same]
+                    moves = [(gradients[group], wires[group], reduced[group].shards) for group in same]
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
             reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
             context.hold(self._reduction(event, reads))
-            for group, part in reduced.items():
-                self._finish_reduction(group, part, event)
+            self._finish_reductions(reduced, event)
+
+    def _wire_of(self, group: ParameterGroup) -> torch.dtype:
+        """What a group's gradients travel in. Sums of microbatches, and what layers add up, are as wide as they get."""
+        if self._has_sums or any(grads.group is group for grads in self.main_grads):
+            return group.reduce_dtype
+        return group.wire_dtype
 
     def _reduction(self, event: torch.Event, reads: list[torch.Tensor]) -> Reduction:
         """What keeps a reduction's gradients alive, wherever they were made."""
@@ -567,14 +584,43 @@ class FSDPState:
     def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
         return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
 
-    def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> None:
-        """Reduce over the axes that are left, or keep that for a later microbatch; and install the gradients."""
+    def _finish_reductions(self, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> None:
+        """Install what was reduced over all axes, and let optimizers step it that do so in backward."""
+        finished = {group: self._finish_reduction(group, part, event) for group, part in reduced.items()}
+        if not (stepping.is_asked_for() and self._may_be_stepped):
+            return
+        streams = {group: stream for group, stream in finished.items() if stream is not None and _may_step(group)}
+        parameters = [p.sharded for group in streams for p in group.members(reduced[group].present)]
+        made_on = dict.fromkeys(streams.values())
+        with label("step_in_backward", self.name), self.context.on_updates(made_on):
+            freed = stepping.step(self, parameters)
+        self.context.hold_update(freed, made_on)
+
+    def _check_unstepped(self, groups: Sequence[ParameterGroup]) -> None:
+        """Refuse a part of a gradient that comes after an optimizer has used the rest."""
+        if stepping.is_stepped(self):
+            takes = self.reduces_unused_parameters
+            late = [p.sharded for group in groups for p in group.parameters if takes or p.has_gradient]
+            stepping.check_gradients_unused(late, f"another part of the gradients of {self.title}")
+
+    @property
+    def _may_be_stepped(self) -> bool:
+        """Whether nobody but backwards that are to come reads main weights: see Note [When a unit is stepped]."""
+        is_last = self.context.is_in_backward and self.context.is_last_backward
+        return is_last and not (self.num_holds or self.delayed.parameters or self.is_unsharding)
+
+    def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> torch.Stream | None:
+        """Reduce over the axes that are left, and install the gradients; or keep that for a later microbatch.
+
+        Returns:
+            The stream that they were installed on, if they were.
+        """
         context = self.context
         has_outer = group.replicas is not None or group.outer is not None
         waits = self.strategy.reduces_outer_once and not context.is_last_backward
         if has_outer and (waits or not self.requires_all_reduce):
             group.partial = reduced
-            return
+            return None
         stream = context.reduce_scatter_stream
         if has_outer or self.all_reduce_hook is not None:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
@@ -594,11 +640,14 @@ class FSDPState:
                     hook()
             if stream is not context.reduce_scatter_stream:
                 context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
+        return stream
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
         if self.awaits_backward_end:
             return  # another output of the same forward
+        if stepping.is_stepped(self):
+            stepping.refuse(self.title, "another backward")
         self.awaits_backward_end = True
         for grads in self.main_grads:
             grads.offer()
@@ -614,6 +663,7 @@ class FSDPState:
         log("post_backward", self.name)
         self.awaits_backward_end = False
         self._awaited.clear()
+        stepping.note_backward(self)
         is_complete = self._note_end()
         if self.reshard_after_backward:
             with label("post_backward_reshard", self.name):
@@ -670,17 +720,22 @@ class FSDPState:
     def _use_gradients(self) -> None:
         """Reduce the gradients, or keep them for a later microbatch, or for one that still waits for delayed ones."""
         self._settle_main_grads()
-        is_last = self.context.is_last_backward
-        waits = not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last)
-        if waits or self.delayed.num_due:
+        if self._waits_for_later or self.delayed.num_due:
+            self._has_sums = True
             self.delayed.join(self.context.compute_stream)
             for group in self.groups:
                 group.accumulate_gradients()
             self.delayed.release(self.context.compute_stream)
             return
         self.reduce_gradients()
-        if is_last:
+        if self.context.is_last_backward:
             self._expect_an_update()
+
+    @property
+    def _waits_for_later(self) -> bool:
+        """Whether gradients are kept for a later microbatch."""
+        reduces_once = self.strategy.reduces_once and not self.context.is_last_backward
+        return reduces_once or not self.requires_gradient_sync
 
     @property
     def has_gradients(self) -> bool:
@@ -704,6 +759,7 @@ class FSDPState:
             self.end_backward()
         elif self.reshard_after_backward:
             self.reshard()
+        self._has_sums |= self._waits_for_later  # here too, if it is another rank that used the unit
         if self.awaits_gradients or self.num_holds:
             return
         self._settle_main_grads()
@@ -752,13 +808,14 @@ class FSDPState:
         stream = self.context.reduce_scatter_stream
         stream.wait_stream(self.context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
+            partials = {group: group.partial for group in groups if group.partial is not None}
             for group in groups:
-                assert group.partial is not None
-                partial, group.partial = group.partial, None
-                self._finish_reduction(group, partial, stream.record_event())
+                group.partial = None
+            self._finish_reductions(partials, stream.record_event())
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
+        self._has_sums = False
         for group in self.groups:
             group.partial = None
             for parameter in group.parameters:
@@ -770,6 +827,7 @@ class FSDPState:
         self._awaited.clear()
         self.awaits_backward_end = False
         self.delayed.forget()
+        stepping.forget(self)
         self.drop_gradients()
         self._holders.clear()
         self.reshard()
@@ -779,6 +837,10 @@ def _gather_ahead(members: Sequence[Member], direction: str) -> None:
     for member in members:
         with label(f"{direction}_prefetch for {member.name}"):
             member.unshard()
+
+
+def _may_step(group: ParameterGroup) -> bool:
+    return group.offload is None and not group.computes_with_main
 
 
 def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:

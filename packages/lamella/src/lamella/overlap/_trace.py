@@ -31,6 +31,7 @@ class Kind(Enum):
 
     ALL_GATHER = rf"({_COMMUNICATES}).*all_?gather"
     REDUCE_SCATTER = rf"({_COMMUNICATES}).*reduce_?scatter"
+    ALL_TO_ALL = rf"({_COMMUNICATES}).*(all_?to_?all|sendrecv)"
     COLLECTIVE = _COMMUNICATES
     ATTENTION = r"flash|fmha|sdpa|attention"
     MATMUL = r"gemm|nvjet|xmma|splitkreduce|cutlass|cublas|aten::(add)?mm|aten::bmm"
@@ -42,7 +43,7 @@ class Kind(Enum):
 
     @property
     def is_collective(self) -> bool:
-        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.COLLECTIVE)
+        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.COLLECTIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

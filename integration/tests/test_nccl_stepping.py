@@ -1,0 +1,111 @@
+"""On GPUs over NCCL: an optimizer that steps inside backward takes the same steps to the bit, hidden behind it."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+from late_streams import LLAMA, delay_streams
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lamella.overlap import Kernel, Kind
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard, step_in_backward
+from lamella_engine._attached import state_of
+from lamella_integration.backends import BACKENDS, Workload
+from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
+from lamella_integration.repeatable import use_repeatable_kernels
+from lamella_integration.tasks import Recipe, Trace, shard, train
+from lamella_testing import run_ranks
+
+Options = Callable[[], dict[str, Any]]
+
+
+@cache
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+WAYS: dict[str, Options] = {
+    "DDP": lambda: {"mesh": _mesh(4), "placements": DDP},
+    "ZERO1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
+    "ZERO2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
+    "ZERO3": lambda: {"mesh": _mesh(4), "placements": ZERO3},
+    "HSDP as FSDP2": lambda: {"mesh": _mesh(2, 2)},
+    "HSDP, ZERO1": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO1)},
+    "HFSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
+    "pairs hold the whole after forward": lambda: {"mesh": _mesh(4), "reshard_after_forward": 2},
+}
+NUM_STRESSED_STEPS = 200
+# The last of several microbatches alone is reduced: weights may not move before.
+RECIPE = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, reduce_every_microbatch=False)
+
+
+def _sharded(way: str) -> nn.Module:
+    model = LLAMA.model(device=torch.device("cuda", torch.cuda.current_device()))
+    return shard(model, fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), **WAYS[way]())
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
+def test_steps_inside_backward_change_no_bit_however_late_a_stream_may_be(way: str) -> None:
+    """A missing wait shows as weights, gradients or memory that were read or written too early."""
+
+    def traces() -> tuple[Trace, Trace]:
+        use_repeatable_kernels()
+        expected = train(LLAMA, _sharded(way), RECIPE)
+        late = _sharded(way)
+        delay_streams(late, state_of(late).context)
+        return expected, train(LLAMA, late, RECIPE, prepare=step_in_backward)
+
+    for expected, got in run_ranks(traces, 4, device="cuda"):
+        assert got.losses == expected.losses
+        torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("flavour", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=repr)
+def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) -> None:
+    def states() -> tuple[Any, Any]:
+        use_repeatable_kernels()
+        found = []
+        for prepare in (lambda optimizer: None, step_in_backward):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(6)))
+            for layer in (*model, model):
+                fully_shard(layer, mesh=_mesh(2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **flavour)
+            prepare(optimizer)
+            x = torch.randn(64, 256, device="cuda")
+            for _ in range(20):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            local = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+            held = [*model.parameters(), *local]
+            found.append((sorted(tensor.to_local().double().sum().item() for tensor in held), len(held)))
+        return found[0], found[1]
+
+    for without, inside in run_ranks(states, 2, device="cuda"):
+        assert inside == without
+
+
+def _profile() -> list[Kernel]:
+    workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
+    return profile_steps(BACKENDS["lamella"](workload, step_in_backward=True), *workload.batch(NUM_TOKENS))
+
+
+@pytest.mark.gpu2
+def test_updates_have_a_stream_of_their_own_and_run_while_backward_goes_on() -> None:
+    for kernels in run_ranks(_profile, 2, device="cuda"):
+        of = {kind: [kernel for kernel in kernels if kernel.kind is kind] for kind in Kind}
+        update_streams = {kernel.stream for kernel in of[Kind.OPTIMIZER]}
+        for kind in (Kind.MATMUL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+            assert update_streams.isdisjoint(kernel.stream for kernel in of[kind]), kind
+        # Of the last step's: the ordinary optimizer starts all of them when the last matmul is over.
+        backward_ends = max(kernel.end_us for kernel in of[Kind.MATMUL])
+        num_exposed = sum(kernel.start_us > backward_ends for kernel in of[Kind.OPTIMIZER])
+        assert num_exposed <= len(of[Kind.OPTIMIZER]) / NUM_STEPS / 2
