@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from lamella.overlap import Breakdown, Kernel, Kind, breakdown, kernels_of, operators_of, read_trace
@@ -48,7 +48,7 @@ def profile_steps(
     Every rank must call it.
 
     Args:
-        keep: Where to leave the trace, for Perfetto.
+        keep: Where to leave the trace.
         num_warmup_steps: Steps before the profiled ones.
         has_operators: Whether to record what the host calls too, which tells the sizes of what kernels are given. It
             makes the host slower, and a device that waits for it more idle.
@@ -63,8 +63,9 @@ def profile_steps(
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     with torch_profile(activities=activities, record_shapes=has_operators, acc_events=True) as profiler:
-        for _ in range(NUM_STEPS):
-            training.step(tokens, labels)
+        for step in range(NUM_STEPS):
+            with record_function(f"ProfilerStep#{step}"):  # as torch's schedules name it: a step of the overlap report
+                training.step(tokens, labels)
         if tokens.is_cuda:
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="lamella", metavar="BACKEND[:OPTION=VALUE,...]", help="as for the bench")
     parser.add_argument("--reduce", choices=REDUCE_DTYPES, default="bf16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, help="where to leave rank 0's trace, for Perfetto")
+    parser.add_argument("--out", type=Path, help="where to leave rank 0's trace, for `lamella overlap-report`")
     options = parser.parse_args(arguments)
     try:
         backend = backend_of(options.backend)

@@ -155,6 +155,33 @@ def test_a_name_that_says_little_is_told_by_the_range_it_was_launched_in() -> No
     assert _times(_unit(total, "(outermost)"), Role.REDUCE) == (1, 10, 10)
 
 
+def test_a_gather_by_copy_engines_is_one_from_its_first_copy_to_its_last() -> None:
+    made = TraceMaker()
+    for name, begin in (("FSDP::all_gather (a)", 0), ("FSDP::all_gather (b)", 110)):
+        number = made.host(name, begin, begin + 10)
+        made.device(number, name, begin + 20, begin + 81, GATHER)
+        made.push(begin + 20, begin + 21, 4)
+        made.push(begin + 50, begin + 80, 1000)  # until then peers were not ready
+        made.push(begin + 80, begin + 81, 4)
+    made.kernel(MATMUL, 60, 100, COMPUTE, 1)
+    total = overlap_report(made.trace()).total
+    a, b = _unit(total, "a"), _unit(total, "b")
+    assert _times(a, Role.FORWARD_GATHER) == (1, 61, 40) and _times(b, Role.FORWARD_GATHER) == (1, 61, 61)
+    assert a.traffic[Role.FORWARD_GATHER].sent_nbytes == 1008
+    assert (a.host_gaps, b.host_gaps) == pytest.approx((0, 0.030))  # b was asked for after a's compute
+
+
+def test_an_optimizer_that_steps_inside_backward_is_an_optimizer() -> None:
+    made = TraceMaker()
+    made.host("FSDP::post_backward_reduce (a)", 0, 20)
+    made.host("FSDP::step_in_backward (a)", 5, 15)
+    made.kernel("void multi_tensor_apply_kernel<BinaryOpScalarFunctor>", 30, 40, COMPUTE, 6)
+    made.kernel(CAST, 40, 45, COMPUTE, 7)
+    made.kernel(MATMUL, 45, 55, COMPUTE, 16)
+    total = overlap_report(made.trace()).total
+    assert (total.optimizer, total.whole.copies) == pytest.approx((0.015, 0))
+
+
 def test_collectives_outside_of_all_units_have_a_line_of_their_own() -> None:
     made = TraceMaker()
     made.host("FSDP::post_backward_reduce (a)", 0, 10)
@@ -229,7 +256,12 @@ def test_the_text_has_a_line_a_step_and_a_line_a_unit() -> None:
 
 
 def _report(
-    *, exposed: Role | None = None, host_gaps: float = 0.0, lone_copies: float = 0.0, collectives: float = 10.0
+    *,
+    exposed: Role | None = None,
+    host_gaps: float = 0.0,
+    latencies: float = 0.0,
+    lone_copies: float = 0.0,
+    collectives: float = 10.0,
 ) -> OverlapReport:
     """A step of 100 ms that loses 20 in one way."""
     report = overlap_report(two_units_in_two_steps())
@@ -241,6 +273,7 @@ def _report(
         span=100.0,
         compute=70.0,
         collectives=collectives,
+        idle=host_gaps + latencies,
         lone_copies=lone_copies,
         whole=whole,
         units=(whole,),
@@ -256,6 +289,7 @@ def _report(
         (_report(exposed=Role.REDUCE), "exposed reductions", "set_reduce_scatter_max_input_buffers"),
         (_report(exposed=Role.REDUCE, collectives=90.0), "exposed reductions", "bfloat16"),
         (_report(host_gaps=20.0), "waits for the host", "CUDA graph"),
+        (_report(latencies=20.0), "idleness that is not the host's", "had been launched"),
         (_report(lone_copies=20.0), "copies of units that nothing else runs beside", "divides by the number of ranks"),
     ],
 )

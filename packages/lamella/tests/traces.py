@@ -11,6 +11,7 @@ MATMUL = "nvjet_tst_256x128"
 CAST = "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda>"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL"
 REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
+PUSH = "Memcpy PtoP (Device -> Device)"
 ADAM = "void multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
 
 
@@ -20,8 +21,11 @@ class TraceMaker:
     def __init__(self) -> None:
         self.events: list[Event] = [{"ph": "M", "name": "process_name", "pid": MAIN}]
 
-    def host(self, name: str, start: float, end: float, thread: int = MAIN) -> None:
-        self._add("user_annotation", name, start, end, thread, {"External id": len(self.events)})
+    def host(self, name: str, start: float, end: float, thread: int = MAIN) -> int:
+        """A range of the host; gives its number."""
+        number = len(self.events)
+        self._add("user_annotation", name, start, end, thread, {"External id": number})
+        return number
 
     def kernel(
         self, name: str, start: float, end: float, stream: int, launched: float, thread: int = MAIN, **args: Any
@@ -31,6 +35,14 @@ class TraceMaker:
         self._add("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, thread, {"correlation": number})
         numbers = {"stream": stream, "correlation": number, "External id": number}
         self._add("kernel", name, start, end, stream, numbers | args)
+
+    def device(self, number: int, name: str, start: float, end: float, stream: int) -> None:
+        """What ran on a stream in a numbered range of the host."""
+        self._add("gpu_user_annotation", name, start, end, stream, {"External id": number})
+
+    def push(self, start: float, end: float, nbytes: int) -> None:
+        """A copy into a peer's memory by a call that leaves no event."""
+        self._add("gpu_memcpy", PUSH, start, end, GATHER, {"stream": GATHER, "bytes": nbytes})
 
     def _add(self, category: str, name: str, start: float, end: float, thread: int, args: Event) -> None:
         event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}

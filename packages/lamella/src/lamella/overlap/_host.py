@@ -3,21 +3,24 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from lamella.overlap._trace import Kernel, Trace, events_of
+from lamella.overlap._trace import Kernel, Trace, args_of, events_of
 
 OUTERMOST = "(outermost)"
 OPTIMIZER = "(optimizer)"
 NO_UNIT = "(no unit)"
 
 GATHER, REDUCE = "all_gather", "post_backward_reduce"
+STEPS = ("step", "step_in_backward")
 
 _NAME = re.compile(r"FSDP::(?P<phase>\w+)(?: for (?P<target>.*)| \((?P<unit>.*)\))?")
 # Without a unit's name they are the outermost unit's. Other phases without one are nobody's.
 _OF_A_UNIT = {
     *("pre_forward", "post_forward", "all_gather", "all_gather_copy_out", "pre_backward"),
-    *("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce"),
+    *("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce", "step_in_backward"),
 }
 
 # Where a pass begins or ends, and whether what follows is a backward. Forwards recomputed in a backward have none.
@@ -40,26 +43,37 @@ class Host:
     """The ranges of a trace, by thread and time."""
 
     def __init__(self, trace: Trace) -> None:
-        events = sorted(events_of(trace, "user_annotation"), key=lambda event: (event["ts"], -event["dur"]))
-        self._threads: dict[int, _Thread] = defaultdict(_Thread)
+        self.ranges: list[HostRange] = []
+        self._threads: dict[int, _Nest] = defaultdict(_Nest)
+        self._streams: dict[int, _Nest] = defaultdict(_Nest)
         self._turns: list[tuple[float, bool]] = []
-        for event in events:
-            start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        by_number: dict[object, HostRange] = {}
+        for event in _in_order(events_of(trace, "user_annotation")):
             phase, unit = _parse(event["name"])
             if phase in _TURNS:
-                self._turns.append((start, _TURNS[phase]))
+                self._turns.append((float(event["ts"]), _TURNS[phase]))
             if unit is not None:
-                self._threads[event["tid"]].add(phase, unit, event["tid"], start, end)
+                by_number[args_of(event).get("External id")] = self._add(phase, unit, event)
+        # What ran in a range, as the device saw it: all that tells of copies by the driver's own calls.
+        for event in _in_order(events_of(trace, "gpu_user_annotation")):
+            found = by_number.get(args_of(event).get("External id"))
+            if found is not None and _parse(event["name"]) == (found.phase, found.unit):
+                self._streams[event["tid"]].add(*_times(event), found)
 
-    @property
-    def ranges(self) -> list[HostRange]:
-        """All of them."""
-        return [found for thread in self._threads.values() for found in thread.ranges]
+    def _add(self, phase: str, unit: str, event: dict[str, Any]) -> HostRange:
+        start, end = _times(event)
+        thread = self._threads[event["tid"]]
+        found = HostRange(
+            phase=phase, unit=unit, thread=event["tid"], start_us=start, end_us=end, depth=thread.depth_at(start)
+        )
+        thread.add(start, end, found)
+        self.ranges.append(found)
+        return found
 
     def launching(self, kernel: Kernel) -> HostRange | None:
         """The innermost range that a kernel was launched in."""
         if kernel.thread is None or kernel.launched_us is None:
-            return None
+            return self._streams[kernel.stream].at(kernel.start_us)
         return self._threads[kernel.thread].at(kernel.launched_us)
 
     def unit_about(self, kernel: Kernel) -> str:
@@ -79,44 +93,53 @@ class Host:
         return index > 0 and self._turns[index - 1][1]
 
 
-class _Thread:
-    """Nested ranges, in the order of their beginnings."""
+class _Nest:
+    """Ranges inside one another, added in the order of their beginnings."""
 
     def __init__(self) -> None:
-        self.ranges: list[HostRange] = []
+        self._starts: list[float] = []
+        self._ends: list[float] = []
         self._parents: list[int] = []
+        self._ranges: list[HostRange] = []
 
-    def add(self, phase: str, unit: str, thread: int, start_us: float, end_us: float) -> None:
-        parent = self._enclosing(len(self.ranges) - 1, start_us)
-        depth = self.ranges[parent].depth + 1 if parent >= 0 else 0
-        self._parents.append(parent)
-        self.ranges.append(
-            HostRange(phase=phase, unit=unit, thread=thread, start_us=start_us, end_us=end_us, depth=depth)
-        )
+    def add(self, start_us: float, end_us: float, found: HostRange) -> None:
+        self._parents.append(self._around(start_us))
+        self._starts.append(start_us)
+        self._ends.append(end_us)
+        self._ranges.append(found)
 
     def at(self, time_us: float) -> HostRange | None:
-        index = self._enclosing(bisect_right(self.ranges, time_us, key=_start) - 1, time_us)
-        return self.ranges[index] if index >= 0 else None
+        index = self._around(time_us)
+        return self._ranges[index] if index >= 0 else None
 
     def after(self, time_us: float) -> HostRange | None:
-        index = bisect_left(self.ranges, time_us, key=_start)
-        return self.ranges[index] if index < len(self.ranges) else None
+        index = bisect_left(self._starts, time_us)
+        return self._ranges[index] if index < len(self._ranges) else None
 
-    def _enclosing(self, index: int, time_us: float) -> int:
-        """The innermost range around an instant, beginning at one that begins before it; -1 if there is none."""
-        while index >= 0 and self.ranges[index].end_us <= time_us:
+    def depth_at(self, time_us: float) -> int:
+        found = self.at(time_us)
+        return 0 if found is None else found.depth + 1
+
+    def _around(self, time_us: float) -> int:
+        """The innermost range around an instant; -1 if there is none."""
+        index = bisect_right(self._starts, time_us) - 1
+        while index >= 0 and self._ends[index] <= time_us:
             index = self._parents[index]
         return index
 
 
-def _start(found: HostRange) -> float:
-    return found.start_us
+def _in_order(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+
+
+def _times(event: dict[str, Any]) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
 def _parse(name: str) -> tuple[str, str | None]:
     """The phase that a range names, and its unit if it is some unit's."""
     if name.startswith("Optimizer.step#"):
-        return "step", OPTIMIZER
+        return STEPS[0], OPTIMIZER
     match = _NAME.fullmatch(name)
     if match is None:
         return "", None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lamella.overlap._host import GATHER, NO_UNIT, OPTIMIZER, REDUCE, Host, HostRange
+from lamella.overlap._host import GATHER, NO_UNIT, OPTIMIZER, REDUCE, STEPS, Host, HostRange
 from lamella.overlap._intervals import Interval, gaps, intersect, length, union
 from lamella.overlap._trace import (
     Kernel,
@@ -51,7 +52,12 @@ class Placed:
     @property
     def is_copy(self) -> bool:
         """Whether it is a copy, a cast or a transfer of a unit's."""
-        return self.range is not None and self.range.unit != OPTIMIZER and self.kernel.kind in _COPIES
+        return self.range is not None and self.range.phase not in STEPS and self.kernel.kind in _COPIES
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is an optimizer's."""
+        return self.kernel.kind is Kind.OPTIMIZER or (self.range is not None and self.range.phase in STEPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,15 +205,18 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
     """
     kernels = kernels_of(trace)
     on_gpu = bool(kernels)
-    kernels = sorted(kernels or _stand_ins(trace, source), key=lambda kernel: kernel.start_us)
+    kernels = kernels or _stand_ins(trace, source)
     host = Host(trace)
     if not any(found.unit != OPTIMIZER for found in host.ranges):
         raise TraceError(
             f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU, "
             "steps of a model under fully_shard that are no replay of a CUDA graph."
         )
+    placed = _one_a_push(_place(kernel, host) for kernel in kernels)
+    placed.sort(key=lambda each: each.kernel.start_us)
+    kernels = [each.kernel for each in placed]
     timeline = Timeline(
-        placed=[_place(kernel, host) for kernel in kernels],
+        placed=placed,
         windows=_windows(trace, kernels, source),
         ranges=host.ranges,
         host_gaps=_host_gaps(kernels, host) if on_gpu else (),
@@ -239,7 +248,27 @@ def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
 
 def _place(kernel: Kernel, host: Host) -> Placed:
     found = host.launching(kernel)
+    if found is not None and kernel.launched_us is None:  # not earlier than this
+        kernel = replace(kernel, thread=found.thread, launched_us=found.start_us)
     return Placed(kernel=kernel, range=found, role=_role(kernel, found, host))
+
+
+def _one_a_push(placed: Iterable[Placed]) -> list[Placed]:
+    """The copies into peers' memory that make a gather, as one: between them it waits until peers are ready."""
+    kept: list[Placed] = []
+    pushes: dict[int, list[Placed]] = defaultdict(list)
+    for each in placed:
+        is_push = each.kernel.name.startswith("Memcpy PtoP") and each.range is not None and each.range.phase == GATHER
+        (pushes[id(each.range)] if is_push else kept).append(each)
+    return kept + [_joined(copies) for copies in pushes.values()]
+
+
+def _joined(copies: Sequence[Placed]) -> Placed:
+    start = min(each.kernel.start_us for each in copies)
+    end = max(each.kernel.end_us for each in copies)
+    sent = sum(each.kernel.sent_nbytes or 0.0 for each in copies)
+    kernel = replace(copies[0].kernel, start_us=start, duration_us=end - start, operator=None, sent_nbytes=sent)
+    return replace(copies[0], kernel=kernel)
 
 
 def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
@@ -308,7 +337,7 @@ def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> Step
         idle=found.idle,
         by_kind=found.by_kind,
         collectives=found.collectives,
-        optimizer=_ms(each for each in placed if each.unit == OPTIMIZER or each.kernel.kind is Kind.OPTIMIZER),
+        optimizer=_ms(each for each in placed if each.is_step),
         lone_copies=_ms((each for each in placed if each.is_copy), gaps(others, *window)),
         whole=_unit("all", placed, waits, uncovered),
         units=tuple(unit for unit in units if unit.is_worth_a_line),

@@ -123,12 +123,13 @@ def kernels_of(trace: Trace) -> list[Kernel]:
     Each is given the tensor sizes of the operator that launched it, by the trace's "External id", if it was recorded
     with `record_shapes`; and the call that launched it, by its "correlation".
     """
-    numels = {_args(event).get("External id"): _numels(event) for event in events_of(trace, "cpu_op")}
+    numels = {args_of(event).get("External id"): _numels(event) for event in events_of(trace, "cpu_op")}
     calls = events_of(trace, "cuda_runtime", "cuda_driver")
-    launches = {event["args"]["correlation"]: event for event in calls if "correlation" in _args(event)}
+    launches = {event["args"]["correlation"]: event for event in calls if "correlation" in args_of(event)}
     return [
-        _kernel(event, numels.get(_args(event).get("External id"), ()), launches.get(_args(event).get("correlation")))
+        _kernel(event, numels.get(args.get("External id"), ()), launches.get(args.get("correlation")))
         for event in events_of(trace, "kernel", "gpu_memcpy", "gpu_memset")
+        for args in [args_of(event)]
     ]
 
 
@@ -187,7 +188,7 @@ def events_of(trace: Trace, *categories: str) -> list[dict[str, Any]]:
 
 def _kernel(event: dict[str, Any], numels: tuple[int, ...], launch: dict[str, Any] | None) -> Kernel:
     # NCCL runs a group of unlike sizes in a kernel of no particular name; the trace still knows what was called.
-    args = _args(event)
+    args = args_of(event)
     name = f"{event['name']} {args.get('Collective name', '')}".strip()
     return Kernel(
         name=name,
@@ -202,14 +203,17 @@ def _kernel(event: dict[str, Any], numels: tuple[int, ...], launch: dict[str, An
     )
 
 
-def _args(event: dict[str, Any]) -> Mapping[str, Any]:
+def args_of(event: dict[str, Any]) -> Mapping[str, Any]:
+    """What the trace notes of an event beside its time."""
     args: Mapping[str, Any] = event.get("args", {})
     return args
 
 
 def _sent_nbytes(name: str, args: Mapping[str, Any]) -> float | None:
     num_ranks, kind = args.get("Group size"), classify(name)
-    times = 1 if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else 2 if "allreduce" in name.lower() else 0
+    if kind is Kind.COLLECTIVE and "bytes" in args:  # a copy into a peer's memory
+        return float(args["bytes"])
+    times = 2 if "allreduce" in name.lower() else 1 if kind.is_collective and kind is not Kind.COLLECTIVE else 0
     if not num_ranks or not times or "Out msg nelems" not in args:
         return None
     whole = max(args["Out msg nelems"], args.get("In msg nelems", 0)) * _ITEM_NBYTES.get(args.get("dtype", ""), 1)
@@ -221,10 +225,10 @@ def _numels(event: dict[str, Any]) -> tuple[int, ...]:
 
     In "Input Dims" a tensor is a list of its dims, a list of tensors is nested one deeper, and anything else is empty.
     """
-    if "Input Dims" not in _args(event):
+    if "Input Dims" not in args_of(event):
         return ()
     numels: list[int] = []
-    for argument in _args(event)["Input Dims"]:
+    for argument in args_of(event)["Input Dims"]:
         if argument and isinstance(argument[0], list):
             numels.extend(math.prod(dims) for dims in argument)
         elif argument:

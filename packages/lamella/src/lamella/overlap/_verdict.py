@@ -31,6 +31,8 @@ def losses(report: OverlapReport) -> list[Loss]:
             (Role.OTHER, "exposed collectives that are no unit's"),
         )
     ]
+    others = total.idle - (total.whole.host_gaps or 0.0)
+    found.append(Loss(name="idleness that is not the host's", ms=others / num_steps, advice=_LATENCIES))
     found.append(Loss(name="waits for the host", ms=(total.whole.host_gaps or 0.0) / num_steps, advice=_HOST))
     found.append(
         Loss(name="copies of units that nothing else runs beside", ms=total.lone_copies / num_steps, advice=_COPIES)
@@ -55,6 +57,10 @@ def verdict(report: OverlapReport) -> str:
 _HOST = (
     "The GPU had nothing to do because the host had not launched it: make units larger, compile them, give a step more "
     "tokens, or capture it in a CUDA graph. (A profiler slows the host too: compare with a step's time without one.)"
+)
+_LATENCIES = (
+    "What was to run next had been launched. Many small kernels each need a few microseconds to begin: compile units. "
+    "Where copy engines gather, a wait for what peers push is idle too: gather further ahead (set_prefetch_budget)."
 )
 _COPIES = (
     "Parameters whose dim divides by the number of ranks are gathered and reduced in place; what is cast between main "
