@@ -189,6 +189,7 @@ def test_a_reduction_holds_what_arrives_and_nothing_in_fp32_but_its_shards(num_r
 def test_a_step_peaks_no_higher_than_with_bf16_sums(num_ranks: int) -> None:
     def peak(reduce_dtype: torch.dtype) -> int:
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
         before = torch.cuda.memory_allocated()
         workload = Workload(config=WIDE, device=_cuda(), reduce_dtype=reduce_dtype)
         training = BACKENDS["lamella"](workload)

@@ -7,9 +7,9 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lamella_buffers import CopyEngineTransport
+from lamella_buffers import CopyEngineTransport, WindowAllocator
 
 # Operator name: what it is, and the argument that holds its unsharded side.
 _C10D = {
@@ -52,20 +52,29 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
     def __enter__(self) -> Self:
-        push = CopyEngineTransport.push
+        push, allocate = CopyEngineTransport.push, WindowAllocator.allocate
 
         def counted(transport: CopyEngineTransport, payloads: Any, windows: Any) -> None:
             self._add("all_gather", [full for _, full in payloads])
             push(transport, payloads, windows)
 
-        self._patch = mock.patch.object(CopyEngineTransport, "push", counted)
-        self._patch.start()
+        def uncounted(allocator: WindowAllocator, buffer: torch.Tensor) -> None:
+            with _disable_current_modes():  # ranks tell each other where a new window is: once, not in every step
+                allocate(allocator, buffer)
+
+        self._patches: list[Any] = [
+            mock.patch.object(CopyEngineTransport, "push", counted),
+            mock.patch.object(WindowAllocator, "allocate", uncounted),
+        ]
+        for patch in self._patches:
+            patch.start()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
 
     def counts(self) -> dict[str, int]:
         """Calls by kind."""
