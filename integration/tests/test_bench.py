@@ -32,6 +32,12 @@ def test_backends_that_train_alike_have_equal_losses(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
+def test_steps_inside_backward_lose_nothing(tmp_path: Path) -> None:
+    rows = _run(tmp_path, "--backends", "lamella", "lamella_step_in_backward", "--steps", "3").measurements()
+    ordinary, inside = rows["lamella"], rows["lamella_step_in_backward"]
+    assert (inside.first_loss, inside.last_loss) == (ordinary.first_loss, ordinary.last_loss)
+
+
 def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on(tmp_path: Path) -> None:
     report = _run(tmp_path, "--backends", "megatron_fsdp", "lamella", "--steps", "1", "--warmup", "1")
     failure = report.rows["megatron_fsdp"]
