@@ -787,7 +787,7 @@ def test_a_forward_without_a_backward_only_defers_the_next_step() -> None:
     run_ranks(check, 2)
 
 
-def test_a_unit_that_somebody_holds_is_stepped_when_he_is_done() -> None:
+def test_a_unit_that_somebody_holds_is_stepped_in_step() -> None:
     def check() -> None:
         pair = Pair()
         holds = [unit(model.get_submodule("layers.1")).hold() for model in pair.models]
