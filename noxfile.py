@@ -1,7 +1,7 @@
 """Everything that can be run on this project.
 
 `./dev NAME` runs one session; `./dev tests` runs those that a change must pass. A session installs what it
-needs in an environment of its own, pinned by constraints.txt. Those that promise GPUs (`gpu`, `bench`)
+needs in an environment of its own, pinned by constraints.txt. Those that promise GPUs (`gpu`, `te`, `bench`)
 install nothing: they run in the interpreter that the variable PYTHON names.
 """
 
@@ -24,7 +24,7 @@ FOLDERS = {
     "integration": ROOT / "integration",
 }
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
-CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not slow"
+CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TRITON = "triton>=3.7"  # Its pin is the affair of torch's CUDA build; see `pins`.
 PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
@@ -113,6 +113,12 @@ def megatron(session: nox.Session) -> None:
 def gpu(session: nox.Session, num_gpus: int) -> None:
     """Run the tests that need this many GPUs, in the interpreter PYTHON names, or fail."""
     _here(session, "gpu", str(num_gpus))
+
+
+@nox.session(default=False, venv_backend="none")
+def te(session: nox.Session) -> None:
+    """Run the tests that need Transformer Engine and two GPUs, in the interpreter PYTHON names, or fail."""
+    _here(session, "te")
 
 
 @nox.session(default=False, venv_backend="none")

@@ -4,6 +4,7 @@ For machines with GPUs, where torch is already there and packages cannot be fetc
 import (torch, pytest, ...) and nothing more: no environment is made, nothing is installed.
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs
+    python tools/here.py te [PYTEST ARGS]           tests marked te: two GPUs and Transformer Engine, or they fail
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun
     python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
     python tools/here.py python -m lamella train    any Python command with the sources on its path
@@ -24,6 +25,8 @@ def main(args: list[str]) -> int:
     match args:
         case ["gpu", num_gpus, *rest] if num_gpus.isdecimal():
             return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest)
+        case ["te", *rest]:
+            return _require_gpus(2) or _pytest("te", rest)
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             return _require_gpus(int(num_gpus)) or _bench(num_gpus, rest)
         case ["soak", *rest]:

@@ -1,25 +1,58 @@
 """The benchmark runs here too, on gloo with a tiny model: rows, losses, failures, and what is made of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 import torch._dynamo  # The optimizer imports it: once here instead of once a rank.
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from lamella_integration import bench
+from lamella_integration.backends import Workload
 from lamella_integration.bench import parse_options, run
-from lamella_integration.llama import SIZES, Llama, num_flops_per_token
-from lamella_integration.report import Failure, Measurement, Report
+from lamella_integration.collectives import CollectiveCounter
+from lamella_integration.llama import SIZES, Block, Llama, next_token_loss, num_flops_per_token
+from lamella_integration.report import Failure, HostTime, Measurement, Phases, Report
+from lamella_integration.variants import backend_of
 from lamella_testing import run_ranks
 
+# The compiler looks for `.grad` on everything that it sees.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-def _run(out: Path, *arguments: str) -> Report:
-    options = parse_options(["--device", "cpu", "--size", "tiny", "--tokens", "32", "--out", str(out), *arguments])
-    return run_ranks(lambda: run(options, torch.device("cpu")), 2)[0]
+CPU = torch.device("cpu")
+TINY = Workload(config=SIZES["tiny"], device=CPU)
+NUM_BLOCKS = TINY.config.num_layers
+FSDP = pytest.mark.parametrize("backend", ["lamella", "fsdp2"])
+
+
+def _run(*arguments: str, num_ranks: int = 2) -> Report:
+    options = parse_options(["--device", "cpu", "--size", "tiny", "--tokens", "32", *arguments])
+    return run_ranks(lambda: run(options, CPU), num_ranks)[0]
+
+
+def _counts(backend: str, workload: Workload = TINY) -> dict[str, int]:
+    """Collectives of a second step."""
+
+    def counted() -> dict[str, int]:
+        training = backend_of(backend)(workload)
+        training.step(*workload.batch(8))
+        with CollectiveCounter() as counter:
+            training.step(*workload.batch(8))
+        counts: dict[str, int] = counter.counts()
+        return counts
+
+    return run_ranks(counted, 2)[0]
 
 
 def test_backends_that_train_alike_have_equal_losses(tmp_path: Path) -> None:
-    report = _run(tmp_path, "--backends", "ideal", "lamella", "fsdp2", "ddp", "--steps", "3", "--warmup", "2")
+    report = _run(
+        "--backends", "ideal", "lamella", "fsdp2", "ddp", "--steps", "3", "--warmup", "2", "--out", str(tmp_path)
+    )
     rows = report.measurements()
     assert list(rows) == ["ideal", "lamella", "fsdp2", "ddp"]
     assert rows["lamella"].first_loss == rows["fsdp2"].first_loss == rows["ideal"].first_loss
@@ -27,25 +60,205 @@ def test_backends_that_train_alike_have_equal_losses(tmp_path: Path) -> None:
     assert report.disagreements() == {}
     assert report.is_sound()
     written = json.loads((tmp_path / "report.json").read_text())
-    assert written["rows"]["lamella"]["of_ideal"] == report.ratio_of_ideal("lamella")
+    assert written["rows"]["lamella"]["of_ideal"] == report.ratio("lamella", "ideal")
     assert (tmp_path / "report.md").read_text() == report.markdown()
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
-def test_steps_inside_backward_lose_nothing(tmp_path: Path) -> None:
-    rows = _run(tmp_path, "--backends", "lamella", "lamella_step_in_backward", "--steps", "3").measurements()
+def test_steps_inside_backward_lose_nothing() -> None:
+    rows = _run("--backends", "lamella", "lamella_step_in_backward", "--steps", "3").measurements()
     ordinary, inside = rows["lamella"], rows["lamella_step_in_backward"]
     assert (inside.first_loss, inside.last_loss) == (ordinary.first_loss, ordinary.last_loss)
 
 
-def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on(tmp_path: Path) -> None:
-    report = _run(tmp_path, "--backends", "megatron_fsdp", "lamella", "--steps", "1", "--warmup", "1")
-    failure = report.rows["megatron_fsdp"]
-    assert isinstance(failure, Failure)
-    assert "Expected the package megatron-fsdp 0.6.1" in failure.error
+def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on() -> None:
+    packages = {
+        "megatron_fsdp": "megatron-fsdp 0.6.1",
+        "megatron_fsdp_experimental": "megatron-fsdp 0.6.1",
+        "deepspeed_zero3": "deepspeed 0.19.8",
+    }
+    report = _run("--backends", *packages, "lamella", "--steps", "1", "--warmup", "1")
+    for backend, package in packages.items():
+        failure = report.rows[backend]
+        assert isinstance(failure, Failure)
+        assert f"Expected the package {package}" in failure.error
     assert isinstance(report.rows["lamella"], Measurement)
     assert not report.is_sound()
     assert "| megatron_fsdp | - |" in report.markdown()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--units", "ends"),
+        ("--microbatches", "3"),
+        ("--checkpoint",),
+        ("--compile", "eager"),
+        ("--units", "ends", "--microbatches", "2", "--checkpoint", "--compile", "eager"),
+    ],
+    ids=" ".join,
+)
+def test_backends_that_train_alike_do_so_with_every_setting(arguments: tuple[str, ...]) -> None:
+    report = _run("--backends", "ideal", "lamella", "fsdp2", "ddp", *arguments, "--steps", "2", "--warmup", "1")
+    assert report.is_sound(), report.markdown()
+    rows = report.measurements()
+    assert rows["lamella"].first_loss == rows["fsdp2"].first_loss == rows["ideal"].first_loss
+    assert rows["lamella"].last_loss == rows["fsdp2"].last_loss < rows["lamella"].first_loss
+
+
+def test_variants_of_a_backend_are_rows_that_train_alike() -> None:
+    variants = [
+        "lamella",
+        "lamella:keep=1MiB,prefetch=1GiB",
+        "lamella:allocator=pool",
+        "lamella:placements=ZERO2",
+        "lamella:placements=ZERO1",
+        "lamella:placements=DDP",
+        "lamella:reshard=false",
+        "lamella:reductions=2,separate=true",
+        "fsdp2:reshard=false,reductions=2,separate=true",
+        "lamella",
+    ]
+    report = _run("--backends", *variants, "--microbatches", "2", "--steps", "2", "--warmup", "1")
+    assert report.is_sound(), report.markdown()
+    assert list(report.rows) == [*variants[:-1], "lamella (2)"]
+    assert len({row.last_loss for row in report.measurements().values()}) == 1
+    assert report.ratio("lamella (2)", "fsdp2") is not None
+
+
+def test_replicas_of_shards_train_alike() -> None:
+    hsdp = ["lamella:mesh=2x2", "fsdp2:mesh=2x2", "lamella:mesh=2x2,placements=HFSDP+ZERO3"]
+    others = ["lamella", "fsdp2:reshard=2"]
+    report = _run("--backends", *hsdp, *others, "--steps", "2", "--warmup", "1", num_ranks=4)
+    assert report.is_sound(), report.markdown()
+    assert len({report.measurements()[name].last_loss for name in hsdp}) == 1
+
+
+@FSDP
+def test_the_ends_are_units_of_their_own_that_backward_does_not_gather(backend: str) -> None:
+    assert _counts(backend) == {"all_gather": 2 * NUM_BLOCKS + 1, "reduce_scatter": NUM_BLOCKS + 1}
+    with_ends = replace(TINY, units="ends")
+    assert _counts(backend, with_ends) == {"all_gather": 2 * NUM_BLOCKS + 2, "reduce_scatter": NUM_BLOCKS + 2}
+
+    def units() -> list[str]:
+        model = backend_of(backend)(with_ends).model
+        return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+    blocks = [f"blocks.{i}" for i in range(NUM_BLOCKS)]
+    assert run_ranks(units, 2)[0] == ["", "embedding", *blocks, "head"]
+    assert with_ends.num_units == len(blocks) + 2
+    assert TINY.num_units == len(blocks) + 1
+
+
+@FSDP
+def test_only_the_last_microbatch_reduces_gradients(backend: str) -> None:
+    counts = _counts(backend, replace(TINY, num_microbatches=3))
+    assert counts == {"all_gather": 3 * (2 * NUM_BLOCKS + 1), "reduce_scatter": NUM_BLOCKS + 1}
+
+
+def test_microbatches_add_up_to_the_gradient_of_the_mean_loss() -> None:
+    def gradients() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        workload = replace(TINY, num_microbatches=2)
+        tokens, labels = workload.batch(8)
+        training = backend_of("ideal")(workload)
+        loss = training.accumulate(tokens, labels)
+        accumulated = [parameter.grad for parameter in training.model.parameters()]
+        training.zero_grad()
+        expected = next_token_loss(training.model(tokens), labels)
+        expected.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(loss, expected.detach())
+        return accumulated, [parameter.grad for parameter in training.model.parameters()]
+
+    accumulated, expected = run_ranks(gradients, 1)[0]
+    torch.testing.assert_close(accumulated, expected, rtol=0.05, atol=1e-3)  # bf16 rounds each microbatch's
+
+
+@FSDP
+def test_blocks_compute_again_in_backward_if_told_so(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Block] = []
+    compute = Block._compute
+
+    def counted(block: Block, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(block)
+        return compute(block, *args)
+
+    monkeypatch.setattr(Block, "_compute", counted)
+
+    def num_calls(recomputes: bool) -> int:
+        workload = replace(TINY, recomputes=recomputes)
+        calls.clear()
+        backend_of(backend)(workload).step(*workload.batch(8))
+        return len(calls)
+
+    assert run_ranks(lambda: (num_calls(False), num_calls(True)), 2) == [(NUM_BLOCKS, 2 * NUM_BLOCKS)] * 2
+
+
+@pytest.mark.parametrize("backend", ["ideal", "lamella", "fsdp2", "ddp"])
+def test_blocks_are_compiled_once_for_all_if_told_so(backend: str) -> None:
+    def num_graphs() -> int:
+        counter = CompileCounter()
+        workload = replace(TINY, compiler=cast(str, counter))
+        training = backend_of(backend)(workload)
+        for _ in range(3):
+            training.step(*workload.batch(8))
+        graphs: int = counter.frame_count
+        return graphs
+
+    assert run_ranks(num_graphs, 2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_gathers", "num_reductions"),
+    [
+        ("lamella:keep=1GiB", NUM_BLOCKS + 1, {"reduce_scatter": NUM_BLOCKS + 1}),
+        ("lamella:reshard=false", NUM_BLOCKS + 1, {"reduce_scatter": NUM_BLOCKS + 1}),
+        ("fsdp2:reshard=false", NUM_BLOCKS + 1, {"reduce_scatter": NUM_BLOCKS + 1}),
+        ("lamella:placements=ZERO2", NUM_BLOCKS + 1, {"reduce_scatter": NUM_BLOCKS + 1}),
+        ("lamella:placements=DDP", 0, {"all_reduce": NUM_BLOCKS + 1}),
+    ],
+)
+def test_options_change_what_is_communicated(variant: str, num_gathers: int, num_reductions: dict[str, int]) -> None:
+    assert _counts(variant) == ({"all_gather": num_gathers} if num_gathers else {}) | num_reductions
+
+
+def test_a_mesh_is_replicas_by_shards() -> None:
+    def shapes() -> list[tuple[int, ...]]:
+        models = [backend_of(f"{name}:mesh=1x2")(TINY).model for name in ("lamella", "fsdp2")]
+        return [cast(DTensor, next(model.parameters())).device_mesh.shape for model in models]
+
+    assert run_ranks(shapes, 2)[0] == [(1, 2), (1, 2)]
+
+
+def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(tmp_path: Path) -> None:
+    report = _run(
+        "--backends", "ideal", "lamella", "fsdp2", "--phases", "--steps", "1", "--warmup", "1", "--out", str(tmp_path)
+    )
+    assert report.is_sound(), report.markdown()
+    for name, row in report.measurements().items():
+        assert row.phases is not None
+        assert row.host is not None
+        assert 0 < row.phases.compute_ms < row.phases.span_ms
+        assert (row.phases.collectives_ms > 0) == (name != "ideal")
+        assert row.phases.exposed_ms == row.phases.collectives_ms  # One thread computes or waits, here.
+        assert row.host.total_us > 0
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["rows"]["fsdp2"]["phases"].keys() == Phases.__annotations__.keys()
+    assert written["rows"]["fsdp2"]["host"].keys() == HostTime.__annotations__.keys()
+    assert "| backend | span | compute | collectives | exposed |" in report.markdown()
+
+
+def test_a_row_without_its_phases_keeps_its_speed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no profiler here")
+
+    monkeypatch.setattr(bench, "phases_of", fail)
+    monkeypatch.setattr(bench, "host_seconds", fail)
+    report = _run("--backends", "lamella", "--phases", "--steps", "1", "--warmup", "1")
+    row = report.measurements()["lamella"]
+    assert row.tokens_per_s > 0
+    assert row.trouble.count("no profiler here") == 2
+    assert row.trouble in report.markdown()
+    assert not report.is_sound()
 
 
 def _measurement(first_loss: float, last_loss: float, *, trained: bool = True, leaked_gib: float = 0.0) -> Measurement:
@@ -86,6 +299,25 @@ def test_a_leak_is_noted() -> None:
     assert "leaked 0.50 GiB" in report.markdown()
 
 
+def test_a_ratio_is_of_the_first_row_of_a_backend() -> None:
+    speeds = {"fsdp2:mesh=2x2": 50.0, "fsdp2": 80.0, "fsdp2 (2)": 90.0, "lamella:keep=4GiB": 100.0}
+    rows = {name: replace(_measurement(1, 1), tokens_per_s=speed) for name, speed in speeds.items()}
+    report = Report(title="t", environment={}, rows=dict(rows))
+    assert report.ratio("lamella:keep=4GiB", "fsdp2") == 2.0
+    assert report.ratio("lamella:keep=4GiB", "ideal") is None
+    assert "| lamella:keep=4GiB | 100 | - | 2.00 |" in report.markdown()
+
+
+def test_several_rows_of_lamella_make_a_curve_of_speed_against_memory(tmp_path: Path) -> None:
+    rows = {name: _measurement(1, 1) for name in ("lamella", "fsdp2", "lamella:keep=4GiB")}
+
+    def width(*names: str) -> int:
+        Report(title="t", environment={}, rows={name: rows[name] for name in names}).write(tmp_path)
+        return int.from_bytes((tmp_path / "report.png").read_bytes()[16:20])
+
+    assert width(*rows) / width("lamella", "fsdp2") == 3 / 2  # a third part of the figure
+
+
 def test_mfu_is_of_989_teraflops() -> None:
     assert _measurement(1, 1).mfu == 0.5
 
@@ -103,8 +335,36 @@ def test_flops_count_matrices_but_the_embedding_and_half_of_the_attention_square
     assert num_flops_per_token(config, 4096) == 6 * numel + 12 * config.num_layers * config.dim * 4096 / 2
 
 
-@pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--backends", "nobody"], ["--reduce", "fp8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--tokens", "0"], ["--backends", "nobody"], ["--reduce", "fp8"], ["--microbatches", "0"], ["--units", "all"]],
+)
 def test_bad_options_are_refused_before_any_work(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(arguments)
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("nobody:keep=1", "Expected a backend among ideal, lamella, fsdp2, ddp, .*, got 'nobody'."),
+        ("lamella:kep=1", "Expected options of lamella among keep, prefetch, allocator, .*, each once, got 'kep' in"),
+        ("lamella:keep=1,keep=2", "each once, got 'keep' in 'lamella:keep=1,keep=2'."),
+        ("ddp:keep=1", "Expected no options of ddp, got 'keep' in 'ddp:keep=1'."),
+        ("lamella:keep=4GB", "Expected keep= with bytes, as 4GiB, got '4GB' in 'lamella:keep=4GB'."),
+        ("lamella:keep", "Expected keep= with bytes, as 4GiB, got '' in"),
+        ("lamella:placements=ZERO4", r"Expected placements= with some of DDP, .*, joined by \+, got 'ZERO4' in"),
+        ("lamella:allocator=own", "Expected allocator= with one of caching, pool, mempool, got 'own' in"),
+        ("fsdp2:mesh=2by2", "Expected mesh= with replicas by shards, as 2x2, got '2by2' in"),
+        ("fsdp2:separate=yes", "Expected separate= with true or false, got 'yes' in"),
+    ],
+)
+def test_a_bad_variant_is_refused_with_what_is_known(
+    variant: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        backend_of(variant)
+    with pytest.raises(SystemExit):
+        parse_options(["--backends", "ideal", variant])
+    assert "error: Expected" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import record_function
 
+from lamella.overlap import Kernel, Kind, streams_of
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration import bench
 from lamella_integration.backends import BACKENDS, Workload
@@ -21,8 +22,9 @@ from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.profile import PROOF, parameter_sizes, profile_steps
 from lamella_integration.reference import init_weights
+from lamella_integration.report import Measurement
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
-from lamella_integration.trace import Kernel, Kind, check_zero_copy, parameter_copies, streams_of
+from lamella_integration.trace import check_zero_copy, parameter_copies
 from lamella_testing import run_ranks
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)
@@ -310,9 +312,12 @@ def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
 
 
 @ALL_RANKS
-def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int) -> None:
+@pytest.mark.parametrize("setting", ["", "--units ends --microbatches 2", "--checkpoint --compile aot_eager"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # The compiler looks for it.
+def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int, setting: str) -> None:
+    backends = ["ideal", "lamella", "lamella:allocator=mempool,keep=1MiB", "fsdp2", "ddp"]
     options = bench.parse_options(
-        ["--size", "tiny", "--tokens", "256", "--backends", "ideal", "lamella", "fsdp2", "ddp", "--steps", "4"]
+        ["--size", "tiny", "--tokens", "256", "--backends", *backends, "--steps", "4", *setting.split()]
     )
 
     def report() -> tuple[bool, str]:
@@ -322,3 +327,23 @@ def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int) -> None:
     for is_sound, markdown in run_ranks(report, num_ranks, device="cuda"):
         assert is_sound, markdown
         assert "leaked" not in markdown, markdown
+
+
+@MANY_RANKS
+def test_the_benchmark_tells_where_the_time_of_each_backend_goes(num_ranks: int) -> None:
+    options = bench.parse_options(
+        ["--size", "tiny", "--tokens", "256", "--backends", "ideal", "lamella", "fsdp2", "--steps", "1", "--phases"]
+    )
+
+    def measurements() -> dict[str, Measurement]:
+        return bench.run(options, _cuda()).measurements()
+
+    for name, row in run_ranks(measurements, num_ranks, device="cuda")[0].items():
+        assert not row.trouble
+        assert row.phases is not None
+        assert row.host is not None
+        assert 0 < row.phases.compute_ms < row.phases.span_ms
+        assert 0 < row.phases.optimizer_ms < row.phases.span_ms
+        assert (row.phases.collectives_ms > 0) == (name != "ideal")
+        assert 0 <= row.phases.exposed_ms <= row.phases.collectives_ms
+        assert row.host.total_us > row.host.above_ideal_us

@@ -16,12 +16,13 @@ NUM_STEPS = 6
 
 
 @ALL_RANKS
-def test_a_captured_step_replays_as_the_eager_one(num_ranks: int) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_a_captured_step_replays_as_the_eager_one(num_ranks: int, reduce_dtype: torch.dtype | None) -> None:
     task = TASKS["llama"]
 
     def weights_after(*, captured: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         device = torch.device("cuda", torch.cuda.current_device())
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         model: nn.Module = shard(task.model(device=device), fully_shard, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True, capturable=True)
         tokens, labels = (tensor.to(device) for tensor in task.batch(0))

@@ -11,13 +11,13 @@ from late_streams import LLAMA, delay_streams
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lamella.overlap import Kernel, Kind
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard, step_in_backward
 from lamella_engine._attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import Recipe, Trace, shard, train
-from lamella_integration.trace import Kernel, Kind
 from lamella_testing import run_ranks
 
 Options = Callable[[], dict[str, Any]]
@@ -96,7 +96,7 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) ->
 
 def _profile() -> list[Kernel]:
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
-    return profile_steps(BACKENDS["lamella_step_in_backward"](workload), *workload.batch(NUM_TOKENS))
+    return profile_steps(BACKENDS["lamella"](workload, step_in_backward=True), *workload.batch(NUM_TOKENS))
 
 
 @pytest.mark.gpu2

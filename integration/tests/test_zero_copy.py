@@ -16,8 +16,8 @@ from lamella_testing import run_ranks
 NUM_TOKENS = 61
 
 
-def _workload() -> Workload:
-    return Workload(config=PROOF_SMALL, device=torch.device("cpu"))
+def _workload(reduce_dtype: torch.dtype = torch.bfloat16) -> Workload:
+    return Workload(config=PROOF_SMALL, device=torch.device("cpu"), reduce_dtype=reduce_dtype)
 
 
 def _num_copies(training: Training, workload: Workload) -> int:
@@ -25,10 +25,11 @@ def _num_copies(training: Training, workload: Workload) -> int:
     return len(parameter_copies(kernels, parameter_sizes(workload, NUM_TOKENS)))
 
 
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32], ids=["reduce_bf16", "reduce_fp32"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_lamella_copies_no_parameter_and_no_gradient(num_ranks: int) -> None:
+def test_lamella_copies_no_parameter_and_no_gradient(num_ranks: int, reduce_dtype: torch.dtype) -> None:
     def num_copies() -> int:
-        return _num_copies(BACKENDS["lamella"](_workload()), _workload())
+        return _num_copies(BACKENDS["lamella"](_workload(reduce_dtype)), _workload())
 
     assert run_ranks(num_copies, num_ranks) == [0] * num_ranks
 

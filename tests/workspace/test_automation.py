@@ -87,9 +87,9 @@ def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize("command", ["gpu", "bench"])
-def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command: str) -> None:
-    here = [sys.executable, str(ROOT / "tools" / "here.py"), command, "2"]
+@pytest.mark.parametrize("command", [["gpu", "2"], ["te"], ["bench", "2"]], ids=" ".join)
+def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command: list[str]) -> None:
+    here = [sys.executable, str(ROOT / "tools" / "here.py"), *command]
     run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr.strip() == "Expected at least 2 visible GPUs, got 1."

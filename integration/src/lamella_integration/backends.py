@@ -1,23 +1,28 @@
 """One adapter a backend: the same decoder, the same unit boundaries, the same optimizer.
 
-Every block is a unit and the root is the last one. Main weights are fp32, compute is bf16, the optimizer is
-`torch.optim.AdamW(fused=True)`. Initial weights are rounded to bf16, so that backends which are handed a bf16
-model and derive their main weights from it start with the same numbers as those that keep fp32 throughout.
+Main weights are fp32, compute is bf16, the optimizer is `torch.optim.AdamW(fused=True)`. Initial weights are rounded to
+bf16, so that backends which are handed a bf16 model and derive their main weights from it start with the same numbers
+as those that keep fp32 throughout. Keyword arguments are what `variants` lets a command line choose.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
+from typing import Literal, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn.functional as F
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella_integration.llama import Block, Llama, LlamaConfig, next_token_loss
+from lamella_integration.llama import Block, Head, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -25,70 +30,164 @@ REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What every backend is asked to train."""
+    """What every backend is asked to train.
+
+    Attributes:
+        units: "blocks" makes a unit of each block and of what is left, as the root. "ends" makes the embedding and
+            the head units too, where a backend can: the head stays unsharded from forward to backward, which begins
+            with it, and nobody gathers the embedding for a backward that does not read it.
+        num_microbatches: Sequences whose gradients are accumulated in a step.
+        recomputes: Whether blocks compute their activations again in backward.
+        compiler: The backend that blocks are compiled with, before anything is sharded. None leaves them alone.
+    """
 
     config: LlamaConfig
     device: torch.device
     reduce_dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     learning_rate: float = 1e-4
+    units: Literal["blocks", "ends"] = "blocks"
+    num_microbatches: int = 1
+    recomputes: bool = False
+    compiler: str | None = None
+
+    @property
+    def num_units(self) -> int:
+        return self.config.num_layers + (1 if self.units == "blocks" else 2)
 
     def batch(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence of random tokens and its labels, each rank its own."""
+        """A sequence of random tokens and its labels for each microbatch, each rank its own."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
-        sequence = torch.randint(self.config.vocab_size, (1, num_tokens + 1), generator=generator).to(self.device)
-        return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+        shape = (self.num_microbatches, num_tokens + 1)
+        sequences = torch.randint(self.config.vocab_size, shape, generator=generator).to(self.device)
+        return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+
+    def model_on_meta(self, dtype: torch.dtype = torch.float32) -> Llama:
+        """The decoder without weights."""
+        with torch.device("meta"):
+            model = Llama(self.config).to(dtype)
+        for block in model.blocks:
+            cast(Block, block).recomputes = self.recomputes
+            if self.compiler is not None:
+                block.compile(backend=self.compiler)
+        return model
+
+    def model(self, dtype: torch.dtype) -> Llama:
+        """The decoder, whole, with its initial weights."""
+        return self.materialize(self.model_on_meta(dtype))
+
+    def materialize(self, model: Llama) -> Llama:
+        """Give a model on the meta device, sharded or not, its initial weights."""
+        model.to_empty(device=self.device)
+        init_weights(model, self.seed, round_to=torch.bfloat16)
+        return model
+
+    def units_of(self, model: Llama) -> list[nn.Module]:
+        """What is sharded before the root, in execution order."""
+        return model.units() if self.units == "blocks" else [model.embedding, *model.units(), model.head]
+
+    def unit_classes(self) -> list[type[nn.Module]]:
+        """The classes of those units."""
+        return [Block] if self.units == "blocks" else [nn.Embedding, Block, Head]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model that is ready to step."""
+    """A model that is ready to step.
+
+    Attributes:
+        microbatch: Given whether a microbatch is the step's last, what its forward and backward run in.
+        learns: Whether steps change the weights.
+    """
 
     model: nn.Module
     optimizer_step: Callable[[], object]
     zero_grad: Callable[[], object]
     compute_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    microbatch: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext()
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+    learns: bool = True
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One update. The loss comes back on the device: nothing here waits for it."""
-        with self.compute_context():
-            loss = next_token_loss(self.model(tokens), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        """One update. The mean loss comes back on the device: nothing here waits for it."""
+        loss = self.accumulate(tokens, labels)
         self.optimizer_step()
         self.zero_grad()
-        return loss.detach()
+        return loss
+
+    def accumulate(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of each row, a microbatch each. The mean loss comes back on the device."""
+        num_rows = len(tokens)
+        losses = []
+        for i in range(num_rows):
+            with self.microbatch(i == num_rows - 1):
+                with self.compute_context():
+                    loss = next_token_loss(self.model(tokens[i : i + 1]), labels[i : i + 1]) / num_rows
+                self.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
 
 Backend = Callable[[Workload], Training]
 
 
-def lamella(workload: Workload) -> Training:
+def lamella(
+    workload: Workload,
+    *,
+    keep: int = 0,
+    prefetch: int | None = None,
+    allocator: str | None = None,
+    placements: Sequence[str] = (),
+    mesh: Sequence[int] = (),
+    reshard: bool | int | None = None,
+    reductions: int = 1,
+    separate: bool = False,
+    step_in_backward: bool = False,
+) -> Training:
     """`lamella_engine.fully_shard`, built on the meta device."""
-    from lamella_engine import MixedPrecisionPolicy, fully_shard
+    import lamella_buffers as buffers
+    import lamella_engine as engine
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
-    return _train_sharded(workload, lambda unit, mesh: fully_shard(unit, mesh=mesh, mp_policy=policy))
+    allocators = {
+        "caching": buffers.CachingAllocator,
+        "mempool": buffers.MemPoolAllocator,
+        "pool": buffers.PoolAllocator,
+    }
+    shard = partial(
+        engine.fully_shard,
+        mesh=_mesh(workload, mesh),
+        mp_policy=engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype),
+        placements=tuple(getattr(engine, name) for name in placements) or None,
+        allocator=None if allocator is None else allocators[allocator](),
+    )
+    prepare = engine.step_in_backward if step_in_backward else None
+    training = _train_sharded(workload, shard, reshard, prepare)
+    root = cast(engine.FSDPModule, training.model)
+    root.set_keep_budget(keep)
+    root.set_prefetch_budget(prefetch)
+    _set_reductions(root, reductions, separate)
+    return training
 
 
-def lamella_step_in_backward(workload: Workload) -> Training:
-    """The same, with an optimizer that steps each unit as soon as its gradients are reduced."""
-    from lamella_engine import MixedPrecisionPolicy, fully_shard, step_in_backward
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
-    return _train_sharded(workload, lambda unit, mesh: fully_shard(unit, mesh=mesh, mp_policy=policy), step_in_backward)
-
-
-def fsdp2(workload: Workload) -> Training:
+def fsdp2(
+    workload: Workload,
+    *,
+    mesh: Sequence[int] = (),
+    reshard: bool | int | None = None,
+    reductions: int = 1,
+    separate: bool = False,
+) -> Training:
     """`torch.distributed.fsdp.fully_shard`, built on the meta device."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
-    return _train_sharded(workload, lambda unit, mesh: fully_shard(unit, mesh=mesh, mp_policy=policy))
+    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
+    shard = partial(torch_fsdp.fully_shard, mesh=_mesh(workload, mesh), mp_policy=policy)
+    training = _train_sharded(workload, shard, reshard)
+    _set_reductions(cast(torch_fsdp.FSDPModule, training.model), reductions, separate)
+    return training
 
 
 def ddp(workload: Workload) -> Training:
     """`DistributedDataParallel` over fp32 weights under bf16 autocast."""
-    model = _build(workload, torch.float32)
+    model = workload.model(torch.float32)
     device_ids = [workload.device.index] if workload.device.type == "cuda" else None
     replica = nn.parallel.DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     if workload.reduce_dtype == torch.bfloat16:
@@ -99,6 +198,7 @@ def ddp(workload: Workload) -> Training:
         optimizer_step=optimizer.step,
         zero_grad=optimizer.zero_grad,
         compute_context=lambda: torch.autocast(workload.device.type, torch.bfloat16),
+        microbatch=lambda is_last: nullcontext() if is_last else replica.no_sync(),
     )
 
 
@@ -107,101 +207,166 @@ def ideal(workload: Workload) -> Training:
 
     Its weights never move, because nothing carries gradients to the optimizer: only its first loss can be compared.
     """
-    model = _build(workload, torch.bfloat16)
+    model = workload.model(torch.bfloat16)
     numel = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     share = nn.Parameter(torch.zeros(numel, device=workload.device))
     share.grad = torch.zeros_like(share)
     optimizer = _adamw([share], workload)
-    return Training(model=model, optimizer_step=optimizer.step, zero_grad=model.zero_grad)
+    return Training(model=model, optimizer_step=optimizer.step, zero_grad=model.zero_grad, learns=False)
 
 
-def megatron_fsdp(workload: Workload) -> Training:
-    """Megatron-FSDP's production engine (v1), optimizer, gradients and parameters sharded."""
-    megatron = _import_megatron_fsdp("megatron_fsdp")
+def megatron_fsdp(workload: Workload, *, stage: int = 3, mesh: Sequence[int] = ()) -> Training:
+    """Megatron-FSDP's production engine (v1), by default with optimizer, gradients and parameters sharded."""
+    megatron = _import("megatron_fsdp", MEGATRON_FSDP)
     policy = megatron.MixedPrecisionPolicy(
         main_params_dtype=torch.float32,
         main_grads_dtype=torch.float32,
         grad_comm_dtype=workload.reduce_dtype,
     )
     model = megatron.fully_shard_model(
-        _build(workload, torch.bfloat16),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=3,
+        workload.model(torch.bfloat16),
+        fsdp_unit_modules=workload.unit_classes(),
+        zero_dp_strategy=stage,
         mixed_precision_policy=policy,
+        sync_model_each_microbatch=workload.num_microbatches == 1,
+        **(_megatron_hybrid(workload, mesh) if mesh else {}),
     )
     optimizer = _adamw(model.parameters(), workload)
     _shard_optimizer_without_a_step(optimizer, megatron.fully_shard_optimizer)
-    return Training(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad)
+    return Training(
+        model=model,
+        optimizer_step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        microbatch=lambda is_last: nullcontext() if is_last else model.no_sync(),
+    )
 
 
-def megatron_fsdp_experimental(workload: Workload, *, use_symm_mem: bool = False) -> Training:
-    """Megatron-FSDP's `experimental` engine. It reduces in the dtype of the gradients, which is bf16 here."""
-    megatron = _import_megatron_fsdp("megatron_fsdp")
-    experimental = _import_megatron_fsdp("megatron_fsdp.experimental")
+def megatron_fsdp_experimental(workload: Workload, *, mesh: Sequence[int] = (), symmetric: bool = False) -> Training:
+    """Megatron-FSDP's `experimental` engine. It reduces in the dtype of the gradients, which is bf16 here.
+
+    Gradients are reduced after every microbatch: it has nothing else.
+    """
+    megatron = _import("megatron_fsdp", MEGATRON_FSDP)
+    experimental = _import("megatron_fsdp.experimental", MEGATRON_FSDP)
     if workload.reduce_dtype != torch.bfloat16:
         raise NotImplementedError(
             f"Expected a `reduce_dtype` of torch.bfloat16, the only one that megatron_fsdp.experimental has, "
             f"got {workload.reduce_dtype}. Run it with `--reduce bf16`."
         )
-    mesh = _mesh(workload)
-    flat = [experimental.Flat()]
-    placements = experimental.Placements(dp_axes=[0], parameter=flat, gradient=flat, optimizer=flat)
+    device_mesh = _mesh(workload, mesh)
+    outer = device_mesh.ndim - 1  # With an outer axis, what lies along it comes first.
+    placements = experimental.Placements(
+        dp_axes=list(range(device_mesh.ndim)),
+        parameter=[experimental.Replicate()] * outer + [experimental.Flat()],
+        gradient=[experimental.Partial(dist.ReduceOp.AVG)] * outer + [experimental.Flat()],
+        optimizer=[experimental.Replicate()] * outer + [experimental.Flat()],
+    )
     policy = megatron.MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
-    model = _build(workload, torch.bfloat16)
-    for unit in (*model.units(), model):
-        experimental.fully_shard(unit, mesh, placements, policy, use_symm_mem=use_symm_mem)
+    model = workload.model(torch.bfloat16)
+    for unit in (*workload.units_of(model), model):
+        experimental.fully_shard(unit, device_mesh, placements, policy, use_symm_mem=symmetric)
     optimizer = _adamw(model.parameters(), workload)
     experimental.fully_shard_optimizer(optimizer)
-    return Training(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad)
+    return Training(
+        model=model,
+        optimizer_step=optimizer.step,
+        zero_grad=optimizer.zero_grad,
+        microbatch=lambda is_last: experimental.microbatch(model, is_last=is_last),
+    )
 
 
-def megatron_fsdp_experimental_symm(workload: Workload) -> Training:
-    """The same over NCCL's symmetric memory."""
-    return megatron_fsdp_experimental(workload, use_symm_mem=True)
+def deepspeed_zero3(workload: Workload) -> Training:
+    """DeepSpeed's ZeRO-3. A block is fetched as one, and as much ahead; all else is fetched module by module."""
+    deepspeed = _import("deepspeed", DEEPSPEED)
+    model = workload.model(torch.bfloat16)
+    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    block_numel = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    linear = F.linear
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=_adamw(model.parameters(), workload),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "communication_data_type": "bf16" if workload.reduce_dtype == torch.bfloat16 else "fp32",
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_prefetch_bucket_size": block_numel},
+        },
+    )
+    its_linear, F.linear = F.linear, linear  # It puts its own in torch's place, for all models.
+
+    @contextmanager
+    def microbatch(is_last: bool) -> Iterator[None]:
+        engine.set_gradient_accumulation_boundary(is_last)
+        with patch.object(F, "linear", its_linear):
+            yield
+
+    return Training(
+        model=engine,
+        optimizer_step=engine.step,
+        zero_grad=engine.zero_grad,
+        microbatch=microbatch,
+        backward=engine.backward,
+    )
 
 
 BACKENDS: dict[str, Backend] = {
     backend.__name__: backend
-    for backend in (
-        ideal,
-        lamella,
-        lamella_step_in_backward,
-        fsdp2,
-        ddp,
-        megatron_fsdp,
-        megatron_fsdp_experimental,
-        megatron_fsdp_experimental_symm,
-    )
+    for backend in (ideal, lamella, fsdp2, ddp, megatron_fsdp, megatron_fsdp_experimental, deepspeed_zero3)
 }
+
+MEGATRON_FSDP = "megatron-fsdp 0.6.1"
+DEEPSPEED = "deepspeed 0.19.8"
 
 
 def _train_sharded(
     workload: Workload,
-    shard: Callable[[nn.Module, DeviceMesh], object],
-    prepare: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
+    shard: Callable[..., object],
+    reshard: bool | int | None,
+    prepare: Callable[[torch.optim.Optimizer], object] | None = None,
 ) -> Training:
-    mesh = _mesh(workload)
-    with torch.device("meta"):
-        model = Llama(workload.config)
-    for unit in (*model.units(), model):
-        shard(unit, mesh)
-    model.to_empty(device=workload.device)
-    init_weights(model, workload.seed, round_to=torch.bfloat16)
+    model = workload.model_on_meta()
+    for unit in workload.units_of(model):
+        shard(unit, reshard_after_forward=False if unit is model.head else reshard)
+    shard(model)
+    if workload.units == "ends":
+        cast(torch_fsdp.FSDPModule, model.embedding).set_unshard_in_backward(False)
+    workload.materialize(model)
+    root = cast(torch_fsdp.FSDPModule, model)
     optimizer = _adamw(model.parameters(), workload)
-    prepare(optimizer)
-    return Training(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad)
+    if prepare is not None:
+        prepare(optimizer)
+
+    def microbatch(is_last: bool) -> AbstractContextManager[None]:
+        root.set_requires_gradient_sync(is_last)
+        root.set_is_last_backward(is_last)
+        return nullcontext()
+
+    return Training(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
 
 
-def _build(workload: Workload, dtype: torch.dtype) -> Llama:
-    with torch.device("meta"):
-        model = Llama(workload.config).to(dtype)
-    model.to_empty(device=workload.device)
-    init_weights(model, workload.seed, round_to=torch.bfloat16)
-    return model
+def _set_reductions(root: torch_fsdp.FSDPModule, in_flight: int, separate: bool) -> None:
+    if in_flight != 1:  # Not every torch has these methods.
+        root.set_reduce_scatter_max_input_buffers(in_flight)
+    if separate:
+        root.set_separate_reduce_scatter_group()
 
 
-def _mesh(workload: Workload) -> DeviceMesh:
-    return init_device_mesh(workload.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+def _megatron_hybrid(workload: Workload, shape: Sequence[int]) -> dict[str, object]:
+    names = ("outer", "shard", "tensor")  # It asks for the last one whatever its size.
+    return {
+        "device_mesh": init_device_mesh(workload.device.type, (*shape, 1), mesh_dim_names=names),
+        "dp_outer_dim": "outer",
+        "dp_shard_dim": "shard",
+        "tp_dim": "tensor",
+        "hybrid_fsdp_group": dist.group.WORLD,
+    }
+
+
+def _mesh(workload: Workload, shape: Sequence[int]) -> DeviceMesh:
+    """One axis over all ranks, or replicas by shards."""
+    if not shape:
+        return init_device_mesh(workload.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return init_device_mesh(workload.device.type, tuple(shape), mesh_dim_names=("replicate", "shard"))
 
 
 def _average_in_bf16(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -231,11 +396,11 @@ def _shard_optimizer_without_a_step(
         state["step"].zero_()
 
 
-def _import_megatron_fsdp(name: str) -> ModuleType:
+def _import(name: str, distribution: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            f"Expected the package megatron-fsdp 0.6.1 for this backend, got no module {error.name!r}. "
+            f"Expected the package {distribution} for this backend, got no module {error.name!r}. "
             "Install it, or leave the backend out of `--backends`."
         ) from error

@@ -1,20 +1,26 @@
 """Every backend on one model, one after another in one call: speed, memory and losses side by side.
 
-    torchrun --nproc-per-node 4 -m lamella_integration.bench --size 8b --tokens 4096 \
-        --backends ideal lamella fsdp2 megatron_fsdp_experimental --reduce bf16 --out results
+    torchrun --nproc-per-node 4 -m lamella_integration.bench --size 8b --tokens 4096 --reduce bf16 --out results \
+        --backends ideal lamella lamella:keep=4GiB fsdp2 megatron_fsdp_experimental
 
-All start from the same weights and see the same random tokens (one batch, repeated, so that the loss falls and a
-wrong gradient shows). A backend that fails prints its error in its row; results are written after every backend,
+A backend takes options after a colon, NAME:OPTION=VALUE,OPTION=VALUE, and is a row of its own with each set of them.
+All start from the same weights and see the same random tokens (one batch, repeated, so that the loss falls and a wrong
+gradient shows). A backend that fails prints its error in its row; results are written after every backend,
 because a rank that fails alone inside a step leaves its peers in a collective until the group times out.
 """
 
 import argparse
 import gc
+import shlex
 import statistics
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -22,11 +28,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Training, Workload
+from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Backend, Training, Workload
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, num_flops_per_token
+from lamella_integration.phases import host_seconds, phases_of
+from lamella_integration.profile import load_profiler
 from lamella_integration.repeatable import use_repeatable_kernels
-from lamella_integration.report import Failure, Measurement, Report
+from lamella_integration.report import Failure, HostTime, Measurement, Report
+from lamella_integration.variants import backend_of, options_of
 
 T = TypeVar("T")
 
@@ -37,51 +46,98 @@ class BackendFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line."""
+    """The command line. `workload` takes the `device` that it is still to be told; `backends` are by row."""
 
-    size: str
+    title: str
+    command: str
+    workload: Callable[..., Workload]
     num_tokens: int
-    backends: Sequence[str]
-    reduce: str
+    backends: Mapping[str, Backend]
     num_steps: int
     num_warmup_steps: int
     is_deterministic: bool
+    has_phases: bool
     device_type: str
     out: Path | None
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Options of the command line, checked."""
-    parser = argparse.ArgumentParser(prog="lamella_integration.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="1b", help="of the Llama decoder")
-    parser.add_argument("--tokens", type=int, default=4096, help="a rank and step, one sequence")
-    parser.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, default=["ideal", "lamella", "fsdp2"], metavar="BACKEND",
-        help=f"in this order, any of: {', '.join(BACKENDS)}",
-    )  # fmt: skip
-    parser.add_argument("--reduce", choices=REDUCE_DTYPES, default="bf16", help="dtype gradients are reduced in")
-    parser.add_argument("--steps", type=int, default=8, help="measured, after the warm-up")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before the measured ones")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="repeatable kernels: slow, and losses compare exactly"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, help="folder for the JSON, the table and the plot")
+    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
     values = parser.parse_args(arguments)
-    for name in ("tokens", "steps", "warmup"):
+    for name in ("tokens", "steps", "warmup", "microbatches"):
         if getattr(values, name) < 1:
             parser.error(f"Expected --{name} of at least 1, got {getattr(values, name)}.")
+    try:
+        backends = dict(zip(_rows(values.backends), map(backend_of, values.backends), strict=True))
+    except ValueError as error:
+        parser.error(str(error))
     return Options(
-        size=values.size,
+        title=_title(values),
+        command=shlex.join(arguments),
+        workload=partial(
+            Workload,
+            config=SIZES[values.size],
+            reduce_dtype=REDUCE_DTYPES[values.reduce],
+            units=values.units,
+            num_microbatches=values.microbatches,
+            recomputes=values.checkpoint,
+            compiler=values.compile,
+        ),
         num_tokens=values.tokens,
-        backends=values.backends,
-        reduce=values.reduce,
+        backends=backends,
         num_steps=values.steps,
         num_warmup_steps=values.warmup,
         is_deterministic=values.deterministic,
+        has_phases=values.phases,
         device_type=values.device,
         out=values.out,
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = "; ".join(f"{name} has {', '.join(known)}" for name in BACKENDS if (known := options_of(name)))
+    parser = argparse.ArgumentParser(prog="lamella_integration.bench", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="1b", help="of the Llama decoder")
+    add("--tokens", type=int, default=4096, help="a rank and microbatch, one sequence")
+    add("--microbatches", type=int, default=1, help="a step, with their gradients accumulated")
+    add(
+        "--backends", nargs="+", default=["ideal", "lamella", "fsdp2"], metavar="BACKEND[:OPTION=VALUE,...]",
+        help=f"in this order, any of: {', '.join(BACKENDS)}; a name that comes again is measured again. "
+        f"Options: {options}",
+    )  # fmt: skip
+    add("--reduce", choices=REDUCE_DTYPES, default="bf16", help="dtype gradients are reduced in")
+    add("--units", choices=["blocks", "ends"], default="blocks", help="ends: the embedding and the head are units too")
+    add("--checkpoint", action="store_true", help="each block computes its activations again in backward")
+    add("--compile", nargs="?", const="inductor", metavar="COMPILER", help="each block, before it is sharded")
+    add("--steps", type=int, default=8, help="measured, after the warm-up")
+    add("--warmup", type=int, default=4, help="steps before the measured ones")
+    add("--phases", action="store_true", help="where a step's time goes too, on the device and on the host")
+    add("--deterministic", action="store_true", help="repeatable kernels: slow, and losses compare exactly")
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--out", type=Path, help="folder for the JSON, the table and the plot")
+    return parser
+
+
+def _rows(backends: Sequence[str]) -> list[str]:
+    """Names of rows: the second time that a backend is named gets a number."""
+    counts = [backends[: i + 1].count(name) for i, name in enumerate(backends)]
+    return [name if count == 1 else f"{name} ({count})" for name, count in zip(backends, counts, strict=True)]
+
+
+def _title(values: argparse.Namespace) -> str:
+    parts = {
+        f"{values.size}, {values.tokens} tokens a GPU": True,
+        f"{values.microbatches} microbatches": values.microbatches > 1,
+        f"{values.reduce} reduce": True,
+        "embedding and head as units": values.units == "ends",
+        "activations recomputed": values.checkpoint,
+        f"blocks compiled by {values.compile}": values.compile,
+        "deterministic": values.deterministic,
+    }
+    return ", ".join(part for part, is_so in parts.items() if is_so)
 
 
 def run(options: Options, device: torch.device) -> Report:
@@ -91,33 +147,45 @@ def run(options: Options, device: torch.device) -> Report:
     """
     if options.is_deterministic:
         use_repeatable_kernels()
+    if options.has_phases:
+        load_profiler(device)
+    num_ranks = dist.get_world_size()
     report = Report(
-        title=f"{options.size}, {options.num_tokens} tokens a GPU, {dist.get_world_size()} ranks, "
-        f"{options.reduce} reduce{', deterministic' if options.is_deterministic else ''}",
+        title=f"{options.title}, {num_ranks} ranks",
+        command=f'./dev "bench({num_ranks})" {options.command}',
         environment=_environment(device),
     )
-    workload = Workload(config=SIZES[options.size], device=device, reduce_dtype=REDUCE_DTYPES[options.reduce])
-    for name in options.backends:
-        report.rows[name] = _measure_and_release(name, workload, options)
+    workload = options.workload(device=device)
+    for name, backend in options.backends.items():
+        row = _measure_and_release(backend, workload, options)
+        if options.has_phases and isinstance(row, Measurement):
+            row = _with_host_time(row, backend, workload)
+        report.rows[name] = row
         if dist.get_rank() == 0 and options.out is not None:
             report.write(options.out)
     return report
 
 
-def _measure_and_release(name: str, workload: Workload, options: Options) -> Measurement | Failure:
+def _measure_and_release(backend: Backend, workload: Workload, options: Options) -> Measurement | Failure:
     baseline = _allocated_gib(workload.device)
     try:
-        row: Measurement | Failure = _measure(name, workload, options, baseline)
+        row: Measurement | Failure = _measure(backend, workload, options, baseline)
     except BackendFailed as error:
         row = Failure(error=str(error))
-    gc.collect()  # Hooks and parameters refer to each other; nothing is free before this.
-    if workload.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _release(workload)
     return row.with_leak(_over_ranks(_allocated_gib(workload.device) - baseline, dist.ReduceOp.MAX, workload))
 
 
-def _measure(name: str, workload: Workload, options: Options, baseline_gib: float) -> Measurement:
-    training = _on_every_rank(lambda: BACKENDS[name](workload))
+def _release(workload: Workload) -> None:
+    if workload.compiler is not None:
+        torch.compiler.reset()  # The next backend's blocks are the same code, and torch gives up recompiling some day.
+    gc.collect()  # Hooks and parameters refer to each other; nothing is free before this.
+    if workload.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure(backend: Backend, workload: Workload, options: Options, baseline_gib: float) -> Measurement:
+    training = _on_every_rank(lambda: backend(workload))
     built_gib = _allocated_gib(workload.device) - baseline_gib
     tokens, labels = workload.batch(options.num_tokens)
     losses, _ = _on_every_rank(lambda: _steps(training, tokens, labels, options.num_warmup_steps))
@@ -126,19 +194,44 @@ def _measure(name: str, workload: Workload, options: Options, baseline_gib: floa
     losses += more_losses
     slowest_s = _over_ranks(statistics.median(step_s), dist.ReduceOp.MAX, workload)
     allocated_gib, reserved_gib = _peaks_gib(workload.device)
+    num_tokens = tokens.numel()
     flops = num_flops_per_token(workload.config, options.num_tokens)
-    return Measurement(
+    measured = Measurement(
         step_s=slowest_s,
-        tokens_per_s=options.num_tokens / slowest_s,
-        tflops=options.num_tokens * flops / slowest_s / 1e12,
+        tokens_per_s=num_tokens / slowest_s,
+        tflops=num_tokens * flops / slowest_s / 1e12,
         peak_allocated_gib=_over_ranks(allocated_gib - baseline_gib, dist.ReduceOp.MAX, workload),
         peak_reserved_gib=_over_ranks(reserved_gib, dist.ReduceOp.MAX, workload),
         built_gib=_over_ranks(built_gib, dist.ReduceOp.MAX, workload),
         at_rest_gib=_over_ranks(_allocated_gib(workload.device) - baseline_gib, dist.ReduceOp.MAX, workload),
         first_loss=_over_ranks(losses[0].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
         last_loss=_over_ranks(losses[-1].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
-        trained=name != "ideal",
+        trained=training.learns,
     )
+    if not options.has_phases:
+        return measured
+    try:
+        return replace(measured, phases=_on_every_rank(lambda: phases_of(training, tokens, labels)))
+    except BackendFailed as error:
+        return replace(measured, trouble=f"no phases: {error}")
+
+
+def _with_host_time(row: Measurement, backend: Backend, workload: Workload) -> Measurement:
+    """Host time too, unless blocks are compiled: that would compile them anew for a thin model, twice."""
+    if workload.compiler is not None:
+        return row
+    try:
+        ours, ideal = _host_us(backend, workload), _host_us(BACKENDS["ideal"], workload)
+    except BackendFailed as error:
+        return replace(row, trouble="; ".join(filter(None, [row.trouble, f"no host time: {error}"])))
+    return replace(row, host=HostTime(total_us=ours, above_ideal_us=ours - ideal))
+
+
+def _host_us(backend: Backend, workload: Workload) -> float:
+    """For a unit, on the slowest rank."""
+    seconds = _on_every_rank(lambda: host_seconds(backend, workload))
+    _release(workload)
+    return _over_ranks(seconds, dist.ReduceOp.MAX, workload) / workload.num_units * 1e6
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
@@ -222,6 +315,9 @@ def _environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         environment["device"] = torch.cuda.get_device_name(device)
         environment["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    for peer in ("megatron-fsdp", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            environment[peer] = version(peer)
     return environment
 
 

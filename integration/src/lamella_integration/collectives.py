@@ -26,7 +26,10 @@ _C10D = {
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One call, grouped or not: grouping many tensors into a call is the point of grouping."""
+    """One call, grouped or not: grouping many tensors into a call is the point of grouping.
+
+    (NCCL's exchanges are grouped without a call of their own: there each tensor of a group is one.)
+    """
 
     kind: str
     dtype: torch.dtype
@@ -52,6 +55,11 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def nbytes(self, kind: str) -> int:
         """Bytes of the unsharded side of all calls of a kind."""
         return sum(call.nbytes for call in self.calls if call.kind == kind)
+
+    @property
+    def reductions(self) -> list[Collective]:
+        """Calls that gradients are reduced by: exchanges too, whose pieces are added up where they arrive."""
+        return [call for call in self.calls if call.kind in ("reduce_scatter", "all_to_all")]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

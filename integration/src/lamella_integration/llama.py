@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lamella_integration.reference import ReferenceModel
 
@@ -77,7 +78,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer, and one unit of every backend."""
+    """One decoder layer, and one unit of every backend. With `recomputes` backward computes its activations again."""
+
+    recomputes = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -87,21 +90,39 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
 
     def forward(self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
+        if not self.recomputes:
+            return self._compute(x_BTD, cos_TE, sin_TE)
+        # Inside the module, where no backend's hooks run again. Nothing here draws random numbers.
+        args = (x_BTD, cos_TE, sin_TE)
+        out_BTD: torch.Tensor = checkpoint(self._compute, *args, use_reentrant=False, preserve_rng_state=False)
+        return out_BTD
+
+    def _compute(self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
         out_BTD: torch.Tensor = x_BTD + self.ffn(self.ffn_norm(x_BTD))
         return out_BTD
 
 
+class Head(nn.Linear):
+    """Final norm and projection to the vocabulary: a class of its own, so that it can be named as a unit."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config.dim, config.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x_BTD))
+
+
 class Llama(ReferenceModel):
-    """Tokens to logits. Embedding, final norm and head belong to the root unit."""
+    """Tokens to logits. Embedding and head belong to the root unit, unless they are made units too."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head = Head(config)
         if config.tied_embedding:
             self.head.weight = self.embedding.weight
 
@@ -110,7 +131,7 @@ class Llama(ReferenceModel):
         cos_TE, sin_TE = _rotations(self.config, x_BTD)
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
-        logits_BTV: torch.Tensor = self.head(self.norm(x_BTD))
+        logits_BTV: torch.Tensor = self.head(x_BTD)
         return logits_BTV
 
     def units(self) -> list[nn.Module]:

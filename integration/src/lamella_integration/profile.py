@@ -7,7 +7,6 @@ tokens is prime, so that sizes alone tell what was copied.
 """
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -18,19 +17,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Training, Workload
+from lamella.overlap import Breakdown, Kernel, Kind, breakdown, kernels_of, operators_of, read_trace
+from lamella_integration.backends import REDUCE_DTYPES, Training, Workload
 from lamella_integration.launch import leave, process_group
 from lamella_integration.llama import SIZES, Llama, LlamaConfig
-from lamella_integration.trace import (
-    Breakdown,
-    Kernel,
-    Kind,
-    ParameterSizes,
-    breakdown,
-    check_zero_copy,
-    kernels_of,
-    operators_of,
-)
+from lamella_integration.trace import ParameterSizes, check_zero_copy
+from lamella_integration.variants import backend_of
 
 PROOF = LlamaConfig(dim=1536, num_layers=4, num_heads=12, num_kv_heads=4, ffn_dim=4096, vocab_size=5120)
 PROOF_SMALL = LlamaConfig(dim=96, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=256, vocab_size=320)
@@ -43,7 +35,13 @@ PROFILE_SIZES = {"proof": PROOF, "proof_small": PROOF_SMALL, **SIZES}
 
 
 def profile_steps(
-    training: Training, tokens: torch.Tensor, labels: torch.Tensor, keep: Path | None = None
+    training: Training,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    keep: Path | None = None,
+    *,
+    num_warmup_steps: int = NUM_WARMUP_STEPS,
+    has_operators: bool = True,
 ) -> list[Kernel]:
     """The kernels of `NUM_STEPS` steps on this rank, after a warm-up; operators where there is no GPU.
 
@@ -51,17 +49,20 @@ def profile_steps(
 
     Args:
         keep: Where to leave the trace, for Perfetto.
+        num_warmup_steps: Steps before the profiled ones.
+        has_operators: Whether to record what the host calls too, which tells the sizes of what kernels are given. It
+            makes the host slower, and a device that waits for it more idle.
 
     Raises:
         RuntimeError: The profiler saw no kernel.
     """
-    for _ in range(NUM_WARMUP_STEPS):
+    for _ in range(num_warmup_steps):
         training.step(tokens, labels)
-    activities = [ProfilerActivity.CPU]
+    activities = [ProfilerActivity.CPU] if has_operators or not tokens.is_cuda else []
     if tokens.is_cuda:
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    with torch_profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+    with torch_profile(activities=activities, record_shapes=has_operators, acc_events=True) as profiler:
         for _ in range(NUM_STEPS):
             training.step(tokens, labels)
         if tokens.is_cuda:
@@ -69,18 +70,26 @@ def profile_steps(
     with tempfile.TemporaryDirectory() as folder:
         path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
+        trace = read_trace(path)
     kernels = kernels_of(trace) if tokens.is_cuda else operators_of(trace)
     if not kernels:
         raise RuntimeError("Expected kernels in the profile, got none. Does CUPTI work on this machine?")
     return kernels
 
 
+def load_profiler(device: torch.device) -> None:
+    """Load what the profiler needs: on a GPU it stays, so what is timed before and after would not be timed alike."""
+    if device.type == "cuda":
+        with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True):
+            torch.zeros(1, device=device)
+
+
 def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
     """What `check_zero_copy` needs to know of a decoder sharded over the default group.
 
     Casts of shards: every unit's to the wire before forward, every block's again before backward, and every reduced
-    gradient's back to fp32. On a CPU they are not counted: gloo copies what it reduced once more.
+    gradient's back to fp32, unless it was added up in that. On a CPU they are not counted: gloo copies what it reduced
+    once more.
 
     Raises:
         ValueError: Sizes cannot tell a shard from a whole parameter, or a parameter from an activation.
@@ -89,7 +98,7 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
         model = Llama(workload.config)
     num_ranks = dist.get_world_size()
     blocks = [list(unit.parameters()) for unit in model.units()]
-    root = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+    root = [*model.embedding.parameters(), *model.head.parameters()]
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     full = {parameter.numel() for parameter in matrices if parameter.shape[0] % num_ranks == 0}
     shards = {_shard_numel([parameter], num_ranks, padding=0) for parameter in matrices}
@@ -115,7 +124,7 @@ def _shard_numel(parameters: Iterable[torch.Tensor], num_ranks: int, padding: in
 def markdown(name: str, found: Breakdown) -> str:
     """One row of the table of where a step goes, in milliseconds a step."""
     columns = [Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.COPY, Kind.FILL, Kind.OPTIMIZER]
-    columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
+    columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL]
     header = ["backend", "span", *(kind.name.lower() for kind in columns), "collectives", "exposed", "idle"]
     figures = [found.span, *(found.by_kind[kind] for kind in columns), found.collectives, found.exposed, found.idle]
     row = [name, *(f"{figure / NUM_STEPS:.1f}" for figure in figures)]
@@ -127,16 +136,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lamella_integration.profile", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=PROFILE_SIZES, default="proof", help="other sizes are profiled, not proved")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
-    parser.add_argument("--backend", choices=BACKENDS, default="lamella")
+    parser.add_argument("--backend", default="lamella", metavar="BACKEND[:OPTION=VALUE,...]", help="as for the bench")
     parser.add_argument("--reduce", choices=REDUCE_DTYPES, default="bf16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="where to leave rank 0's trace, for Perfetto")
     options = parser.parse_args(arguments)
+    try:
+        backend = backend_of(options.backend)
+    except ValueError as error:
+        parser.error(str(error))
     config = PROFILE_SIZES[options.size]
     with process_group(options.device) as device:
         workload = Workload(config=config, device=device, reduce_dtype=REDUCE_DTYPES[options.reduce])
         keep = options.out if dist.get_rank() == 0 else None
-        kernels = profile_steps(BACKENDS[options.backend](workload), *workload.batch(options.tokens), keep)
+        kernels = profile_steps(backend(workload), *workload.batch(options.tokens), keep)
         is_zero_copy = True
         if dist.get_rank() == 0:
             print(markdown(options.backend, breakdown(kernels)), flush=True)

@@ -2,8 +2,13 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PEAK_TFLOPS = 989.0  # Dense bf16 of one H100 or H200.
 
@@ -20,11 +25,41 @@ LEAK_TOLERANCE_GIB = 0.25  # cuBLAS keeps a workspace of 32 MiB for each stream 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Milliseconds of a step on rank 0's device. What runs at the same time counts in each of its phases.
+
+    `compute_ms` is matrix products, attention and what is elementwise; `copies_ms` has fills too; `exposed_ms` is the
+    part of the collectives during which nothing else runs, `idle_ms` when nothing at all does.
+    """
+
+    span_ms: float
+    compute_ms: float
+    collectives_ms: float
+    exposed_ms: float
+    copies_ms: float
+    optimizer_ms: float
+    idle_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    """Microseconds that the slowest rank's host needs for a unit, forward and backward, when it waits for nothing.
+
+    `total_us` is the whole time divided by the number of units; `above_ideal_us` is what the same takes more than the
+    model alone, unsharded: hooks, collectives, and the casts and copies around them.
+    """
+
+    total_us: float
+    above_ideal_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One backend's figures, the slowest or fullest rank's. Losses are means over ranks.
 
     `built_gib` is allocated before the first step; `at_rest_gib` between steps, with optimizer state and
-    without gradients. Memory is counted without what was allocated before the backend was built.
+    without gradients. Memory is counted without what was allocated before the backend was built. `trouble` is what kept
+    phases or host time from being measured.
     """
 
     step_s: float
@@ -37,6 +72,9 @@ class Measurement:
     first_loss: float
     last_loss: float
     trained: bool
+    phases: Phases | None = None
+    host: HostTime | None = None
+    trouble: str = ""
     leaked_gib: float = 0.0
 
     @property
@@ -64,16 +102,16 @@ class Report:
 
     title: str
     environment: dict[str, str]
+    command: str = ""
     rows: dict[str, Measurement | Failure] = field(default_factory=dict)
 
     def measurements(self) -> dict[str, Measurement]:
         return {name: row for name, row in self.rows.items() if isinstance(row, Measurement)}
 
-    def ratio_of_ideal(self, name: str) -> float | None:
-        measurements = self.measurements()
-        if "ideal" not in measurements:
-            return None
-        return measurements[name].tokens_per_s / measurements["ideal"].tokens_per_s
+    def ratio(self, name: str, of: str) -> float | None:
+        """A row's speed as a part of another backend's in its first row here. None if it has none."""
+        rows = [row for other, row in self.measurements().items() if _backend(other) == of]
+        return self.measurements()[name].tokens_per_s / rows[0].tokens_per_s if rows else None
 
     def disagreements(self) -> dict[str, str]:
         """Backends whose losses are not those of the first that trained, with both values."""
@@ -88,17 +126,20 @@ class Report:
         }
 
     def is_sound(self) -> bool:
-        """Whether every backend ran and the losses agree."""
-        return len(self.measurements()) == len(self.rows) and not self.disagreements()
+        """Whether every backend ran, everything that was asked for was measured, and the losses agree."""
+        measurements = self.measurements()
+        troubled = any(row.trouble for row in measurements.values())
+        return len(measurements) == len(self.rows) and not troubled and not self.disagreements()
 
     def markdown(self) -> str:
-        """The table that people paste."""
-        header = "| backend | tokens/s/GPU | of ideal | step s | MFU | peak GiB | reserved | at rest | built "
-        header += "| first loss | last loss | notes |"
-        rule = "|---|" + "--:|" * 10 + "---|"
-        lines = [self._line(name, row) for name, row in self.rows.items()]
+        """The tables that people paste."""
+        columns = ["tokens/s/GPU", "of ideal", "x FSDP2", "step s", "MFU", "peak GiB", "reserved", "at rest", "built"]
+        columns += ["first loss", "last loss", "notes"]
         environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
-        return "\n".join([f"**{self.title}** ({environment})", "", header, rule, *lines, ""])
+        command = [f"`{self.command}`", ""] if self.command else []
+        rows = {name: self._cells(name, row) for name, row in self.rows.items()}
+        lines = [f"**{self.title}** ({environment})", "", *command, *_table(columns, rows), ""]
+        return "\n".join([*lines, *self._phases_table()])
 
     def write(self, folder: Path) -> None:
         """Write `report.json`, `report.md` and, where matplotlib is installed, `report.png`."""
@@ -107,13 +148,14 @@ class Report:
         (folder / "report.md").write_text(self.markdown())
         self._plot(folder / "report.png")
 
-    def _line(self, name: str, row: Measurement | Failure) -> str:
+    def _cells(self, name: str, row: Measurement | Failure) -> list[str]:
         if isinstance(row, Failure):
-            return f"| {name} |" + " - |" * 10 + f" {' '.join(row.error.split())[:300]} |"
-        ratio = self.ratio_of_ideal(name)
-        figures = [
+            return ["-"] * 11 + [" ".join(row.error.split())[:300]]
+        of_ideal, of_fsdp2 = self.ratio(name, "ideal"), self.ratio(name, "fsdp2")
+        return [
             f"{row.tokens_per_s:,.0f}",
-            "-" if ratio is None else f"{ratio:.1%}",
+            "-" if of_ideal is None else f"{of_ideal:.1%}",
+            "-" if of_fsdp2 is None else f"{of_fsdp2:.2f}",
             f"{row.step_s:.4f}",
             f"{row.mfu:.1%}",
             *(f"{gib:.1f}" for gib in (row.peak_allocated_gib, row.peak_reserved_gib)),
@@ -122,24 +164,35 @@ class Report:
             f"{row.last_loss:.5f}" if row.trained else "-",
             self._notes(name, row),
         ]
-        return f"| {name} | " + " | ".join(figures) + " |"
+
+    def _phases_table(self) -> list[str]:
+        rows = {name: row for name, row in self.measurements().items() if row.phases or row.host}
+        if not rows:
+            return []
+        columns = [field.name.removesuffix("_ms") for field in fields(Phases)]
+        columns += ["host us a unit", "above ideal's"]
+        says = "Milliseconds of a step on rank 0's device (a profile of two steps), and microseconds of its host:"
+        return [says, "", *_table(columns, {name: _phase_cells(row) for name, row in rows.items()}), ""]
 
     def _notes(self, name: str, row: Measurement) -> str:
         leak = f"leaked {row.leaked_gib:.2f} GiB" if row.leaked_gib > LEAK_TOLERANCE_GIB else ""
-        return "; ".join(filter(None, [self.disagreements().get(name, ""), leak]))
+        return "; ".join(filter(None, [self.disagreements().get(name, ""), leak, row.trouble]))
 
     def _as_json(self) -> dict[str, object]:
         rows = {
-            name: asdict(row)
-            | ({"mfu": row.mfu, "of_ideal": self.ratio_of_ideal(name)} if isinstance(row, Measurement) else {})
+            name: asdict(row) | (self._derived(name, row) if isinstance(row, Measurement) else {})
             for name, row in self.rows.items()
         }
         return {
             "title": self.title,
+            "command": self.command,
             "environment": self.environment,
             "rows": rows,
             "disagreements": self.disagreements(),
         }
+
+    def _derived(self, name: str, row: Measurement) -> dict[str, float | None]:
+        return {"mfu": row.mfu, "of_ideal": self.ratio(name, "ideal"), "of_fsdp2": self.ratio(name, "fsdp2")}
 
     def _plot(self, path: Path) -> None:
         try:
@@ -151,18 +204,55 @@ class Report:
 
         measurements = self.measurements()
         names = list(measurements)
-        figure, (speed, memory) = plt.subplots(1, 2, figsize=(12, 0.5 * len(names) + 1.8), sharey=True)
+        has_curve = sum(_backend(name) == "lamella" for name in names) > 1
+        num_axes = 3 if has_curve else 2
+        figure, axes = plt.subplots(1, num_axes, figsize=(6 * num_axes, max(0.5 * len(names) + 1.8, 5 * has_curve)))
+        speed, memory = axes[:2]
         speed.barh(names, [row.tokens_per_s for row in measurements.values()], color="tab:blue")
         speed.set_xlabel("tokens/s/GPU")
         memory.barh(names, [row.peak_allocated_gib for row in measurements.values()], color="tab:orange", label="peak")
         memory.barh(names, [row.at_rest_gib for row in measurements.values()], color="tab:gray", label="at rest")
         memory.set_xlabel("allocated GiB")
         memory.legend()
+        memory.tick_params(labelleft=False)
         speed.invert_yaxis()
+        memory.invert_yaxis()
+        if has_curve:
+            _plot_curve(axes[2], measurements)
         figure.suptitle(self.title)
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         plt.close(figure)
+
+
+def _plot_curve(axis: "Axes", measurements: dict[str, Measurement]) -> None:
+    """Speed against memory: what an option of lamella costs in one and brings in the other."""
+    points = {name: (row.peak_allocated_gib, row.tokens_per_s) for name, row in measurements.items()}
+    ours = sorted(point for name, point in points.items() if _backend(name) == "lamella")
+    axis.plot(*zip(*ours, strict=True), color="tab:blue", linewidth=0.8)
+    for name, (gib, tokens_per_s) in points.items():
+        axis.scatter(gib, tokens_per_s, color="tab:blue" if _backend(name) == "lamella" else "tab:gray")
+        axis.annotate(name, (gib, tokens_per_s), xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axis.margins(x=0.25)  # for the names
+    axis.set_xlabel("peak allocated GiB")
+    axis.set_ylabel("tokens/s/GPU")
+
+
+def _backend(name: str) -> str:
+    """What a row's name begins with: the rest are options, or the number of a repetition."""
+    return name.partition(":")[0].partition(" ")[0]
+
+
+def _table(columns: Sequence[str], rows: dict[str, list[str]]) -> list[str]:
+    last = "---" if columns[-1] == "notes" else "--:"
+    header = [f"| backend | {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1) + f"{last}|"]
+    return header + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+
+
+def _phase_cells(row: Measurement) -> list[str]:
+    phases = ["-"] * len(fields(Phases)) if row.phases is None else [f"{ms:.1f}" for ms in astuple(row.phases)]
+    host = ["-"] * len(fields(HostTime)) if row.host is None else [f"{us:.0f}" for us in astuple(row.host)]
+    return phases + host
 
 
 def _disagreement(row: Measurement, reference: Measurement, reference_name: str) -> str:

@@ -67,7 +67,7 @@ def test_offloaded_gradients_accumulate_over_microbatches(api: Api, reduces_each
                 model.set_requires_gradient_sync(reduces_each or microbatch != 0)
                 model.set_is_last_backward(microbatch == 2)
                 for each in (expected, model):
-                    each(inputs(seed=10 * step + microbatch)).square().sum().backward()
+                    each(inputs(seed=10 * step + microbatch)).square().mean().backward()
             average(expected)
             assert_equal_models(expected, model)
             for each in (expected, model):

@@ -5,10 +5,11 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from fsdp2_models import DIM, Api, Stack, assert_close, average, inputs, on_ranks, shard, twins
+from fsdp2_models import DIM, Api, Stack, Where, assert_close, average, inputs, on_ranks, shard, twins, units
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import lamella_engine
 from lamella_integration.collectives import CollectiveCounter
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,6 +39,12 @@ def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Ap
     on_ranks(scenario, cases=LOW)
 
 
+def _wire(api: Api, made: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """What a reduction sends: FSDP2 what it adds up, lamella what backward made where the sum holds all of that."""
+    summed = reduce_dtype or made
+    return made if api is lamella_engine and torch.promote_types(made, summed) == summed else summed
+
+
 def test_collectives_carry_the_dtypes_of_the_policy(api: Api) -> None:
     def scenario(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
         _, model = twins()
@@ -45,8 +52,8 @@ def test_collectives_carry_the_dtypes_of_the_policy(api: Api) -> None:
         with CollectiveCounter() as counter:
             model(inputs()).sum().backward()
         gathered = sum(call.nbytes for call in counter.calls if call.kind == "all_gather")
-        reduced = {call.dtype for call in counter.calls if call.kind == "reduce_scatter"}
-        assert reduced == {reduce_dtype or param_dtype or FP32}
+        assert {call.dtype for call in counter.reductions} == {_wire(api, param_dtype or FP32, reduce_dtype)}
+        assert len(counter.reductions) == len(units(api, model)) or Where.device == "cuda"
         shard(api, again := Stack())
         with CollectiveCounter() as whole:
             again(inputs()).sum().backward()
@@ -299,7 +306,7 @@ def test_frozen_parameters_of_other_dtypes_may_lie_beside_trained_ones(api: Api)
             model.layers.requires_grad_(True)
         with CollectiveCounter() as counter:
             model(inputs()).sum().backward()
-        assert {call.dtype for call in counter.calls if call.kind == "reduce_scatter"} == {FP32}
+        assert {call.dtype for call in counter.reductions} == {_wire(api, policy.get("param_dtype", FP32), FP32)}
         assert {parameter.grad.dtype for parameter in model.layers.parameters()} == {FP32}
         assert model.table.grad is None
 

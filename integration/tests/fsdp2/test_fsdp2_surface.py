@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch.distributed.fsdp as fsdp2
@@ -72,14 +74,29 @@ def test_a_module_that_was_not_sharded_is_no_unit(api: Api) -> None:
     assert not isinstance(nn.Linear(2, 2), api.FSDPModule)
 
 
-def test_a_step_is_logged_by_phase_and_unit(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_logged_by_phase_and_unit(api: Api) -> None:
     def scenario() -> None:
         model = shard(api, Stack(num_blocks=2))
-        with caplog.at_level(logging.DEBUG, "torch.distributed.fsdp.fully_shard"):
+        with _logged("torch.distributed.fsdp.fully_shard") as lines:
             model(inputs()).sum().backward()
         phases = ("pre_forward", "post_forward", "pre_backward", "post_backward")
         expected = {f"FSDP::{phase} (blocks.{i})" for phase in phases for i in range(2)}
-        assert expected | {"FSDP::root_pre_forward"} <= set(caplog.messages)
-        assert any(line.startswith("FSDP::root_post_backward") for line in caplog.messages)
+        assert expected | {"FSDP::root_pre_forward"} <= set(lines)
+        assert any(line.startswith("FSDP::root_post_backward") for line in lines)
 
     on_ranks(scenario)
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[list[str]]:
+    """A logger's lines. pytest's own fixture cannot be sent to a rank."""
+    logger, lines = logging.getLogger(name), list[str]()
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -96,7 +96,7 @@ def test_reduced_gradients_are_the_shards_of_the_mean(
         mine: list[torch.Tensor | None] = [*_tensors(seed=transport.rank)]
         mine[2] = None  # no gradient here: zeros travel
         reduced = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
-        reduce_scatter([(dict(enumerate(mine)), reduced)], transport, dist.ReduceOp.SUM).wait()
+        reduce_scatter([(dict(enumerate(mine)), dtype, reduced)], transport, dist.ReduceOp.SUM).wait()
         expected = ShardedBuffer.empty(layout, transport.rank, dtype, CPU)
         sums = [sum(parts) for parts in zip(*(_tensors(seed=r) for r in range(num_ranks)), strict=True)]
         sums[2] = torch.zeros(SHAPES[2])
@@ -122,7 +122,7 @@ def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
                 return transport.reduce_scatter(payloads, op)
 
         into = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
-        reduce_scatter([(dict(enumerate(gradients)), into)], Watching(), dist.ReduceOp.AVG).wait()  # type: ignore[arg-type]
+        reduce_scatter([(dict(enumerate(gradients)), torch.float32, into)], Watching(), dist.ReduceOp.AVG).wait()  # type: ignore[arg-type]
         for i, gradient in enumerate(gradients):
             if gradient.numel():
                 assert (gradient.data_ptr() in sent) == layout.divides(i)
@@ -207,7 +207,7 @@ def test_tensors_sharded_along_another_dim_are_gathered_and_reduced(num_ranks: i
             assert torch.equal(tensor, expected)
         reduced = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
         gradients = dict(enumerate(into.tensors))
-        reduce_scatter([(gradients, reduced)], transport, dist.ReduceOp.AVG).wait()
+        reduce_scatter([(gradients, torch.float32, reduced)], transport, dist.ReduceOp.AVG).wait()
         for shard, expected in zip(reduced.shards, sharded.shards, strict=True):
             torch.testing.assert_close(shard, expected)
 
@@ -220,7 +220,7 @@ def test_shards_of_tensors_that_take_no_part_in_a_reduction_are_left_as_they_are
         gradients = _tensors(seed=transport.rank)
         reduced = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
         reduced.flat.fill_(7)
-        reduce_scatter([({1: gradients[1]}, reduced)], transport, dist.ReduceOp.SUM).wait()
+        reduce_scatter([({1: gradients[1]}, torch.float32, reduced)], transport, dist.ReduceOp.SUM).wait()
         for i, slot in enumerate(reduced.slots):
             assert bool((slot == 7).all()) == (i != 1)
 
@@ -237,7 +237,7 @@ def test_a_flat_layout_travels_as_one_payload_and_members_that_take_no_part_beco
         layout, transport = _axis(_flat)
         reduced = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
         reduced.flat.fill_(torch.nan)
-        reduce_scatter([({0: _tensors()[0]}, reduced)], transport, dist.ReduceOp.AVG).wait()
+        reduce_scatter([({0: _tensors()[0]}, torch.float32, reduced)], transport, dist.ReduceOp.AVG).wait()
         expected = _sharded(layout, transport.rank)
         assert torch.equal(reduced.shards[0], expected.shards[0])
         assert reduced.flat.sum() == expected.shards[0].sum()

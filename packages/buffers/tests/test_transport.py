@@ -1,8 +1,15 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_buffers import GlooTransport, LocalTransport, Payload, Transport, transport_for
+from lamella_buffers import GlooTransport, LocalTransport, NcclTransport, Payload, Transport, transport_for
+from lamella_buffers._exchange import add_up, places_for
+from lamella_buffers._transport import _share_a_host
 from lamella_buffers.testing import check_transport
 from lamella_testing import run_ranks
 
@@ -40,6 +47,138 @@ def test_a_group_is_nccls_whoever_chose_the_backend(config: str, monkeypatch: py
         return type(transport_for(_world())).__name__
 
     assert run_ranks(check, 2) == ["NcclTransport"] * 2
+
+
+class _AnsweredByGloo:
+    """A process group that takes the calls made of NCCL's, on a CPU, and notes those of exchanges."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(_world(), name)
+        return call if name in ("rank", "size") else self._waited_for(name, call)
+
+    def _waited_for(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any) -> None:
+            self.noted.append(name)
+            call(*args).wait()
+
+        return answer
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.noted.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> None:
+        self.noted.append("end")
+
+
+@pytest.mark.parametrize("num_ranks_a_host", [4, 1])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nccl_conforms_on_one_host_and_on_several_as_far_as_gloo_can_tell(
+    num_ranks: int, num_ranks_a_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks_a_host))
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(num_ranks)))
+        group: Any = _AnsweredByGloo()
+        check_transport(NcclTransport(group))
+        exchanges = ["start", "alltoall", "alltoall", "end", "start", "alltoall", "end"]
+        noted = [name for name in group.noted if name in ("start", "alltoall", "end")]
+        assert noted == ([] if num_ranks_a_host == 1 else 2 * exchanges)  # sums, and means
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_a_host", "ranks", "is_one"),
+    [
+        ("4", [0, 1, 2, 3], True),
+        ("4", [4, 5, 6, 7], True),
+        ("4", [1, 5], False),
+        ("2", [1, 2], False),
+        ("8", [1], True),
+    ],
+)
+def test_ranks_share_a_host_if_the_launcher_counts_them_as_neighbours(
+    num_a_host: str, ranks: list[int], is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_a_host)
+    assert _share_a_host(ranks) == is_one
+
+
+def test_without_a_launchers_word_there_are_as_many_ranks_a_host_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for num_gpus, expected in ((0, False), (1, False), (2, True), (8, True)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        assert _share_a_host([0, 1]) == expected
+
+
+def test_bf16_gradients_that_are_added_up_in_fp32_travel_as_they_are_in_one_call() -> None:
+    def check() -> tuple[int, int]:
+        transport = GlooTransport(_world())
+        payloads = [Payload(torch.empty(n), torch.ones(2 * n, dtype=torch.bfloat16)) for n in (5, 3)]
+        with _Bytes() as sent, CommDebugMode() as comm:  # type: ignore[no-untyped-call]
+            transport.reduce_scatter(payloads, dist.ReduceOp.SUM).wait()
+        return sum(comm.get_comm_counts().values()), sent.nbytes
+
+    assert run_ranks(check, 2) == [(1, 2 * (5 + 3) * 2)] * 2
+
+
+class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what this rank gives to collectives."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            assert func._schema.name == "c10d::alltoall_base_"
+            self.nbytes += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_touches_is_added_up_in_one_kernel_and_what_does_not_in_several() -> None:
+    def num_sums(shards: list[torch.Tensor]) -> int:
+        payloads = [Payload(shard, torch.ones(2 * shard.numel(), dtype=torch.bfloat16)) for shard in shards]
+        places = places_for(payloads, num_ranks=2)
+        for place in places:
+            place.copy_(torch.arange(2 * place.shape[1]).view(2, -1))
+        with _Sums() as sums:
+            add_up(places, shards, dist.ReduceOp.AVG)
+        for place, shard in zip(places, shards, strict=True):
+            assert torch.equal(shard, place.float().mean(0))
+        return sums.num
+
+    memory = torch.empty(1024)
+    assert num_sums(list(memory.split(256))) == 1
+    assert num_sums([memory[:256], memory[512:]]) == 2
+    assert num_sums([memory[:3], memory[256:512], memory[512:]]) == 2
+    assert num_sums([memory[256:512], memory[:256]]) == 2
+    assert num_sums([torch.empty(256), torch.empty(256)]) == 2
+
+
+class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += "mean" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_conformance_test_catches_a_transport_that_adds_up_in_the_wires_dtype() -> None:
+    class Narrow(GlooTransport):
+        def reduce_scatter(self, payloads, op):  # type: ignore[no-untyped-def]
+            narrow = [Payload(shard.to(full.dtype), full) for shard, full in payloads]
+            pending = super().reduce_scatter(narrow, op)
+            for (shard, _), (reduced, _) in zip(payloads, narrow, strict=True):
+                shard.copy_(reduced)
+            return pending
+
+    def check() -> None:
+        with pytest.raises(AssertionError, match="in torch.float32 gave"):
+            check_transport(Narrow(_world()))
+
+    run_ranks(check, 2)
 
 
 def test_the_conformance_test_catches_a_transport_that_gathers_in_the_wrong_order() -> None:

@@ -233,6 +233,7 @@ class Collective:
     unit: str
     nbytes: int
     dtypes: frozenset[torch.dtype]
+    sums: frozenset[torch.dtype] = frozenset()  # of a reduction: the dtypes that it adds up in
 
 
 @dataclass
@@ -283,7 +284,8 @@ class _LoggingTransport:
     def _write(self, kind: str, payloads: Sequence[Payload]) -> None:
         nbytes = sum(payload.full.nbytes for payload in payloads)
         dtypes = frozenset(payload.full.dtype for payload in payloads)
-        self._log.events.append(Collective(kind, self._name, nbytes, dtypes))
+        sums = frozenset(payload.shard.dtype for payload in payloads) if kind == "reduce" else frozenset()
+        self._log.events.append(Collective(kind, self._name, nbytes, dtypes, sums))
 
 
 def record(model: nn.Module) -> Log:

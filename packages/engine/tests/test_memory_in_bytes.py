@@ -98,8 +98,10 @@ class _Still:
         return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        arrived = [torch.zeros_like(full) for shard, full in payloads if shard.dtype != full.dtype]  # as in a real one
         for shard, _ in payloads:
             shard.zero_()  # writes, so that it is seen
+        del arrived
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -113,7 +115,7 @@ class _Cost:
     shards: int
     unsharded: int
     gradients: int  # as backward makes them
-    staged: int  # the same in the reduce dtype, where that differs
+    arrived: int  # as many of all ranks', where they are added up in another dtype than they travel in
     reduced: int  # this rank's part, in the reduce dtype
 
 
@@ -126,7 +128,7 @@ def _cost(module: nn.Module, policy: MixedPrecisionPolicy) -> _Cost:
         shards=layout.shard_numel * 4,
         unsharded=layout.full_numel * compute.itemsize,
         gradients=numel * compute.itemsize,
-        staged=0 if reduce == compute else numel * reduce.itemsize,
+        arrived=0 if reduce == compute else numel * compute.itemsize,
         reduced=layout.shard_numel * reduce.itemsize,
     )
 
@@ -231,7 +233,7 @@ def test_a_step_holds_two_unsharded_blocks_and_two_blocks_gradients_whatever_the
             # Between two reductions one block computes and the next is gathered; one's gradients are made and the
             # last one's are reduced. A reduction starts when its block is freed and the last one's gradients are.
             between = 2 * block.unsharded + 2 * block.gradients
-            reducing = block.unsharded + block.gradients + block.staged
+            reducing = block.unsharded + block.gradients + block.arrived
             # Not there yet when both meet near the end of backward: the stem's gradient, and those of three shards.
             to_come = 4 * DIM * DIM + root.shards + 2 * block.shards
             _assert_just_below(_peak(model, _train), rest + max(between, reducing), num_layers, slack=to_come)
@@ -253,7 +255,7 @@ def test_a_prefetch_budget_is_what_is_unsharded_beside_the_units_that_run(
         expected = shards + root.unsharded + (1 + num_ahead) * block.unsharded
         _assert_just_below(_peak(model, _infer), expected, num_layers)
         # In backward: the shards' gradients come, and what is alive of two units' unreduced ones.
-        bound = expected + shards + root.gradients + 2 * block.gradients + block.staged
+        bound = expected + shards + root.gradients + 2 * block.gradients + block.arrived
         assert _peak(model, _train) <= bound + _activations(num_layers)
 
     run_ranks(check, 2)

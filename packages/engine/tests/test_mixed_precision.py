@@ -25,7 +25,7 @@ from torch import nn
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _shard(model: Net, policy: MixedPrecisionPolicy) -> Net:
@@ -84,16 +84,19 @@ def test_gradients_are_made_in_the_param_dtype_and_averaged_in_the_reduce_dtype(
 
 
 @pytest.mark.parametrize(
-    ("policy", "gathered", "reduced"),
+    ("policy", "gathered", "sent", "summed"),
     [
-        (MixedPrecisionPolicy(), FP32, FP32),
-        (MixedPrecisionPolicy(param_dtype=BF16), BF16, BF16),
-        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), BF16, FP32),
-        (MixedPrecisionPolicy(reduce_dtype=BF16), FP32, BF16),
+        (MixedPrecisionPolicy(), FP32, FP32, FP32),
+        (MixedPrecisionPolicy(param_dtype=BF16), BF16, BF16, BF16),
+        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), BF16, BF16, FP32),
+        (MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32), FP16, FP16, FP32),
+        (MixedPrecisionPolicy(reduce_dtype=torch.float64), FP32, FP32, torch.float64),
+        (MixedPrecisionPolicy(reduce_dtype=BF16), FP32, BF16, BF16),
+        (MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=BF16), FP16, BF16, BF16),  # neither holds the other
     ],
 )
-def test_the_wire_carries_the_param_dtype_forth_and_the_reduce_dtype_back(
-    policy: MixedPrecisionPolicy, gathered: torch.dtype, reduced: torch.dtype
+def test_the_wire_carries_the_param_dtype_forth_and_the_narrower_dtype_back(
+    policy: MixedPrecisionPolicy, gathered: torch.dtype, sent: torch.dtype, summed: torch.dtype
 ) -> None:
     def check() -> None:
         _, model = _sharded(policy)
@@ -101,7 +104,8 @@ def test_the_wire_carries_the_param_dtype_forth_and_the_reduce_dtype_back(
         model(inputs()).mean().backward()
         dtypes = {event.kind: event.dtypes for event in log.events}
         assert dtypes["gather"] == {gathered}
-        assert dtypes["reduce"] == {reduced}
+        assert dtypes["reduce"] == {sent}
+        assert {event.sums for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
 
     run_ranks(check, 2)
 

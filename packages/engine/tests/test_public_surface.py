@@ -15,6 +15,7 @@ from torch import nn
 
 import lamella_engine
 from lamella_engine import FSDPModule, fully_shard
+from lamella_engine._errors import MisuseError
 from lamella_testing import run_ranks
 
 # FSDP2's names; older torch lacks some.
@@ -125,14 +126,22 @@ def test_what_changes_nothing_here_is_taken() -> None:
         model = unit(shard(Net()))
         for enable in (False, True):
             model.set_allocate_memory_from_process_group_for_comm(enable)
-        model.set_symm_mem_for_comm(None)
+        for backend in (None, "NCCL"):  # one rank has nothing to gather
+            model.set_symm_mem_for_comm(backend)
         model._set_unshard_async_op(True)
-        with pytest.raises(NotImplementedError, match=r"Symmetric memory is not supported yet: leave the call out"):
-            model.set_symm_mem_for_comm()
         with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
             model.set_reduce_scatter_divide_factor(2.0)
 
     run_ranks(check, 1)
+
+
+def test_symmetric_memory_is_refused_where_ranks_do_not_share_it() -> None:
+    def check() -> None:
+        model = unit(shard(Net()))
+        with pytest.raises(MisuseError, match=r"Expected GPUs of one host over NCCL.*'NCCL', got gathers by GlooTr"):
+            model.set_symm_mem_for_comm()
+
+    run_ranks(check, 2)
 
 
 def test_setters_refuse_what_fsdp2_refuses() -> None:

@@ -39,6 +39,7 @@ from lamella_engine import (
     ZERO3,
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     Rows,
     Whole,
     _flat_group,
@@ -50,6 +51,7 @@ from lamella_testing import run_ranks
 
 NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
 DIM = 6
+WIDE_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.float64)
 CAN_POOL = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch 2.12
 
 
@@ -124,8 +126,13 @@ def _cut(choose: Random, model: nn.Module) -> None:
     allocator = choose.choice([None, PoolAllocator() if CAN_POOL else None])
     for module in reversed(inner):
         if choose.random() < 0.4 and not _is_tied_outside(module, model):
-            fully_shard(module, allocator=allocator, offload_policy=_home(choose), **_options(choose))
-    fully_shard(model, allocator=allocator, offload_policy=_home(choose), **_options(choose))
+            fully_shard(module, allocator=allocator, **_rests(choose), **_options(choose))
+    fully_shard(model, allocator=allocator, **_rests(choose), **_options(choose))
+
+
+def _rests(choose: Random) -> dict[str, Any]:
+    """Where a unit rests, and in which dtype its gradients are added up: its own, or wider."""
+    return {"offload_policy": _home(choose), "mp_policy": choose.choice([None, WIDE_SUMS])}
 
 
 def _home(choose: Random) -> CPUOffloadPolicy | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from traces import two_units_in_two_steps
 
 from lamella import Config
 from lamella.cli import main
@@ -94,6 +95,7 @@ def refuse(
         (["--batch-size", "7"], "multiple of ranks times --accumulation, 2 * 1 = 2, got 7."),
         (["--device", "cuda", "--ranks", "99"], "got 99 ranks."),
         (["--resume"], "Expected a checkpoint to resume in"),
+        (["--profile", "4"], "Expected at least 7 steps to go for --profile 4, which begins after 3, got 6."),
         (["--sequence-length", "999999"], "Expected at least 1000000 tokens to train on, got "),
         (["--config", "absent.toml"], "Expected a configuration in 'absent.toml', got No such file or directory."),
     ],
@@ -138,6 +140,55 @@ def test_a_model_file_that_is_not_json_is_refused(refuse: Refuse, model_file: Pa
 def test_an_adapter_that_is_not_installed_is_named(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lamella_qwen", None)
     assert "pip install 'lamella[qwen]'" in refuse("--model", "qwen3.5-tiny")
+
+
+def test_some_steps_are_profiled_and_reported_on(
+    options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options, "--profile", "2", "--validation-interval", "6", "--checkpoint-interval", "6"]) == 0
+    folder = tmp_path / "run" / "profile"
+    assert f"profile: {folder}. No GPU kernels" in capfd.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"trace.json.gz", *(f"overlap.{kind}" for kind in KINDS)}
+
+    trace, page, values = (str(tmp_path / name) for name in ("trace.json.gz", "page.html", "values.json"))
+    (folder / "trace.json.gz").rename(trace)
+    assert main(["overlap-report", trace, "--html", page, "--json", values]) == 0
+    assert capfd.readouterr().out == (folder / "overlap.txt").read_text()
+    assert Path(page).read_text() == (folder / "overlap.html").read_text()
+    report = json.loads(Path(values).read_text())
+    assert [step["name"] for step in report["steps"]] == ["ProfilerStep#3", "ProfilerStep#4"]
+    units = {unit["unit"]: unit["traffic"] for unit in report["total"]["units"]}
+    for unit in ("model.layers.0", "model.layers.1"):
+        assert [units[unit][role]["num"] for role in ROLES] == [2, 2, 2]  # in two steps
+    assert main(["overlap-report", trace, "--json", "-"]) == 0
+    assert json.loads(capfd.readouterr().out) == report
+
+
+KINDS, ROLES = ("txt", "json", "html"), ("forward_gathers", "backward_gathers", "reduces")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["absent.json"], "Expected a Chrome trace of torch.profiler in 'absent.json', got No such file or directory."),
+        ([], "The following arguments are required: TRACE."),
+        (
+            ["absent.json", "--hmtl", "x"],
+            "Expected an option of `lamella overlap-report`, got '--hmtl'. Did you mean '--html'?",
+        ),
+    ],
+)
+def test_a_report_on_nothing_is_refused(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overlap-report", *argv]) == 2
+    assert capsys.readouterr() == ("", f"lamella: error: {expected}\n")
+
+
+def test_a_report_that_cannot_be_written_is_refused_by_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps(two_units_in_two_steps()))
+    assert main(["overlap-report", str(tmp_path / "trace.json"), "--html", str(tmp_path / "absent" / "page.html")]) == 2
+    assert "page.html', got No such file or directory." in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -11,6 +11,10 @@ ON_GPUS = [pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest
 ON_GPUS += [pytest.param(4, marks=pytest.mark.gpu4)]
 
 
+LAYER_NUMEL = 2720  # Of `TINY_LLAMA`, in 9 tensors.
+SLACK_NUMEL = 9 * 256
+
+
 def losses(root: Path) -> list[float]:
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if "loss" in record]
@@ -37,3 +41,24 @@ def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
     assert main([*command, "--ranks", "1", "--run-dir", str(tmp_path / "one")]) == 0
     assert main([*command, "--ranks", str(num_gpus), "--run-dir", str(tmp_path / "several")]) == 0
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS[1:])
+def test_a_profile_finds_each_units_collectives_on_the_gpu(
+    options: list[str], tmp_path: Path, num_gpus: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profiled = ["--profile", "2", "--validation-interval", "6", "--checkpoint-interval", "6"]
+    assert main([*options, "--device", "cuda", "--ranks", str(num_gpus), *profiled]) == 0
+    assert "a step (" in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("profile: "))
+    report = json.loads((tmp_path / "run" / "profile" / "overlap.json").read_text())
+    assert report["on_gpu"] and len(report["steps"]) == 2
+    for step in report["steps"]:
+        assert step["compute"] + step["exposed"] + step["idle"] == pytest.approx(step["span"])
+        assert 0 < step["exposed"] <= step["collectives"] and step["optimizer"] > 0
+    units = {unit["unit"]: unit["traffic"] for unit in report["total"]["units"]}
+    share = 2 * 2 * (num_gpus - 1) / num_gpus  # two steps in bfloat16
+    for layer in ("model.layers.0", "model.layers.1"):
+        for role in ("forward_gathers", "backward_gathers", "reduces"):
+            traffic = units[layer][role]
+            assert traffic["num"] == 2 and 0 <= traffic["exposed"] <= traffic["duration"]
+        assert LAYER_NUMEL <= units[layer]["forward_gathers"]["sent_nbytes"] / share <= LAYER_NUMEL + SLACK_NUMEL

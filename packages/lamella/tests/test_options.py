@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lamella import Config, ConfigError, ModelConfig, OptimConfig
+from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._config import GROUPS, read_file, resolve, to_toml, to_values
 from lamella._options import fields_of
-from lamella.cli import parse
 
 
 def config_of(*argv: str) -> Config:
-    return parse(["train", *argv])[0]
+    return cli.config_of(cli.parse(["train", *argv]))
 
 
 def refusal(*argv: str) -> str:
@@ -36,7 +35,7 @@ def test_no_two_fields_have_the_same_option() -> None:
 
 def test_every_option_is_explained_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        parse(["train", "--help"])
+        cli.parse(["train", "--help"])
     shown = capsys.readouterr().out
     assert all(field.flag in shown for cls in GROUPS.values() for field in fields_of(cls))
 

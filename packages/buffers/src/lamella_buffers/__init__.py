@@ -24,3 +24,7 @@ from lamella_buffers._transport import Pending as Pending
 from lamella_buffers._transport import ReduceOp as ReduceOp
 from lamella_buffers._transport import Transport as Transport
 from lamella_buffers._transport import transport_for as transport_for
+from lamella_buffers._windows import CopyEngines as CopyEngines
+from lamella_buffers._windows import CopyEngineTransport as CopyEngineTransport
+from lamella_buffers._windows import WindowAllocator as WindowAllocator
+from lamella_buffers._windows import copy_engines_of as copy_engines_of

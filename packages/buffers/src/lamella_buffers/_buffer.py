@@ -90,6 +90,7 @@ class UnshardedBuffer:
         allocator: Gives the bytes and takes them back.
 
     Attributes:
+        allocator: Whose bytes the next ones are.
         flat: (layout.full_numel,).
         slots: Where a gather lands, flat: one a slot of a `ShardedBuffer`, num_shards times as long.
         own: For each slot this rank's piece of it: where an in-place gather starts from.
@@ -107,7 +108,7 @@ class UnshardedBuffer:
         if isinstance(layout, EvenLayout):
             _check_gatherable(layout)
         self.layout = layout
-        self._allocator = allocator
+        self.allocator = allocator
         self.flat = allocator.create(layout.full_numel, dtype, device)
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
@@ -139,7 +140,7 @@ class UnshardedBuffer:
 
         Effects: full_numel * itemsize bytes from the allocator, on the current stream.
         """
-        self._allocator.allocate(self.flat)
+        self.allocator.allocate(self.flat)
 
     def free(self) -> None:
         """Give the bytes back. The current stream must have waited for the last reader.
@@ -147,7 +148,7 @@ class UnshardedBuffer:
         Raises:
             RuntimeError: The buffer has no bytes.
         """
-        self._allocator.free(self.flat)
+        self.allocator.free(self.flat)
 
 
 def by_rank(tensor: torch.Tensor, layout: EvenLayout, i: int) -> torch.Tensor:

@@ -9,14 +9,20 @@ import torch
 
 
 class Payload(NamedTuple):
-    """Two flat, contiguous tensors of one dtype: one rank's piece, and the pieces of all ranks in rank order.
+    """Two flat, contiguous tensors: one rank's piece, and the pieces of all ranks in rank order.
 
-    A gather reads `shard` and writes `full`; a reduction reads `full` and writes `shard`. In a gather `shard` may be
-    this rank's own slice of `full`: then the gather is in place.
+    A gather reads `shard` and writes `full`, which are of one dtype; `shard` may be this rank's own slice of `full`:
+    then the gather is in place. A reduction reads `full` and writes `shard`, which may be of a wider dtype than what
+    travels: the sum is then made in that.
     """
 
     shard: torch.Tensor  # (numel,)
     full: torch.Tensor  # (num_ranks * numel,)
+
+    @property
+    def widens(self) -> bool:
+        """Whether a reduction adds up in another dtype than it is given."""
+        return self.shard.dtype != self.full.dtype
 
     def as_bytes(self) -> Payload:
         """The same memory, for moves that compute nothing."""
@@ -24,13 +30,13 @@ class Payload(NamedTuple):
 
 
 def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
-    """The payloads of each dtype, in the order in which dtypes come.
+    """The payloads whose two tensors have the same dtypes, in the order in which dtypes come.
 
     Effects: none.
     """
-    groups: dict[torch.dtype, list[Payload]] = {}
+    groups: dict[tuple[torch.dtype, torch.dtype], list[Payload]] = {}
     for payload in payloads:
-        groups.setdefault(payload.shard.dtype, []).append(payload)
+        groups.setdefault((payload.shard.dtype, payload.full.dtype), []).append(payload)
     return list(groups.values())
 
 

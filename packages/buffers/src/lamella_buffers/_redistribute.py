@@ -54,30 +54,34 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
 
 
 def reduce_scatter(
-    moves: Sequence[tuple[Mapping[int, torch.Tensor | None], ShardedBuffer]], transport: Transport, op: ReduceOp
+    moves: Sequence[tuple[Mapping[int, torch.Tensor | None], torch.dtype, ShardedBuffer]],
+    transport: Transport,
+    op: ReduceOp,
 ) -> Pending:
     """Reduce whole gradients into shards.
 
-    In an even layout a gradient is read where it lies if it is contiguous, has the buffer's dtype, and is made of equal
+    In an even layout a gradient is read where it lies if it is contiguous, has the wire's dtype, and is made of equal
     chunks, one after another in it. Others, and missing ones (None: zeros), are staged in one temporary buffer. In a
     flat layout all are: they travel as one payload, in which they lie as the tensors do.
 
     Args:
-        moves: For each buffer the gradients of the tensors that take part, by index, in the tensor's shape; the same
-            ones on every rank. The others' shards are left as they are; in a flat layout they become zeros. Gradients
-            must stay alive until the current stream has passed this call.
+        moves: For each buffer the gradients of the tensors that take part, by index, in the tensor's shape, and the
+            dtype that they travel in: the same ones on every rank. They are added up in the buffer's dtype. The others'
+            shards are left as they are; in a flat layout they become zeros. Gradients must stay alive until the current
+            stream has passed this call.
         transport: The axis.
         op: How to reduce.
 
-    Effects: one collective on the axis for all moves, on the current stream; staging allocates the slots of what it
-        stages and costs one copy of it.
+    Effects: one collective on the axis for all moves of the same dtypes, on the current stream; staging allocates the
+        slots of what it stages, in the wire's dtype, and costs one copy of it.
     """
     payloads = []
-    for gradients, into in moves:
+    for gradients, wire, into in moves:
         if isinstance(into.layout, FlatLayout):
-            payloads += [Payload(into.flat, _packed(gradients, into, into.layout))] if into.flat.numel() > 0 else []
+            if into.flat.numel() > 0:
+                payloads.append(Payload(into.flat, _packed(gradients, wire, into.layout, into.device)))
             continue
-        wholes = _wire(gradients, into, into.layout)
+        wholes = _wholes(gradients, wire, into.layout, into.device)
         payloads += [Payload(into.slots[i], wholes[i]) for i in gradients if into.slots[i].numel() > 0]
     return transport.reduce_scatter(payloads, op) if payloads else Done()
 
@@ -95,9 +99,11 @@ def all_reduce(tensors: Sequence[torch.Tensor], transport: Transport, op: Reduce
     return transport.all_reduce(tensors, op)
 
 
-def _packed(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer, layout: FlatLayout) -> torch.Tensor:
-    """All gradients in one flat (full_numel,) tensor in the buffer's dtype, zeros where there are none."""
-    packed = torch.empty(layout.full_numel, dtype=into.dtype, device=into.device)
+def _packed(
+    gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: FlatLayout, device: torch.device
+) -> torch.Tensor:
+    """All gradients in one flat (full_numel,) tensor in the wire's dtype, zeros where there are none."""
+    packed = torch.empty(layout.full_numel, dtype=wire, device=device)
     there = {i: gradient for i, gradient in gradients.items() if gradient is not None and gradient.numel()}
     absent = [layout.tensor_range(i) for i in range(layout.num_tensors) if i not in there]
     if there:
@@ -112,26 +118,28 @@ def _zero(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
         torch._foreach_zero_([flat[slice(*elements)] for elements in ranges])
 
 
-def _wire(
-    gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer, layout: EvenLayout
+def _wholes(
+    gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: EvenLayout, device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """For each tensor a flat (num_shards * slot_numel,) tensor in the buffer's dtype: itself, or staged."""
+    """For each tensor a flat (num_shards * slot_numel,) tensor in the wire's dtype: itself, or staged."""
     wholes: dict[int, torch.Tensor] = {}
     for i, gradient in gradients.items():
-        if gradient is None or gradient.dtype != into.dtype or not gradient.is_contiguous():
+        if gradient is None or gradient.dtype != wire or not gradient.is_contiguous():
             continue
         if layout.divides(i) and layout.is_contiguous(i):
             wholes[i] = gradient.view(-1)
     staged = {i: gradient for i, gradient in gradients.items() if i not in wholes}
     if staged:
-        wholes.update(zip(staged, _stage(staged, into, layout), strict=True))
+        wholes.update(zip(staged, _stage(staged, wire, layout, device), strict=True))
     return wholes
 
 
-def _stage(gradients: Mapping[int, torch.Tensor | None], into: ShardedBuffer, layout: EvenLayout) -> list[torch.Tensor]:
+def _stage(
+    gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: EvenLayout, device: torch.device
+) -> list[torch.Tensor]:
     """Cast and pad gradients in one allocation and one multi-tensor copy."""
     numels = [layout.full_slot(i).numel for i in gradients]
-    slots = torch.split(torch.empty(sum(numels), dtype=into.dtype, device=into.device), numels)
+    slots = torch.split(torch.empty(sum(numels), dtype=wire, device=device), numels)
     copies, sources, zeros = [], [], []
     for slot, (i, gradient) in zip(slots, gradients.items(), strict=True):
         filled = 0 if gradient is None else gradient.numel()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -10,10 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
+    AllToAllOptions,
     ReduceScatterOptions,
 )
 from torch.profiler import record_function
 
+from lamella_buffers._exchange import add_up, places_for, widened
 from lamella_buffers._payload import Payload, by_dtype, of_one_dtype, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
@@ -21,7 +26,7 @@ ReduceOp = dist.ReduceOp.RedOpType
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
-Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions)
+Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, AllToAllOptions, ReduceScatterOptions)
 
 
 class Pending(Protocol):
@@ -62,7 +67,10 @@ class Transport(Protocol):
         ...
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Fill each payload's `shard` with this rank's piece of `full`, reduced over the ranks; `full` is not kept."""
+        """Fill each payload's `shard` with this rank's piece of `full`, reduced over the ranks; `full` is not kept.
+
+        A `full` of a narrower dtype than its `shard` is added up in the dtype of `shard`. `op` is SUM or AVG.
+        """
         ...
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -88,15 +96,15 @@ class LocalTransport:
 
         Effects: one multi-tensor copy at most, on the current stream.
         """
-        _copy([full for _, full in payloads], [shard for shard, _ in payloads])
+        copy_missing([full for _, full in payloads], [shard for shard, _ in payloads])
         return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Copy each whole: the sum and the mean over one rank are the thing itself.
+        """Copy each whole, cast if it must be: the sum and the mean over one rank are the thing itself.
 
         Effects: one multi-tensor copy at most, on the current stream.
         """
-        _copy([shard for shard, _ in payloads], [full for _, full in payloads])
+        copy_missing([shard for shard, _ in payloads], [full for _, full in payloads])
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
@@ -104,7 +112,7 @@ class LocalTransport:
         return Done()
 
 
-class _GroupTransport:
+class _GroupTransport(ABC):
     """What the transports of both backends know of their process group.
 
     Args:
@@ -129,6 +137,24 @@ class _GroupTransport:
         """The group's size."""
         return self._group.size()
 
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        """Reduce and scatter all payloads of the same dtypes in one call.
+
+        Effects: one collective for each pair of dtypes on the group, on the current stream: an exchange for those that
+            are added up in a wider dtype than they travel in, which allocates what arrives. See the two ways below.
+        """
+        for same in by_dtype(payloads):
+            (self._exchange if same[0].widens else self._reduce)(same, op)
+        return Done()
+
+    @abstractmethod
+    def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Reduce and scatter payloads of one dtype."""
+
+    @abstractmethod
+    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Send each rank its pieces, and add up those that arrive. The payloads have the same two dtypes."""
+
 
 class NcclTransport(_GroupTransport):
     """NCCL. Grouping per-parameter calls costs nothing against one flat call, and nothing has to be packed for it."""
@@ -139,27 +165,44 @@ class NcclTransport(_GroupTransport):
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
         shards, full = zip(*of_one_dtype(payloads), strict=True)  # as a grouped call must be
-        self._group.allgather_into_tensor_coalesced(list(full), list(shards), _on_current_stream(AllgatherOptions()))
+        self._group.allgather_into_tensor_coalesced(list(full), list(shards), on_current_stream(AllgatherOptions()))
         return Done()
 
-    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Reduce and scatter all payloads of a dtype in one call.
-
-        Effects: one collective a dtype on the group, on the current stream.
-        """
-        options = _on_current_stream(ReduceScatterOptions())
+    def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Reduce straight from where payloads lie to where they go."""
+        options = on_current_stream(ReduceScatterOptions())
         options.reduceOp = dist.ReduceOp(op)
-        for same in by_dtype(payloads):
-            shards, full = zip(*same, strict=True)
-            self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), options)
-        return Done()
+        shards, full = zip(*payloads, strict=True)
+        self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), options)
+
+    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Send pieces straight from where payloads lie, as one group of calls.
+
+        Between hosts a piece for each rank of another host would cross, where a ring's sum crosses once: there the wire
+        is widened instead, which costs a cast of every payload.
+        """
+        if not self._is_on_one_host:
+            self._reduce(widened(payloads), op)
+            return
+        options = on_current_stream(AllToAllOptions())
+        places = places_for(payloads, self.num_ranks)
+        device = places[0].device
+        self._group._start_coalescing(device)
+        for place, (_, full) in zip(places, payloads, strict=True):
+            self._group.alltoall(list(place.unbind()), list(full.view(self.num_ranks, -1).unbind()), options)
+        self._group._end_coalescing(device)
+        add_up(places, [shard for shard, _ in payloads], op)
+
+    @cached_property
+    def _is_on_one_host(self) -> bool:
+        return _share_a_host(dist.get_process_group_ranks(self._group))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Reduce all tensors in one call.
 
         Effects: one collective on the group, on the current stream.
         """
-        options = _on_current_stream(AllreduceCoalescedOptions())
+        options = on_current_stream(AllreduceCoalescedOptions())
         options.reduceOp = dist.ReduceOp(op)
         self._group.allreduce_coalesced(list(tensors), options)
         return Done()
@@ -184,19 +227,23 @@ class GlooTransport(_GroupTransport):
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
         return _GlooGather(work, lambda: unpack(gathered, wholes, self.num_ranks))
 
-    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Reduce and scatter all payloads.
+    def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Reduce one tensor: a copy of every payload on both sides; blocks the host."""
+        shards, wholes = zip(*payloads, strict=True)
+        with record_function("gloo::reduce_scatter"):
+            packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
+            mine = packed.new_empty(packed.shape[1])
+            _reduce_scatter(mine, packed.view(-1), op, self._group)
+            unpack(mine, shards)
 
-        Effects: one collective a dtype on the group; a copy of every payload on both sides; blocks the host.
-        """
-        for same in by_dtype(payloads):
-            shards, wholes = zip(*same, strict=True)
-            with record_function("gloo::reduce_scatter"):
-                packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
-                mine = packed.new_empty(packed.shape[1])
-                _reduce_scatter(mine, packed.view(-1), op, self._group)
-                unpack(mine, shards)
-        return Done()
+    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Exchange one tensor: a copy of every payload before it; blocks the host."""
+        shards, wholes = zip(*payloads, strict=True)
+        with record_function("gloo::all_to_all"):
+            packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
+            received = torch.empty_like(packed)
+            dist.all_to_all_single(received, packed, group=self._group)
+            add_up(torch.split(received, [shard.numel() for shard in shards], dim=1), shards, op)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Reduce all tensors.
@@ -238,12 +285,27 @@ def transport_for(group: dist.ProcessGroup) -> Transport:
     return NcclTransport(group) if "nccl" in dist.get_backend_config(group) else GlooTransport(group)
 
 
-def _on_current_stream(options: Options) -> Options:
-    options.asyncOp = False  # the stream keeps the order: there is no handle to wait for
+def on_current_stream(options: Options) -> Options:
+    """The options of a call that the current stream keeps in order, with no handle to wait for."""
+    options.asyncOp = False
     return options
 
 
-def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+def _share_a_host(ranks: Sequence[int]) -> bool:
+    """Whether ranks run on one host, if hosts have equally many and are counted through one after another.
+
+    torch's meshes take the same for granted. torchrun tells how many a host has; else it is one a GPU. Where that is
+    not so, what is decided is slower than it could be, and still the same on every rank.
+    """
+    num_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
+    return len({rank // num_a_host for rank in ranks}) == 1
+
+
+def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Copy tensors to where they do not lie already.
+
+    Effects: one multi-tensor copy at most, on the current stream.
+    """
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
         torch._foreach_copy_([a for a, _ in moves], [b for _, b in moves])

@@ -189,7 +189,8 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
     """Assert what an engine relies on in a transport. A collective: every rank of the axis must call it.
 
     Several payloads of different sizes and dtypes go in one call; a gather in place equals one that is not;
-    several gathers may be in flight at once; sums and means over the ranks are right; every rank agrees.
+    several gathers may be in flight at once; sums and means over the ranks are right, and as precise as the dtype that
+    they are asked for in; every rank agrees.
 
     Args:
         transport: What to test.
@@ -209,6 +210,7 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
         check()
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         _check_reduce_scatter(transport, where, op)
+        _check_wider_sums(transport, where, op)
         _check_all_reduce(transport, where, op)
 
 
@@ -253,6 +255,27 @@ def _check_reduce_scatter(transport: Transport, device: torch.device, op: dist.R
         assert torch.allclose(shard.float(), expected.float(), rtol=2**-7), (
             f"rank {me}: {op} gave {shard.tolist()}, expected {expected.tolist()}"
         )
+
+
+def _check_wider_sums(transport: Transport, device: torch.device, op: dist.ReduceOp.RedOpType) -> None:
+    """Gradients in bf16 and fp16 whose sum only a wider dtype holds, beside one that is as wide as its sum."""
+    ranks, me = transport.num_ranks, transport.rank
+    mine = 2.0**11 if me == 0 else 1.0  # in bf16 and in fp16 this and one more is this
+    memory = torch.full((3 * 256,), torch.nan, device=device)
+    shards = [memory[:256], memory[256:512], memory[512:517], torch.empty(3, device=device)]  # the first three touch
+    kinds = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+    payloads = []
+    for i, (shard, kind) in enumerate(zip(shards, kinds, strict=True)):
+        for_each = torch.tensor([mine * (i + 1) / 2**rank for rank in range(ranks)], device=device)
+        payloads.append(Payload(shard, for_each.repeat_interleave(shard.numel()).to(kind)))
+    transport.reduce_scatter(payloads, op).wait()
+    total = (2.0**11 + ranks - 1) / (ranks if op == dist.ReduceOp.AVG else 1)
+    for i, (shard, whole) in enumerate(payloads):
+        expected = torch.full_like(shard, total * (i + 1) / 2**me)
+        assert torch.allclose(shard, expected, rtol=2**-20, atol=0.0), (
+            f"rank {me}: {op} of {whole.dtype} in {shard.dtype} gave {shard.tolist()}, expected {expected[0]}"
+        )
+    assert bool(memory[517:].isnan().all()), "a reduction must write to nothing but its shards"
 
 
 def _check_all_reduce(transport: Transport, device: torch.device, op: dist.ReduceOp.RedOpType) -> None:

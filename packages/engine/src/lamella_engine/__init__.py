@@ -11,6 +11,7 @@ from lamella_engine._functions import register_fsdp_forward_method as register_f
 from lamella_engine._functions import share_comm_ctx as share_comm_ctx
 from lamella_engine._handles import Hold as Hold
 from lamella_engine._handles import UnshardHandle as UnshardHandle
+from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards
 from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._optimizers import shard_optimizer as shard_optimizer
 from lamella_engine._placements import DDP as DDP

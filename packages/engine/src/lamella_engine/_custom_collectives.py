@@ -116,7 +116,7 @@ class CustomReduceScatter(_Delegating):
 
     Args:
         plain: The axis.
-        comm: Called once a reduction and dtype.
+        comm: Called once a reduction and pair of dtypes, that of gradients and that of their sum, which it is given.
     """
 
     def __init__(self, plain: GlooTransport | NcclTransport, comm: ReduceScatter) -> None:
@@ -128,10 +128,10 @@ class CustomReduceScatter(_Delegating):
         return CustomReduceScatter(cast("GlooTransport | NcclTransport", plain), self._comm)
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Reduce and scatter all payloads of a dtype in one call.
+        """Reduce and scatter all payloads of the same dtypes in one call, in the dtype of their sum.
 
-        Effects: one collective a dtype on the axis, on the current stream; a copy of every payload on both sides.
-            Blocks the host if the user's collective does.
+        Effects: one collective for each pair of dtypes on the axis, on the current stream; a copy of every payload on
+            both sides, which is also the cast to what is summed. Blocks the host if the user's collective does.
         """
         for same in by_dtype(payloads):
             shards, wholes = zip(*same, strict=True)

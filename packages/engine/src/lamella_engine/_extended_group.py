@@ -45,7 +45,7 @@ def is_extended(tensor: torch.Tensor) -> bool:
 def new_group(
     candidates: Sequence[Candidate],
     policy: MixedPrecisionPolicy,
-    allocator: Allocator,
+    allocator: Allocator | None,
     *,
     neighbours: Transport | None = None,
     offload: Offload | None = None,
@@ -139,7 +139,7 @@ class ExtendedGroup(ParameterGroup):
         parameters: Sequence[ShardedParameter],
         shapes: Sequence[tuple[int, ...]],
         policy: MixedPrecisionPolicy,
-        allocator: Allocator,
+        allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
         self._begin(parameters[0].sharding.axes, policy, allocator, offload)

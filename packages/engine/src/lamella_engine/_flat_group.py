@@ -35,7 +35,7 @@ class FlatGroup(ParameterGroup):
         self,
         candidates: Sequence[Candidate],
         policy: MixedPrecisionPolicy,
-        allocator: Allocator,
+        allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
         axes = candidates[0].sharding.axes

@@ -12,7 +12,7 @@ import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella_buffers import Allocator, CachingAllocator, Transport, transport_for
+from lamella_buffers import Allocator, Transport, transport_for
 from lamella_engine._attached import attach_state, find_state, view_of
 from lamella_engine._candidates import KeepFn, as_keep_fn, by_kind, candidates_of, move_to, own_modules
 from lamella_engine._context import Context
@@ -89,9 +89,10 @@ def fully_shard(
         placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
             the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
             over replicas after every microbatch. FSDP2 has no such argument.
-        allocator: Gives unsharded parameters, and gradients that fused kernels add to, their bytes. None means a
-            `lamella_buffers.CachingAllocator`; a `PoolAllocator` plans for what it serves, so give one object to all
-            units. FSDP2 has no such argument.
+        allocator: Gives unsharded parameters, and gradients that fused kernels add to, their bytes. None means
+            memory that copy engines gather into, where the ranks are on one host, else torch's caching allocator. A
+            `CachingAllocator` asks for rings everywhere; a `PoolAllocator` plans for what it serves, so give one object
+            to all units. FSDP2 has no such argument.
         keep: What of a parameter must stay on one rank: `Rows(n)` for blocks of n rows, `Whole()`, or a function that
             says so of each parameter. Those parameters are packed into one buffer which is cut where that allows (the
             flat layout), so a rank may have any number of their rows. They become `RaggedDTensor`s. None, also from the
@@ -129,7 +130,7 @@ def fully_shard(
             f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
         )
     policy = _as_policy(mp_policy)
-    source = _as_allocator(allocator)
+    _check_allocator(allocator)
     owners = [inner for _, inner in own_modules(modules)]
     device = _device_of(axes.mesh)
     candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn)
@@ -149,7 +150,7 @@ def fully_shard(
 
     context = Context(device)
     groups = [
-        new_group(members, policy, source, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
+        new_group(members, policy, allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
         for members in by_kind(candidates, policy)
     ]
     del candidates  # the originals: their bytes go before the unsharded buffers take theirs
@@ -248,15 +249,12 @@ def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None)
     raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
 
 
-def _as_allocator(allocator: Allocator | None) -> Allocator:
-    if allocator is None:
-        return CachingAllocator()
-    if not isinstance(allocator, Allocator):
+def _check_allocator(allocator: Allocator | None) -> None:
+    if allocator is not None and not isinstance(allocator, Allocator):
         raise TypeError(
             f"Expected `allocator` to be an Allocator or None, got {type(allocator).__name__}. It needs the methods "
             "create, allocate and free."
         )
-    return allocator
 
 
 def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:

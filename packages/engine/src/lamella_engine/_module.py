@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
-from lamella_buffers import Transport, transport_for
+from lamella_buffers import CopyEngineTransport, Transport, transport_for
 from lamella_engine import _updates as updates
 from lamella_engine._attached import state_of, states_of, unit_state_of, view_of
 from lamella_engine._custom_collectives import (
@@ -521,16 +521,24 @@ class FSDPModule(fsdp2.FSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
-        """Not supported yet.
+        """Make sure that gathers go through memory which the ranks of a host share.
+
+        They do by default wherever they can (`lamella_buffers.copy_engines_of`), and then nothing changes. There is one
+        way, so the backend's name is not used.
 
         Raises:
-            NotImplementedError: Any backend was given; None is taken.
+            MisuseError: They cannot: the ranks are not on one host, or not on GPUs over NCCL; or the unit was given an
+                `allocator` or custom collectives. Nothing has changed.
         """
-        if backend is not None:
-            raise NotImplementedError(
-                f"Expected `backend` to be None, got {backend!r}. Symmetric memory is not supported yet: leave the "
-                "call out, and the gathers stay in place in ordinary memory."
-            )
+        if backend is None:
+            return
+        for group in state_of(self).groups:
+            if group.transport.num_ranks > 1 and not isinstance(group.transport, CopyEngineTransport):
+                raise MisuseError(
+                    "Expected GPUs of one host over NCCL, and neither `allocator` nor custom collectives, for "
+                    f"{backend!r}, got gathers by {type(group.transport).__name__}. Leave the call out: they are in "
+                    "place, in ordinary memory."
+                )
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""

@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from lamella_buffers import (
     Allocator,
+    CachingAllocator,
     LocalTransport,
     Payload,
     ReduceOp,
@@ -18,6 +19,7 @@ from lamella_buffers import (
     Transport,
     UnshardedBuffer,
     all_reduce,
+    copy_engines_of,
     standalone,
     transport_for,
 )
@@ -51,11 +53,11 @@ class ParameterGroup:
         candidates: The parameters, of one set of data axes, on the device where shards rest, or on meta. Their storage
             is not kept.
         policy: Number formats.
-        allocator: Gives the unsharded buffer its bytes.
+        allocator: Gives the unsharded buffer its bytes. None: the memory that gathers are fastest into.
         offload: How shards rest on the CPU; None where they rest on the mesh's device.
 
     Attributes:
-        allocator: As given.
+        allocator: As given, or a `CachingAllocator`.
         offload: As given.
         layout: Of the shards that are gathered, and the unsharded buffer.
         main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
@@ -82,7 +84,7 @@ class ParameterGroup:
         self,
         candidates: Sequence[Candidate],
         policy: MixedPrecisionPolicy,
-        allocator: Allocator,
+        allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
         self._begin(candidates[0].sharding.axes, policy, allocator, offload)
@@ -96,14 +98,16 @@ class ParameterGroup:
         self.install_sharded()
 
     def _begin(
-        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator, offload: Offload | None
+        self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator | None, offload: Offload | None
     ) -> None:
         """Know how to communicate, before there is anything to."""
         self.axes = axes
         self.policy = policy
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
-        self.transport = _transport(self.axes.shard_group) or LocalTransport()
+        engines = None if allocator is not None or axes.shard_group is None else copy_engines_of(axes.shard_group)
+        self.transport = engines.transport if engines else _transport(axes.shard_group) or LocalTransport()
+        self._windows = engines.allocator if engines else None
         self.replicas = _transport(self.axes.replicate_group)
         self.outer = _transport(self.axes.outer_group)
         self.reduce_transport: Transport | None = None
@@ -111,7 +115,7 @@ class ParameterGroup:
         self.parts: list[torch.Tensor] | None = None
         self.partial: Reduced | None = None
         self._rank = self.axes.shard_rank
-        self.allocator = allocator
+        self.allocator = CachingAllocator() if allocator is None else allocator
         self.offload = offload
         self.model_weight: ShardedBuffer | None = None
         self.computes_with_main = False
@@ -153,6 +157,8 @@ class ParameterGroup:
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
+        if self._windows is not None:  # which belong to the gather stream, and so come in now only
+            self.unsharded_weight.allocator = self._windows
 
     @property
     def device(self) -> torch.device:
@@ -349,12 +355,22 @@ class ParameterGroup:
         taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
         return {i: parameter.take_gradient() for i, parameter in taking.items()}
 
-    def gradient_nbytes(self, members: Iterable[int]) -> int:
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What gradients may travel in: what autograd makes them in, where the reduce dtype holds all of that.
+
+        Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
+        """
+        own, *others = {getattr(p.unsharded, "grad_dtype", p.unsharded.dtype) for p in self.parameters}
+        fits = own is not None and not others and torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype
+        return own if fits else self.reduce_dtype
+
+    def gradient_nbytes(self, members: Iterable[int], wire: torch.dtype) -> int:
         """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""
         layout = self.layout
         if isinstance(layout, FlatLayout):
-            return layout.full_numel * self.reduce_dtype.itemsize
-        return sum(layout.full_slot(i).numel for i in members) * self.reduce_dtype.itemsize
+            return layout.full_numel * wire.itemsize
+        return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
 
     @property
     def reduce_op(self) -> ReduceOp:

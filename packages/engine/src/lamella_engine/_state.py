@@ -114,6 +114,7 @@ class FSDPState:
         self.main_grads: tuple[MainGrads, ...] = ()
         self._gathered_at = -1
         self._expects_update = False
+        self._has_sums = False  # of microbatches, in the reduce dtype: on this rank, or on another
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: torch.Stream | None = None
@@ -145,6 +146,7 @@ class FSDPState:
         for parameter in (p for group in other.groups for p in group.parameters):
             parameter.name = f"{other.name}.{parameter.name}"
         self.groups += other.groups
+        self._has_sums |= other._has_sums
         other.groups, other.main_grads, other._reader = (), (), self
         self._gathered_at = -1
 
@@ -549,21 +551,29 @@ class FSDPState:
         context.retire_reductions()
         self.delayed.join(context.compute_stream)
         gradients = {group: group.take_gradients() for group in groups}
+        wires = {group: self._wire_of(group) for group in groups}
+        self._has_sums = False
         self.delayed.release(context.compute_stream)
-        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken) for g, taken in gradients.items()))
+        self._check_order("reduce", lambda: sum(g.gradient_nbytes(t, wires[g]) for g, t in gradients.items()))
         stream = context.reduce_scatter_stream
         stream.wait_stream(context.compute_stream)
         with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
                 reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
-                    moves = [(gradients[group], reduced[group].shards) for group in same]
+                    moves = [(gradients[group], wires[group], reduced[group].shards) for group in same]
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
             reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
             context.hold(self._reduction(event, reads))
             self._finish_reductions(reduced, event)
+
+    def _wire_of(self, group: ParameterGroup) -> torch.dtype:
+        """What a group's gradients travel in. Sums of microbatches, and what layers add up, are as wide as they get."""
+        if self._has_sums or any(grads.group is group for grads in self.main_grads):
+            return group.reduce_dtype
+        return group.wire_dtype
 
     def _reduction(self, event: torch.Event, reads: list[torch.Tensor]) -> Reduction:
         """What keeps a reduction's gradients alive, wherever they were made."""
@@ -710,17 +720,22 @@ class FSDPState:
     def _use_gradients(self) -> None:
         """Reduce the gradients, or keep them for a later microbatch, or for one that still waits for delayed ones."""
         self._settle_main_grads()
-        is_last = self.context.is_last_backward
-        waits = not self.requires_gradient_sync or (self.strategy.reduces_once and not is_last)
-        if waits or self.delayed.num_due:
+        if self._waits_for_later or self.delayed.num_due:
+            self._has_sums = True
             self.delayed.join(self.context.compute_stream)
             for group in self.groups:
                 group.accumulate_gradients()
             self.delayed.release(self.context.compute_stream)
             return
         self.reduce_gradients()
-        if is_last:
+        if self.context.is_last_backward:
             self._expect_an_update()
+
+    @property
+    def _waits_for_later(self) -> bool:
+        """Whether gradients are kept for a later microbatch."""
+        reduces_once = self.strategy.reduces_once and not self.context.is_last_backward
+        return reduces_once or not self.requires_gradient_sync
 
     @property
     def has_gradients(self) -> bool:
@@ -744,6 +759,7 @@ class FSDPState:
             self.end_backward()
         elif self.reshard_after_backward:
             self.reshard()
+        self._has_sums |= self._waits_for_later  # here too, if it is another rank that used the unit
         if self.awaits_gradients or self.num_holds:
             return
         self._settle_main_grads()
@@ -799,6 +815,7 @@ class FSDPState:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
+        self._has_sums = False
         for group in self.groups:
             group.partial = None
             for parameter in group.parameters:

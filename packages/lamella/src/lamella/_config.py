@@ -88,6 +88,9 @@ class RunConfig:
     validation_sequences: Annotated[int, Option("Sequences in a validation, at most.", at_least=1)] = 256
     checkpoint_interval: Annotated[int, Option("Steps between checkpoints.", at_least=1)] = 100
     keep_checkpoints: Annotated[int, Option("Newest checkpoints that are kept.", at_least=1)] = 2
+    profile: Annotated[
+        int | None, Option("Steps to profile, after three others, for a trace and an overlap report.", at_least=1)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

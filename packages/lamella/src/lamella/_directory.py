@@ -46,3 +46,8 @@ class RunDirectory:
     @property
     def plot(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def profile(self) -> Path:
+        """Of the first rank: the trace, and what was made of it."""
+        return self.root / "profile"

@@ -11,6 +11,7 @@ from lamella._config import Config, to_values
 from lamella._directory import RunDirectory
 from lamella._models import ModelSpec, load_spec, outline
 from lamella._options import ConfigError
+from lamella._profile import NUM_WARMUP_STEPS
 from lamella._report import rewind
 from lamella._text import Corpus, collect
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
@@ -55,6 +56,7 @@ def prepare(config: Config) -> Prepared:
     first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
     prepared = Prepared(directory=directory, first_step=first_step, summary=_summary(corpus, model, spec))
     if first_step < config.optim.steps:
+        _check_profile(config, first_step)
         data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer)
         check_tokens(data, config.data)
         rewind(directory.metrics, -1 if latest is None else first_step)
@@ -98,6 +100,16 @@ def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: s
         ) from error
     _check_stream(extra, config, text)
     return int(extra["step"])
+
+
+def _check_profile(config: Config, first_step: int) -> None:
+    """Refuse to profile more steps than there are to go."""
+    needed = 0 if config.run.profile is None else NUM_WARMUP_STEPS + config.run.profile
+    if needed > config.optim.steps - first_step:
+        raise ConfigError(
+            f"Expected at least {needed} steps to go for --profile {config.run.profile}, which begins after "
+            f"{NUM_WARMUP_STEPS}, got {config.optim.steps - first_step}. Pass a larger --steps, or a smaller --profile."
+        )
 
 
 def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:

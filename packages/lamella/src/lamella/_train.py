@@ -16,6 +16,7 @@ from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
 from lamella._place import Rank
 from lamella._prepare import stream_settings
+from lamella._profile import profiled
 from lamella._report import Progress, Record, ValidationRecord, append, plot, read
 from lamella._tokens import BatchStream, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDirectory, load
@@ -91,7 +92,8 @@ class Trainer:
     def train(self) -> None:
         """Train from the latest checkpoint, or from the start, to the last step.
 
-        Effects: collective; the first rank prints and writes metrics and the plot, all write checkpoints.
+        Effects: collective; the first rank prints and writes metrics, the plot and a profile if one is asked for, all
+            write checkpoints.
         """
         steps = self._config.optim.steps
         first_step = self._restore()
@@ -99,12 +101,14 @@ class Trainer:
         if first_step == 0:
             self._report([self._validate(0)], progress)
         interval = Interval(first_step)
-        for step in range(first_step, steps):
-            interval.add(*self._step(step))
-            progress.advance()
-            if self._is_due(step + 1):
-                self._finish_interval(step + 1, interval, progress)
-                interval = Interval(step + 1)
+        with profiled(self._config.run.profile, self._directory, self._rank, progress.say) as end_step:
+            for step in range(first_step, steps):
+                interval.add(*self._step(step))
+                end_step()
+                progress.advance()
+                if self._is_due(step + 1):
+                    self._finish_interval(step + 1, interval, progress)
+                    interval = Interval(step + 1)
         progress.close()
 
     def _restore(self) -> int:

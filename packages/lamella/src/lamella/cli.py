@@ -1,4 +1,4 @@
-"""The command line: `lamella train`, its options derived from the configuration's fields."""
+"""The command line: `lamella train`, its options derived from the configuration's fields, and `overlap-report`."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import os
 import sys
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from lamella import __version__
@@ -14,6 +15,7 @@ from lamella._launch import WorkerError
 from lamella._models import named_settings
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
 from lamella._run import train
+from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
 DEFAULT_MODEL = "llama-small"
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(sys.argv[1:] if argv is None else argv)
         return 0
-    except ConfigError as error:
+    except (ConfigError, TraceError) as error:
         return _leave(f"error: {error}", _REFUSED)
     except WorkerError as error:
         return _leave(f"error: {error}", _FAILED)
@@ -40,36 +42,48 @@ def _leave(message: str, code: int) -> int:
 
 
 def _run(argv: Sequence[str]) -> None:
-    config, only_print = parse(argv)
-    if only_print:
-        print(to_toml(config))
+    arguments = parse(argv)
+    if arguments.command == "overlap-report":
+        _report_overlap(arguments)
+    elif arguments.print_config:
+        print(to_toml(config_of(arguments)))
     else:
-        train(config)
+        train(config_of(arguments))
 
 
-def parse(argv: Sequence[str]) -> tuple[Config, bool]:
-    """The configuration that a command line asks for, and whether it is only to be printed.
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What a command line says.
 
     Raises:
-        ConfigError: An option does not exist or does not take its value.
+        ConfigError: A command or an option does not exist, or lacks what it needs.
     """
-    parser = _parser()
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown(unknown[0], arguments.command))
+    return arguments
+
+
+def config_of(arguments: argparse.Namespace) -> Config:
+    """The configuration that the options of `train` ask for.
+
+    Raises:
+        ConfigError: An option does not take its value.
+    """
     layers = [read_file(path) for path in arguments.config]
     layers.append(_values(arguments))
     name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
     if name is None and not arguments.config:
         name = DEFAULT_MODEL
         layers.append({"model": {"name": name}})
-    return resolve(named_settings(str(name)), *layers), arguments.print_config
+    return resolve(named_settings(str(name)), *layers)
 
 
 def _unknown(argument: str, command: str) -> str:
-    known = [field.flag for cls in GROUPS.values() for field in fields_of(cls)]
+    known = ["--json", "--html"]
+    if command == "train":
+        known = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     word = argument.split("=")[0]
-    return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, [*known, '--config'])}"
+    return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, known)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,7 +106,33 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--print-config", action="store_true", default=False, help="print the settings and leave")
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
+    command = commands.add_parser(
+        "overlap-report",
+        help="say of a profile what was exposed, copied and waited for",
+        description="Say of a profile, unit by unit, what communication was exposed, what was copied, and how long the "
+        "GPU waited for the host.",
+        allow_abbrev=False,
+    )
+    command.add_argument("trace", metavar="TRACE", help="what torch.profiler exported on one rank, .json or .json.gz")
+    command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints that in place of the text")
+    command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
     return parser
+
+
+def _report_overlap(arguments: argparse.Namespace) -> None:
+    report = overlap_report(read_trace(Path(arguments.trace)), arguments.trace)
+    print(as_json(report) if arguments.json == "-" else as_text(report))
+    if arguments.json not in (None, "-"):
+        _write(arguments.json, as_json(report))
+    if arguments.html is not None:
+        _write(arguments.html, as_html(report))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Expected to write {path!r}, got {error.strerror}.") from error
 
 
 def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) -> None:

@@ -16,9 +16,10 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: Dtype of the unsharded parameters: what is gathered and what computes.
             None keeps each parameter's own dtype.
-        reduce_dtype: Dtype of the gradients while they are reduced. None reduces them in the dtype in
-            which backward made them (`param_dtype`, if given). NCCL and gloo need equal input and output types, so
-            a wider dtype here also widens the wire.
+        reduce_dtype: Dtype that gradients are added up in. None adds them up in the dtype in which backward made
+            them (`param_dtype`, if given), in which they travel too. A wider dtype here does not widen the wire, but
+            where they were added up before they travel (microbatches that were not reduced, layers that write
+            `main_grad`) or go from host to host.
         output_dtype: Floating-point outputs of the unit's forward are cast to it. None leaves them.
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
         main_dtype: Dtype of the sharded parameters that the optimizer updates. None keeps each

@@ -1,0 +1,158 @@
+"""On GPUs: gathers by copy engines give what rings give, take no multiprocessor, and are what units do by default."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from lamella_buffers import CachingAllocator, NcclTransport, Payload, copy_engines_of
+from lamella_buffers.testing import check_allocator
+from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine._attached import state_of
+from lamella_integration.tasks import TASKS, Recipe, shard, train
+from lamella_testing import run_ranks
+
+MANY_RANKS = pytest.mark.parametrize(
+    "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
+SIZES = [(1,), (1000, 3), (1 << 20, 7, 64), (5, 1 << 22)]
+
+
+def _engines() -> Any:
+    engines = copy_engines_of(dist.group.WORLD)  # type: ignore[arg-type]
+    assert engines is not None, "Expected GPUs of one host that map one another's memory."
+    return engines
+
+
+def _views(flat: torch.Tensor, numels: Sequence[int]) -> list[torch.Tensor]:
+    return list(torch.split(flat, [numel * dist.get_world_size() for numel in numels]))
+
+
+def _shards(numels: Sequence[int], turn: int) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(100 * turn + dist.get_rank())
+    return [torch.randn(numel, device="cuda", generator=generator).bfloat16() for numel in numels]
+
+
+@MANY_RANKS
+@pytest.mark.parametrize("in_place", [True, False])
+def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
+    """Into buffers that come and go, beside compute, with ranks that are late in turn."""
+
+    def check() -> None:
+        engines, ring = _engines(), NcclTransport(dist.group.WORLD)  # type: ignore[arg-type]
+        stream = torch.cuda.Stream(priority=-1)
+        buffers = [
+            engines.allocator.create(num_ranks * sum(numels), torch.bfloat16, torch.device("cuda"))
+            for numels in SIZES * 2
+        ]
+        for buffer in buffers:
+            engines.allocator.free(buffer)
+        for turn in range(40):
+            numels, buffer = (SIZES * 2)[turn % 8], buffers[turn % 8]
+            shards = _shards(numels, turn)
+            wanted = [torch.empty(num_ranks * numel, device="cuda", dtype=torch.bfloat16) for numel in numels]
+            ring.all_gather([Payload(a, b) for a, b in zip(shards, wanted, strict=True)])
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                if turn % num_ranks == dist.get_rank():
+                    torch.cuda._sleep(2_000_000)
+                engines.allocator.allocate(buffer)
+                got = _views(buffer, numels)
+                own = [whole.view(num_ranks, -1)[dist.get_rank()] for whole in got]
+                if in_place:
+                    torch._foreach_copy_(own, shards)
+                sent = own if in_place else shards
+                engines.transport.all_gather([Payload(a, b) for a, b in zip(sent, got, strict=True)])
+            torch.cuda.current_stream().wait_stream(stream)
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+            stream.wait_stream(torch.cuda.current_stream())
+            engines.allocator.free(buffer)
+
+    run_ranks(check, num_ranks, device="cuda")
+
+
+@MANY_RANKS
+def test_its_memory_is_an_allocator_like_any_other(num_ranks: int) -> None:
+    def check() -> None:
+        check_allocator(_engines().allocator, torch.device("cuda", torch.cuda.current_device()))
+
+    run_ranks(check, num_ranks, device="cuda")
+
+
+def _kernels(step: Callable[[], object]) -> list[str]:
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events()]
+
+
+@MANY_RANKS
+def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> None:
+    def check() -> list[tuple[int, int]]:
+        found = []
+        for allocator in (None, CachingAllocator()):
+            model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="cuda") for _ in range(3)))
+            for layer in model:
+                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+                fully_shard(layer, mp_policy=policy, reshard_after_forward=True, allocator=allocator)
+            fully_shard(model)
+            x = torch.randn(4, 512, device="cuda")
+            names = _kernels(lambda model=model, x=x: model(x).sum().backward())
+            pushed = sum("PtoP" in name and "Memcpy" in name for name in names)
+            found.append((pushed, sum("AllGather" in name for name in names)))
+        return found
+
+    num_gathers = 3 * 2  # each before forward, and again before backward
+    for (pushed, rings), (pushed_too, rings_too) in run_ranks(check, num_ranks, device="cuda"):
+        assert rings == 0
+        assert pushed >= num_gathers * (num_ranks - 1) * 3  # a piece and two flags a peer
+        assert pushed_too == 0
+        assert rings_too >= num_gathers
+
+
+@MANY_RANKS
+def test_training_is_bit_by_bit_that_of_rings(num_ranks: int) -> None:
+    recipe = Recipe(num_steps=8)
+
+    def check() -> None:
+        from lamella_integration.repeatable import use_repeatable_kernels
+
+        use_repeatable_kernels()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for name, task in TASKS.items():
+            device = torch.device("cuda", torch.cuda.current_device())
+            pushed, rung = (
+                train(
+                    task, shard(task.model(device=device), fully_shard, mp_policy=policy, allocator=allocator), recipe
+                )
+                for allocator in (None, CachingAllocator())
+            )
+            assert pushed.losses == rung.losses, name
+            torch.testing.assert_close(pushed.weights, rung.weights, rtol=0.0, atol=0.0)
+
+    run_ranks(check, num_ranks, device="cuda")
+
+
+@MANY_RANKS
+def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
+    def check() -> None:
+        model = fully_shard(nn.Linear(4096, 4096, bias=False, device="cuda"), reshard_after_forward=True)
+        x = torch.randn(4, 4096, device="cuda")
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            model(x)
+        assert torch.cuda.memory_allocated() - before <= 2**25  # a workspace of cuBLAS's
+        windows = state_of(model).groups[0]._windows
+        assert windows is not None
+        assert windows.reserved_nbytes == 4096 * 4096 * 4
+
+    run_ranks(check, num_ranks, device="cuda")

@@ -1,0 +1,122 @@
+"""The few calls of the CUDA driver that torch has no words for: memory of other processes, copies, flags in memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+_LAZY_PEER_ACCESS = 1
+_EQUAL = 1
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
+
+
+class DriverError(RuntimeError):
+    """The driver refused a call."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class _MemoryOp(ctypes.Structure):
+    """A wait for a value, or a write of one; padded to the size of the driver's union."""
+
+    _fields_ = (
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("rest", ctypes.c_uint64 * 2),
+    )
+
+
+class Shared(NamedTuple):
+    """How another process finds memory of this one: its allocation, and where in it."""
+
+    handle: bytes
+    offset: int
+
+
+def share(address: int) -> Shared:
+    """Let other processes on this host map the allocation that device memory lies in.
+
+    Raises:
+        DriverError: The memory cannot be shared (expandable segments, another kind of allocation).
+
+    Effects: none on a stream.
+    """
+    base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return Shared(bytes(memoryview(handle).cast("B")), address - base.value)
+
+
+def map_shared(shared: Shared) -> int:
+    """Map another process's memory here, for as long as this process lives.
+
+    Returns:
+        Its address on this process's current device.
+
+    Raises:
+        DriverError: It cannot be reached from this device.
+    """
+    address = ctypes.c_uint64()
+    handle = _Handle.from_buffer_copy(shared.handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return address.value + shared.offset
+
+
+def copy(into: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy device memory, on this device or between two.
+
+    Effects: one copy on the stream, by a copy engine where the two are on different devices.
+    """
+    _call("cuMemcpyDtoDAsync_v2", into, source, nbytes, stream)
+
+
+class FlagOps:
+    """Waits until each of some flags is 1, and then makes it 0 again. Prepared once; can be captured in a graph.
+
+    Args:
+        addresses: Of 32-bit words in this device's memory.
+    """
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        ops = [_MemoryOp(_WAIT_VALUE_32, address, 1, _EQUAL) for address in addresses]
+        ops += [_MemoryOp(_WRITE_VALUE_32, address, 0, 0) for address in addresses]
+        self._ops = (_MemoryOp * len(ops))(*ops)
+
+    def enqueue(self, stream: int) -> None:
+        """Put them on a stream. They take no multiprocessor.
+
+        Effects: what comes after on the stream waits for the flags.
+        """
+        _call("cuStreamBatchMemOp_v2", stream, len(self._ops), self._ops, 0)
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "cuMemGetAddressRange_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64],
+    "cuIpcGetMemHandle": [ctypes.c_void_p, ctypes.c_uint64],
+    "cuIpcOpenMemHandle_v2": [ctypes.c_void_p, _Handle, ctypes.c_uint],
+    "cuMemcpyDtoDAsync_v2": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
+    "cuStreamBatchMemOp_v2": [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint],
+}
+
+
+@cache
+def _function(name: str) -> Any:
+    try:
+        found = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError) as error:
+        raise DriverError(f"Expected the CUDA driver to have {name}, got: {error}.") from error
+    found.argtypes = _ARGUMENTS[name]
+    found.restype = ctypes.c_int
+    return found
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = _function(name)(*arguments)
+    if code:
+        raise DriverError(f"Expected {name} to succeed, got the driver's error {code}.")

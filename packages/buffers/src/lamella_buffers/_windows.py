@@ -1,0 +1,273 @@
+"""Memory that every rank of a host reaches, and gathers by copy engines instead of kernels.
+
+A ring's kernel takes multiprocessors from the matmuls beside it for as long as it runs. Here each rank has the copy
+engines push its pieces into every peer's buffer; nothing but memory and wires is used. `docs/design/0006-speed.md` has
+the figures.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lamella_buffers import _driver as driver
+from lamella_buffers._allocator import CachingAllocator
+from lamella_buffers._payload import Payload
+from lamella_buffers._transport import Done, NcclTransport, Pending, copy_missing
+
+_SMALL = 1 << 20  # bytes: up to here the caching allocator takes blocks from segments of their own
+_ALIGNMENT = 2 << 20  # bytes: what it rounds larger ones to
+_FLAG_NBYTES = 4
+
+
+class Window(Protocol):
+    """Memory of a fixed size, for one buffer at a time, that peers reach."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Make torch's caching allocator take what is allocated meanwhile from here, and what is freed go back."""
+        ...
+
+
+class WindowAllocator(CachingAllocator):
+    """Gives each buffer a window of its own while it has bytes; windows stay for the next one.
+
+    Ranks that make the same calls in the same order make and use the same windows: which one a buffer gets depends on
+    nothing else.
+
+    Args:
+        new_window: Makes one of that many bytes, on the current stream. It is called on all ranks alike, and may be
+            collective.
+    """
+
+    def __init__(self, new_window: Callable[[int], Window]) -> None:
+        self._new_window = new_window
+        self._places: list[_Place] = []
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """What all windows weigh, in use or not."""
+        return sum(place.window.nbytes for place in self._places)
+
+    def allocate(self, buffer: torch.Tensor) -> None:
+        """Give the buffer the bytes of the smallest free window that is large enough, or of a new one.
+
+        Effects: none but for the first time that so many buffers have bytes at once. Then a window is made: collective
+            on the group, and the host waits for the device.
+        """
+        storage = buffer.untyped_storage()
+        if buffer.nbytes == 0 or storage.nbytes() != 0:
+            super().allocate(buffer)
+            return
+        place = self._free_place(buffer.nbytes, buffer.device)
+        with place.window.lending():
+            super().allocate(buffer)
+        place.holder = weakref.ref(storage)
+
+    def window_of(self, buffer: torch.Tensor) -> Window | None:
+        """The window that a buffer, or a view of one, lies in; None if it lies elsewhere."""
+        storage = buffer.untyped_storage()
+        return next((p.window for p in self._places if p.holder is not None and p.holder() is storage), None)
+
+    def _free_place(self, nbytes: int, device: torch.device) -> _Place:
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        nbytes = _SMALL if nbytes <= _SMALL else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        fitting = [p for p in self._places if p.is_free and p.stream == stream and p.serves(nbytes)]
+        if fitting:
+            return min(fitting, key=lambda place: place.window.nbytes)
+        self._places.append(_Place(self._new_window(nbytes), stream))
+        return self._places[-1]
+
+
+@dataclass
+class _Place:
+    """A window, and whose bytes it is. The caching allocator keeps blocks a stream, so a window has one."""
+
+    window: Window
+    stream: object
+    holder: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        storage = None if self.holder is None else self.holder()
+        return storage is None or storage.nbytes() == 0
+
+    def serves(self, nbytes: int) -> bool:
+        return nbytes <= self.window.nbytes and (nbytes == _SMALL) == (self.window.nbytes == _SMALL)
+
+
+@dataclass(frozen=True)
+class PeerWindow:
+    """A window on a GPU: a memory pool with one block, and where that block is on every rank.
+
+    Attributes:
+        pool: Lends the block; it never grows, as nothing larger is asked of it.
+        addresses: Of the block on each rank, mapped in this process.
+    """
+
+    nbytes: int
+    pool: torch.cuda.MemPool
+    addresses: tuple[int, ...]
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Take memory from the pool, on the device that is current."""
+        entered: AbstractContextManager[None] = torch.cuda.use_mem_pool(self.pool)
+        return entered
+
+
+def new_peer_window(group: dist.ProcessGroup, nbytes: int) -> PeerWindow:
+    """Make a window on the current device of every rank.
+
+    Raises:
+        DriverError: Some rank's memory cannot be shared, or mapped by some other; on every rank alike.
+
+    Effects: collective on the group; allocates the block for the current stream; the host waits for the device.
+    """
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        block = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    shared = _exchange(group, lambda: driver.share(block.data_ptr()))
+    rank = group.rank()
+    addresses = _exchange(
+        group,
+        lambda: [block.data_ptr() if i == rank else driver.map_shared(each) for i, each in enumerate(shared)],
+    )[rank]
+    return PeerWindow(nbytes, pool, tuple(addresses))
+
+
+def _exchange(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]:
+    """What an action gives on every rank; `DriverError` on all of them if it fails on one."""
+    mine: tuple[Any, str | None]
+    try:
+        mine = action(), None
+    except driver.DriverError as error:
+        mine = None, f"rank {group.rank()}: {error}"
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    for _, problem in found:
+        if problem is not None:
+            raise driver.DriverError(problem)
+    return [each for each, _ in found]
+
+
+class CopyEngineTransport(NcclTransport):
+    """NCCL, but for gathers into windows: those are pushed by copy engines.
+
+    Note [Flags]. On the stream of a gather each rank tells every peer that its buffer may be written, waits until all
+    have told it the same, pushes, tells every peer that it has, and waits until all have told it that. A flag is a word
+    in the memory of the rank that waits: 1 is written by a peer (as a copy, after the copies before it), and made 0
+    by the one that waited for it. A peer writes it again only after it heard from this rank once more, which this
+    rank says after it has made the flag 0. Values are always the same, so a captured graph can be replayed.
+    A rank that dies leaves its peers' streams waiting, as in a ring. NCCL's watchdog does not see gathers, but it
+    sees the reductions after them.
+
+    Args:
+        group: The axis's process group.
+        windows: Where buffers that are gathered into may lie.
+        flags: A window of at least four words a rank, all 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, windows: WindowAllocator, flags: PeerWindow) -> None:
+        super().__init__(group)
+        self._windows = windows
+        self._flags = flags
+        self._peers = [(self.rank + i) % self.num_ranks for i in range(1, self.num_ranks)]
+        mine = flags.addresses[self.rank]
+        self._ready, self._pushed = (
+            driver.FlagOps([mine + _FLAG_NBYTES * (kind * self.num_ranks + peer) for peer in self._peers])
+            for kind in (0, 1)
+        )
+        self._one = torch.ones(1, dtype=torch.int32, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
+        """Gather all payloads in one call, of whatever dtypes.
+
+        Effects: on the current stream, which is made to wait for the last gather's if that was another: copies to every
+            peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
+            NCCL's, if some `full` lies in no window.
+        """
+        windows = [self._windows.window_of(payload.full) for payload in payloads]
+        if not all(isinstance(window, PeerWindow) for window in windows):
+            return super().all_gather(payloads)
+        own = [payload.full.view(self.num_ranks, -1)[self.rank] for payload in payloads]
+        copy_missing(own, [payload.shard for payload in payloads])
+        stream = torch.cuda.current_stream()
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+        handle = stream.cuda_stream
+        self._tell_peers(0, handle)
+        self._ready.enqueue(handle)
+        for piece, window in zip(own, windows, strict=True):
+            assert isinstance(window, PeerWindow)
+            source = piece.data_ptr()
+            offset = source - window.addresses[self.rank]
+            assert 0 <= offset <= window.nbytes - piece.nbytes, "a buffer lies outside of its window"
+            for peer in self._peers:
+                driver.copy(window.addresses[peer] + offset, source, piece.nbytes, handle)
+        self._tell_peers(1, handle)
+        self._pushed.enqueue(handle)
+        return Done()
+
+    def _tell_peers(self, kind: int, stream: int) -> None:
+        offset = _FLAG_NBYTES * (kind * self.num_ranks + self.rank)
+        for peer in self._peers:
+            driver.copy(self._flags.addresses[peer] + offset, self._one.data_ptr(), _FLAG_NBYTES, stream)
+
+
+@dataclass(frozen=True)
+class CopyEngines:
+    """What gathers a group's parameters by copy engines: the memory, and the calls."""
+
+    allocator: WindowAllocator
+    transport: CopyEngineTransport
+
+
+# A group that is gone takes its windows with it.
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, CopyEngines | None] = weakref.WeakKeyDictionary()
+
+
+def copy_engines_of(group: dist.ProcessGroup) -> CopyEngines | None:
+    """What makes a group's gathers without multiprocessors; None where that cannot be had.
+
+    It can over NCCL if all ranks are on one host and can map one another's memory. One object serves everybody who
+    gathers on this group.
+
+    Effects: the first time, collective on the group, and the host waits for the device.
+    """
+    if group not in _engines:
+        _engines[group] = _engines_for(group)
+    return _engines[group]
+
+
+def _engines_for(group: dist.ProcessGroup) -> CopyEngines | None:
+    if group.size() == 1 or "nccl" not in dist.get_backend_config(group) or not torch.cuda.is_available():
+        return None
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, _host(), group=group)
+    if len(set(hosts)) > 1:
+        return None
+    try:
+        flags = new_peer_window(group, _ALIGNMENT)
+    except driver.DriverError:
+        return None
+    windows = WindowAllocator(lambda nbytes: new_peer_window(group, nbytes))
+    return CopyEngines(windows, CopyEngineTransport(group, windows, flags))
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text()

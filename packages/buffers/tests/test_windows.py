@@ -1,0 +1,130 @@
+"""Windows are lent to one buffer at a time, alike on every rank; where there are none, nothing is promised."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamella_buffers import WindowAllocator, copy_engines_of
+from lamella_buffers.testing import check_allocator
+from lamella_testing import run_ranks
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A window of ordinary memory."""
+
+    nbytes: int
+
+    def lending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _allocator() -> tuple[WindowAllocator, list[Plain]]:
+    made: list[Plain] = []
+
+    def new_window(nbytes: int) -> Plain:
+        made.append(Plain(nbytes))
+        return made[-1]
+
+    return WindowAllocator(new_window), made
+
+
+def _freed(allocator: WindowAllocator, nbytes: int) -> torch.Tensor:
+    buffer = allocator.create(nbytes, torch.uint8, CPU)
+    allocator.free(buffer)
+    return buffer
+
+
+def test_it_is_an_allocator() -> None:
+    check_allocator(_allocator()[0])
+
+
+def test_a_window_serves_one_buffer_after_another() -> None:
+    allocator, made = _allocator()
+    buffers = [_freed(allocator, nbytes) for nbytes in (5 * MIB, 4 * MIB, 6 * MIB)]
+    assert made == []  # a buffer is born elsewhere
+    for buffer in buffers[:2]:
+        allocator.allocate(buffer)
+        window = allocator.window_of(buffer)
+        assert window is made[0]
+        assert allocator.window_of(buffer[MIB:]) is window
+        allocator.free(buffer)
+    allocator.allocate(buffers[2])
+    assert made == [Plain(6 * MIB)]
+    assert allocator.reserved_nbytes == 6 * MIB
+
+
+def test_as_many_windows_as_buffers_that_have_bytes_at_once_and_the_smallest_that_fits() -> None:
+    allocator, made = _allocator()
+    large, small, middle = (_freed(allocator, nbytes) for nbytes in (8 * MIB, 2 * MIB, 4 * MIB))
+    for buffer in (large, small):
+        allocator.allocate(buffer)
+    allocator.free(large)
+    allocator.free(small)
+    allocator.allocate(middle)
+    assert allocator.window_of(middle) is made[0]
+    allocator.allocate(small)
+    assert allocator.window_of(small) is made[1]
+    assert len(made) == 2
+
+
+def test_small_buffers_have_windows_of_their_own() -> None:
+    """The caching allocator has segments for them, in which the others' blocks do not lie."""
+    allocator, made = _allocator()
+    large, small = _freed(allocator, 2 * MIB), _freed(allocator, 512)
+    allocator.allocate(large)
+    allocator.free(large)
+    allocator.allocate(small)
+    assert allocator.window_of(small) is made[1]
+    assert [window.nbytes for window in made] == [2 * MIB, MIB]
+
+
+def test_a_buffer_that_is_gone_leaves_its_window() -> None:
+    allocator, made = _allocator()
+    buffer = _freed(allocator, 2 * MIB)
+    allocator.allocate(buffer)
+    del buffer
+    other = _freed(allocator, 2 * MIB)
+    allocator.allocate(other)
+    assert allocator.window_of(other) is made[0]
+    assert allocator.window_of(torch.empty(4)) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40))
+def test_the_same_calls_use_the_same_windows(calls: list[tuple[int, bool]]) -> None:
+    """As peers must; and no window has two buffers."""
+
+    def replay() -> list[int]:
+        allocator, made = _allocator()
+        buffers = [_freed(allocator, nbytes) for nbytes in (100, MIB, 3 * MIB, 3 * MIB, 7 * MIB)]
+        used = []
+        for i, wanted in calls:
+            has_bytes = buffers[i].untyped_storage().nbytes() > 0
+            if wanted and not has_bytes:
+                allocator.allocate(buffers[i])
+            elif not wanted and has_bytes:
+                allocator.free(buffers[i])
+            held = [allocator.window_of(b) for b in buffers if b.untyped_storage().nbytes() > 0]
+            places = [next(j for j, window in enumerate(made) if window is each) for each in held]
+            assert len(set(places)) == len(places)
+            used += places
+        return used
+
+    assert replay() == replay()
+
+
+def test_groups_without_nccl_have_none() -> None:
+    def check() -> bool:
+        assert dist.group.WORLD is not None
+        return copy_engines_of(dist.group.WORLD) is None
+
+    assert run_ranks(check, 2) == [True, True]

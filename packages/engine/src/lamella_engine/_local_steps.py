@@ -1,0 +1,198 @@
+"""Optimizers whose kernels know no DTensors step on each rank's own shards, and keep their state as DTensors."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from lamella_engine._ragged import dtensor_over
+from lamella_engine._sharding import local_of
+
+# Their kernels take the address of a DTensor's shard and the size of the whole, and write past the shard's end.
+_LIBRARIES_OF_KERNELS = {"apex", "transformer_engine"}
+
+Opt = TypeVar("Opt", bound=Optimizer)
+State = dict[str, Any]
+
+_LOCAL_PARAMETERS = "_lamella_local_parameters"
+_NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
+
+
+def step_on_local_shards(optimizer: Opt) -> Opt:
+    """Let an optimizer whose kernels take plain tensors train sharded parameters: Transformer Engine's, apex's, yours.
+
+    `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient. A
+    parameter of which this rank owns nothing has no gradient there: kernels that take many tensors at once may write
+    beside an empty one. Outside of `step`, `state_dict` and `load_state_dict` nothing has changed: param groups hold
+    the DTensors, state of a shard's shape is a DTensor that lies as its parameter does, and checkpoints cannot tell.
+    Other state (single values, blocks, quantised tensors) stays as the optimizer made it.
+
+    The update of an element must depend on nothing but that element's own gradient and state. Right for Adam, SGD and
+    their like; wrong, without an error, for what takes norms or products of whole parameters.
+
+    The first step of Transformer Engine's and apex's optimizers on DTensors is refused without it.
+
+    Args:
+        optimizer: Over any parameters; those that are no DTensors are stepped as they are. Call this before a
+            learning-rate scheduler is built on it.
+
+    Returns:
+        `optimizer`, whose class is now a subclass of what it was. Nothing happens the second time.
+
+    Raises:
+        ValueError: It is one of torch's that need whole tensors; or its `step` was replaced already, by a scheduler.
+
+    Effects: none now. A step costs some microseconds of host time a parameter; no copies, no collectives, no host sync.
+    """
+    kind: Any = type(optimizer)
+    if hasattr(optimizer, _LOCAL_PARAMETERS):
+        return optimizer
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _NEED_WHOLE_TENSORS:
+        raise ValueError(
+            f"Expected an optimizer that updates each element by itself, got {kind.__name__}, which needs whole "
+            "tensors. Leave it as it is: it steps on DTensors, or says why it cannot."
+        )
+    if "step" in vars(optimizer):
+        raise ValueError(
+            f"Expected a {kind.__name__} whose step() is its class's own, got one that was replaced, as learning-rate "
+            "schedulers do. Call step_on_local_shards before building the scheduler."
+        )
+    setattr(optimizer, _LOCAL_PARAMETERS, {})
+    optimizer.__class__ = _on_local_shards(kind)
+    return optimizer
+
+
+@cache
+def _on_local_shards(kind: Any) -> Any:
+    """A subclass that works on local shards, below the hooks of `step`, which see DTensors as they would without it."""
+    unhooked = getattr(kind.step, "__wrapped__", kind.step)
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        loss = None
+        if closure is not None:  # it makes gradients, and they are wanted on the DTensors
+            with torch.enable_grad():
+                loss = closure()
+        with _holding_locals(self, for_kernels=True):
+            result = unhooked(self, **options)
+        return result if closure is None else loss
+
+    def state_dict(self: Optimizer) -> State:
+        with _holding_locals(self):
+            found: State = kind.state_dict(self)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        found["state"] = {
+            key: _laid_out(parameters[key], state) if isinstance(key, int) else state
+            for key, state in found["state"].items()
+        }
+        return found
+
+    def load_state_dict(self: Optimizer, state_dict: State) -> None:
+        local = pytree.tree_map_only(DTensor, local_of, state_dict["state"])
+        with _holding_locals(self):
+            kind.load_state_dict(self, {**state_dict, "state": local})
+
+    hooked = Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # type: ignore[attr-defined]
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace.update(
+            __module__=kind.__module__,
+            __qualname__=kind.__qualname__,
+            __doc__=kind.__doc__,
+            step=hooked,
+            state_dict=state_dict,
+            load_state_dict=load_state_dict,
+        )
+
+    return types.new_class(kind.__name__, (kind,), exec_body=fill)
+
+
+@contextmanager
+def _holding_locals(optimizer: Optimizer, *, for_kernels: bool = False) -> Iterator[None]:
+    """Let param groups and state hold plain parameters over local shards for a while.
+
+    Args:
+        for_kernels: Give them their gradients too, but for the empty ones.
+    """
+    mine: dict[DTensor, nn.Parameter] = getattr(optimizer, _LOCAL_PARAMETERS)
+    held = [group["params"] for group in optimizer.param_groups]
+    pairs = [(p, _local(mine, p)) for parameters in held for p in parameters if isinstance(p, DTensor)]
+    state = optimizer.state
+    before = {whole: state.pop(whole) for whole, _ in pairs if whole in state}
+    for whole, local in pairs:
+        if whole in before:
+            state[local] = pytree.tree_map_only(DTensor, local_of, before[whole])
+        if for_kernels and whole.grad is not None and local.numel() > 0:
+            local.grad = local_of(whole.grad)
+    of = dict(pairs)
+    for group in optimizer.param_groups:
+        group["params"] = [of.get(parameter, parameter) for parameter in group["params"]]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+        for whole, local in pairs:
+            local.grad = None
+            if local in state:
+                state[whole] = _laid_out(whole, state.pop(local), before.get(whole))
+
+
+def _local(mine: dict[DTensor, nn.Parameter], whole: DTensor) -> nn.Parameter:
+    """The plain parameter over a DTensor's shard: always the same one, since an optimizer may know it by identity."""
+    shard = local_of(whole)
+    local = mine.get(whole)
+    if local is None:
+        local = mine[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+    elif local.data_ptr() != shard.data_ptr() or local.dtype != shard.dtype:
+        local.data = shard  # it was moved, cast or loaded
+    return local
+
+
+def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) -> State:
+    """An optimizer's state of a local shard, with DTensors in place of what has the shard's shape.
+
+    Args:
+        before: What it was: what still lies where it did stays the same object.
+    """
+    if not isinstance(whole, DTensor):
+        return state
+    known = {id(local_of(old)): old for old in pytree.tree_leaves(before) if isinstance(old, DTensor)}
+    shard = local_of(whole)
+    spec = whole._spec
+
+    def lay_out(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in known:
+            return known[id(tensor)]
+        if type(tensor) is not torch.Tensor or tensor.ndim == 0 or tensor.shape != shard.shape:
+            return tensor
+        meta = TensorMeta(whole.shape, whole.stride(), tensor.dtype)
+        return dtensor_over(tensor, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
+
+    laid_out: State = pytree.tree_map_only(torch.Tensor, lay_out, state)
+    return laid_out
+
+
+def _refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
+    library = type(optimizer).__module__.partition(".")[0]
+    if library not in _LIBRARIES_OF_KERNELS or hasattr(optimizer, _LOCAL_PARAMETERS):
+        return
+    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        raise TypeError(
+            f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
+            "got DTensors, beside whose shards it would write. Call step_on_local_shards(optimizer) once."
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_kernels_on_dtensors)

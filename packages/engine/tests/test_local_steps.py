@@ -1,0 +1,305 @@
+"""Optimizers whose kernels take plain tensors only, on shards of which some ranks own nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from engine_models import Net, assert_at_rest, assert_weights_equal, inputs, shard, twins, whole
+from test_every_optimizer import OPTIMIZERS, Short
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import clip_grad_norm_, fully_shard, step_on_local_shards
+from lamella_testing import run_ranks
+
+X = inputs()
+
+
+class PlainAdam(torch.optim.Optimizer):
+    """Adam as fused kernels have it: one launch over lists of plain tensors, one count of steps a group.
+
+    It makes state for parameters without a gradient too, and unpacks and packs it itself, as Transformer Engine's does.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+        self.scales: dict[nn.Parameter, float] = {}
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self._make_state(parameter)
+            self._launch([p for p in group["params"] if p.grad is not None], group["lr"], group["step"], scale)
+        return loss
+
+    def _make_state(self, parameter: nn.Parameter) -> None:
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.state[parameter][name] = torch.zeros(parameter.shape)
+        self.scales[parameter] = 1.0
+
+    @torch.no_grad()
+    def _launch(self, parameters: list[nn.Parameter], lr: float, step: int, scale: float) -> None:
+        for parameter in parameters:
+            gradient, state = parameter.grad, self.state[parameter]
+            assert gradient is not None
+            for tensor in (parameter, gradient, *state.values()):
+                assert not isinstance(tensor, DTensor), "a kernel knows no DTensors"
+                assert tensor.numel() > 0, "a kernel writes beside an empty tensor"
+            unscaled = gradient.float() / scale
+            state["exp_avg"].lerp_(unscaled, 0.1)
+            state["exp_avg_sq"].lerp_(unscaled.square(), 0.001)
+            mean, square = state["exp_avg"] / (1 - 0.9**step), state["exp_avg_sq"] / (1 - 0.999**step)
+            parameter.sub_(lr * mean / (square.sqrt() + 1e-8))
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for key, parameter in self._by_key(found).items():
+            if key in found["state"]:
+                packed = found["state"][key].items()
+                found["state"][key] = {name: value * self.scales[parameter] for name, value in packed}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for key, parameter in self._by_key(state_dict).items():
+            if key in state_dict["state"]:
+                self._make_state(parameter)
+                for name, value in state_dict["state"][key].items():
+                    self.state[parameter][name].copy_(value)
+
+    def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, nn.Parameter]:
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return dict(zip(keys, (p for group in self.param_groups for p in group["params"]), strict=True))
+
+
+def _on_shards(model: nn.Module) -> PlainAdam:
+    return step_on_local_shards(PlainAdam(model.parameters()))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def _short() -> tuple[nn.Module, nn.Module]:
+    return twins(Short, fully_shard)
+
+
+def test_plain_kernels_take_the_unsharded_steps() -> None:
+    def check() -> list[int]:
+        reference, sharded = _short()
+        _train(reference, PlainAdam(reference.parameters()))
+        _train(sharded, _on_shards(sharded))
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+        assert_at_rest(sharded)
+        return [p.to_local().numel() for p in sharded.parameters() if isinstance(p, DTensor)]
+
+    assert any(numel == 0 for of_rank in run_ranks(check, 4) for numel in of_rank)
+
+
+def test_without_it_the_kernels_refuse() -> None:
+    """The helper above means what it says."""
+
+    def check() -> None:
+        _, sharded = _short()
+        with pytest.raises(AssertionError, match="knows no DTensors"):
+            _train(sharded, PlainAdam(sharded.parameters()))
+
+    run_ranks(check, 2)
+
+
+def test_state_lies_as_parameters_do_and_is_not_made_anew() -> None:
+    def check() -> None:
+        _, sharded = _short()
+        optimizer = _on_shards(sharded)
+        _train(sharded, optimizer, 1)
+        parameters = [p for p in sharded.parameters() if isinstance(p, DTensor)]
+        assert list(optimizer.state) == parameters == optimizer.param_groups[0]["params"]
+        for parameter in parameters:
+            assert isinstance(parameter.grad, DTensor)  # what the step read is still there
+            for value in optimizer.state[parameter].values():
+                assert value.placements == parameter.placements
+                assert value.shape == parameter.shape
+                assert value.to_local().shape == parameter.to_local().shape
+        before = {id(value) for state in optimizer.state.values() for value in state.values()}
+        _train(sharded, optimizer, 1)
+        assert before == {id(value) for state in optimizer.state.values() for value in state.values()}
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop"])
+def test_optimizers_of_torch_step_on_shards_too(name: str) -> None:
+    """Rprop among them, which DTensors cannot do."""
+
+    def check() -> None:
+        reference, sharded = twins(Net, shard)
+        _train(reference, OPTIMIZERS[name](reference.parameters(), lr=1e-2))
+        _train(sharded, step_on_local_shards(OPTIMIZERS[name](sharded.parameters(), lr=1e-2)))
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, 3)
+
+
+def test_hooks_and_closures_see_dtensors() -> None:
+    def check() -> None:
+        reference, sharded = _short()
+        optimizers = [PlainAdam(reference.parameters()), _on_shards(sharded)]
+        seen: list[type] = []
+
+        def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            seen.append(type(optimizer.param_groups[0]["params"][0].data))
+
+        optimizers[1].register_step_pre_hook(note)
+        optimizers[1].register_step_post_hook(note)
+        for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+
+            def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(X).square().mean()
+                loss.backward()
+                return loss
+
+            for _ in range(2):
+                assert optimizer.step(closure, scale=2.0) is not None
+        assert seen == [DTensor] * 4
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 2)
+
+
+def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
+    def check() -> None:
+        reference, sharded = _short()
+        expected, optimizer = PlainAdam(reference.parameters()), _on_shards(sharded)
+        _train(reference, expected)
+        _train(sharded, optimizer, 1)
+        lr = optimizer.param_groups[0].pop("lr")
+        with pytest.raises(KeyError, match="lr"):
+            optimizer.step()
+        optimizer.param_groups[0].update(lr=lr, step=1)
+        assert all(isinstance(p, DTensor) for p in (*optimizer.param_groups[0]["params"], *optimizer.state))
+        _train(sharded, optimizer, 2)
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 2)
+
+
+def test_state_dicts_hold_dtensors_and_load() -> None:
+    def check() -> None:
+        reference, sharded = _short()
+        expected, optimizer = PlainAdam(reference.parameters()), _on_shards(sharded)
+        _train(reference, expected)
+        _train(sharded, optimizer, 2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert all(isinstance(value, DTensor) for state in saved["state"].values() for value in state.values())
+        resumed = _on_shards(sharded)
+        resumed.load_state_dict(saved)
+        _train(sharded, resumed, 1)
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+        for state, wanted in zip(resumed.state.values(), expected.state.values(), strict=True):
+            torch.testing.assert_close({k: whole(v) for k, v in state.items()}, wanted, rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 4)
+
+
+def test_a_checkpoint_by_name_resumes_on_another_number_of_ranks(tmp_path: Any) -> None:
+    def save() -> None:
+        _, sharded = _short()
+        optimizer = _on_shards(sharded)
+        _train(sharded, optimizer, 2)
+        state = {"model": sharded.state_dict(), "optimizer": get_optimizer_state_dict(sharded, optimizer)}
+        dcp.save(state, checkpoint_id=tmp_path)
+
+    def resume() -> None:
+        reference, sharded = _short()
+        _train(reference, PlainAdam(reference.parameters()))
+        optimizer = _on_shards(sharded)
+        state = {"model": sharded.state_dict(), "optimizer": get_optimizer_state_dict(sharded, optimizer)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(sharded, optimizer, state["optimizer"])
+        _train(sharded, optimizer, 1)
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+
+    run_ranks(save, 4)
+    run_ranks(resume, 3)
+
+
+def test_it_follows_parameters_that_were_cast_or_built_before_sharding() -> None:
+    def check() -> None:
+        reference, sharded = twins(Short, lambda model: None)
+        optimizer = _on_shards(sharded)
+        fully_shard(sharded)
+        _train(reference, PlainAdam(reference.parameters()), 1)
+        _train(sharded, optimizer, 1)
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+        sharded.bfloat16()
+        with torch.no_grad():
+            sharded(X.bfloat16())
+        optimizer.zero_grad()
+        sharded(X.bfloat16()).square().mean().backward()
+        before = [whole(p).clone() for p in sharded.parameters()]
+        optimizer.step()
+        assert all(not torch.equal(whole(p), old) for p, old in zip(sharded.parameters(), before, strict=True))
+
+    run_ranks(check, 2)
+
+
+def test_it_is_the_optimizer_that_it_was() -> None:
+    def check() -> None:
+        _, sharded = _short()
+        optimizer = PlainAdam(sharded.parameters())
+        assert step_on_local_shards(optimizer) is optimizer
+        assert step_on_local_shards(optimizer) is optimizer
+        assert isinstance(optimizer, PlainAdam)
+        assert type(optimizer).__name__ == "PlainAdam"
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        _train(sharded, optimizer, 1)
+        scheduler.step()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+def test_what_needs_whole_tensors_is_refused(name: str) -> None:
+    optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(2, 2))])
+    with pytest.raises(ValueError, match=f"got {name}, which needs whole"):
+        step_on_local_shards(optimizer)
+
+
+def test_a_scheduler_that_came_first_is_named() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="before building the scheduler"):
+        step_on_local_shards(optimizer)
+
+
+@pytest.mark.parametrize("module", ["transformer_engine.pytorch.optimizers.fused_adam", "apex.optimizers"])
+def test_kernels_that_would_write_past_a_shard_are_refused(module: str) -> None:
+    """Before the first step has made state or moved a weight; afterwards it goes on from there."""
+
+    def check() -> None:
+        reference, sharded = _short()
+        fused = type("FusedAdam", (PlainAdam,), {"__module__": module})
+        optimizer = fused(sharded.parameters())
+        with pytest.raises(TypeError, match=r"got DTensors.*Call step_on_local_shards\(optimizer\) once"):
+            _train(sharded, optimizer, 1)
+        assert not optimizer.state
+        _train(reference, PlainAdam(reference.parameters()))
+        _train(sharded, step_on_local_shards(optimizer))
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+        unsharded = Short()
+        _train(unsharded, fused(unsharded.parameters()), 1)
+
+    run_ranks(check, 2)

@@ -1,0 +1,54 @@
+"""Profiling a few steps of a run: a trace for Perfetto, and the overlap report that is made of it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from lamella._directory import RunDirectory
+from lamella._place import Rank
+from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace, verdict
+
+NUM_WARMUP_STEPS = 3  # The first allocate and learn the order of units; the profiler begins in the last.
+
+
+@contextmanager
+def profiled(
+    num_steps: int | None, directory: RunDirectory, rank: Rank, say: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Profile `num_steps` steps of the first rank, after `NUM_WARMUP_STEPS`; None for none.
+
+    Gives what every rank calls after each step.
+
+    Effects: the first rank writes `directory.profile` when the steps are over, and the others wait for it in their next
+        collective; waits for the device.
+    """
+    if num_steps is None or not rank.is_first:
+        yield lambda: None
+        return
+
+    def finish(profiler: profile) -> None:
+        _write(profiler, directory, say)
+
+    activities = [ProfilerActivity.CPU]
+    if rank.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    when = schedule(wait=NUM_WARMUP_STEPS - 1, warmup=1, active=num_steps, repeat=1)
+    with profile(activities=activities, schedule=when, on_trace_ready=finish) as profiler:
+        yield profiler.step
+
+
+def _write(profiler: profile, directory: RunDirectory, say: Callable[[str], None]) -> None:
+    folder = directory.profile
+    folder.mkdir(exist_ok=True)
+    path = folder / "trace.json.gz"
+    profiler.export_chrome_trace(str(path))
+    try:
+        report = overlap_report(read_trace(path), str(path))
+    except TraceError as error:  # The run goes on: what went wrong is the profiler's affair.
+        say(f"profile: {error}")
+        return
+    (folder / "overlap.txt").write_text(as_text(report) + "\n", encoding="utf-8")
+    (folder / "overlap.json").write_text(as_json(report) + "\n", encoding="utf-8")
+    (folder / "overlap.html").write_text(as_html(report), encoding="utf-8")
+    say(f"profile: {folder}. {verdict(report)}")

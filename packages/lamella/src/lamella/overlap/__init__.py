@@ -1,0 +1,32 @@
+"""Where a step's time went: exposed collectives, copies and waits for the host, by unit, from a profiler's trace.
+
+    report = overlap_report(read_trace(Path("trace.json")))
+    print(as_text(report))
+
+The trace is what `torch.profiler` exports. Its ranges are those that lamella's units leave, or FSDP2's, whose names
+are the same.
+"""
+
+from lamella.overlap._html import as_html as as_html
+from lamella.overlap._report import HostGap as HostGap
+from lamella.overlap._report import OverlapReport as OverlapReport
+from lamella.overlap._report import Role as Role
+from lamella.overlap._report import StepReport as StepReport
+from lamella.overlap._report import Timeline as Timeline
+from lamella.overlap._report import Traffic as Traffic
+from lamella.overlap._report import UnitReport as UnitReport
+from lamella.overlap._report import overlap_report as overlap_report
+from lamella.overlap._tables import as_json as as_json
+from lamella.overlap._tables import as_text as as_text
+from lamella.overlap._trace import Breakdown as Breakdown
+from lamella.overlap._trace import Kernel as Kernel
+from lamella.overlap._trace import Kind as Kind
+from lamella.overlap._trace import TraceError as TraceError
+from lamella.overlap._trace import breakdown as breakdown
+from lamella.overlap._trace import classify as classify
+from lamella.overlap._trace import kernels_of as kernels_of
+from lamella.overlap._trace import operators_of as operators_of
+from lamella.overlap._trace import read_trace as read_trace
+from lamella.overlap._trace import streams_of as streams_of
+from lamella.overlap._verdict import losses as losses
+from lamella.overlap._verdict import verdict as verdict

@@ -1,0 +1,167 @@
+"""A report as one HTML page: the tables, and a timeline to zoom into."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from lamella.overlap._intervals import Interval, intersect
+from lamella.overlap._report import OverlapReport, Timeline
+from lamella.overlap._tables import UNIT_CAPTION, Row, headline, step_table, unit_table
+from lamella.overlap._verdict import verdict
+
+NUM_COLUMNS = 8000  # Of a step. Bars that are narrower than a column share one.
+_MOST_COLUMNS = 32000
+_LANE_HEIGHT = 20
+_LONGEST_NAME = 100
+
+_EXPOSED = "exposed"
+_COLOURS = {
+    "all_gather": "#2a78b5",
+    "reduce_scatter": "#7b4fa6",
+    "collective": "#4a5fa5",
+    "attention": "#3c8d5a",
+    "matmul": "#6bb37f",
+    "optimizer": "#b08a2e",
+    "transfer": "#d9822b",
+    "copy": "#e8a33d",
+    "fill": "#c9c2b4",
+    "elementwise": "#a9cfb4",
+    "range": "#b9c4cf",
+    "host_gap": "#d64550",
+    _EXPOSED: "#d64550",
+}
+
+
+@dataclass
+class _Bar:
+    """Columns of a lane, and what lies there."""
+
+    left: int
+    right: int
+    kind: str
+    text: str
+    num_more: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    interval: Interval
+    kind: str
+    text: str
+
+
+def as_html(report: OverlapReport) -> str:
+    """The report as a page that needs nothing else. Red under a bar: exposed.
+
+    However many kernels there are, a lane has at most `NUM_COLUMNS` bars a step, and 32,000 in all.
+    """
+    lanes = _lanes(report)
+    num_columns = min(NUM_COLUMNS * len(report.steps), _MOST_COLUMNS)
+    colours = "".join(f".{kind}{{fill:{colour};background:{colour}}}" for kind, colour in _COLOURS.items())
+    legend = " ".join(f'<span class="{kind}">&emsp;</span> {kind.replace("_", " ")}' for kind in _COLOURS)
+    labels = "".join(f"<div>{escape(name)}</div>" for name in lanes)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>lamella overlap report</title>
+<style>
+body {{ font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff }}
+table {{ border-collapse: collapse; margin: 1em 0 }}
+td, th {{ padding: 1px 8px; text-align: right; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }}
+td:first-child, th:first-child {{ text-align: left }}
+.timeline {{ display: flex; border: 1px solid #ccc }}
+.labels {{ flex: none; font-size: 12px }}
+.labels div {{ height: {_LANE_HEIGHT}px; padding: 0 6px; white-space: nowrap }}
+.scroll {{ overflow-x: auto; flex: auto }}
+svg {{ display: block; width: 100%; height: {_LANE_HEIGHT * len(lanes)}px }}
+.step {{ stroke: #222; stroke-width: 1; vector-effect: non-scaling-stroke }}
+{colours}
+</style>
+</head>
+<body>
+<h1>Overlap report</h1>
+<p>{escape(headline(report))}</p>
+<p><strong>{escape(verdict(report))}</strong></p>
+{_table(step_table(report))}
+<p>{legend}</p>
+<p>Zoom <input type="range" min="100" max="2000" value="100" aria-label="Zoom"
+ oninput="document.querySelector('svg').style.width = this.value + '%'"></p>
+<div class="timeline"><div class="labels">{labels}</div><div class="scroll">
+<svg viewBox="0 0 {num_columns} {_LANE_HEIGHT * len(lanes)}" preserveAspectRatio="none">
+{"".join(_drawing(report.timeline, lanes.values(), num_columns))}
+</svg>
+</div></div>
+<p>{UNIT_CAPTION}</p>
+{_table(unit_table(report))}
+</body>
+</html>
+"""
+
+
+def _table(rows: Sequence[Row]) -> str:
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    lines = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True))
+    return "<table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
+
+
+def _lanes(report: OverlapReport) -> dict[str, list[_Item]]:
+    """A lane a stream, one of waits for the host, and one for each depth of a thread's ranges."""
+    timeline = report.timeline
+    exposed = timeline.exposed if report.on_gpu else []
+    lanes: dict[str, list[_Item]] = defaultdict(list)
+    for each in timeline.placed:
+        kernel = each.kernel
+        lane = lanes[f"stream {kernel.stream}" if report.on_gpu else "main thread"]
+        text = f"{each.unit}: {kernel.name[:_LONGEST_NAME]}"
+        lane.append(_Item(interval=kernel.interval, kind=kernel.kind.name.lower(), text=text))
+        if kernel.kind.is_collective:
+            parts = intersect([kernel.interval], exposed)
+            lane.extend(_Item(interval=part, kind=_EXPOSED, text=f"{each.unit}: exposed") for part in parts)
+    for gap in timeline.host_gaps:
+        lanes["waits for the host"].append(_Item(interval=gap.interval, kind="host_gap", text=gap.unit))
+    threads = list(dict.fromkeys(found.thread for found in timeline.ranges))
+    for found in sorted(timeline.ranges, key=lambda found: (threads.index(found.thread), found.depth)):
+        lane = lanes[f"host thread {threads.index(found.thread)}{' +' * found.depth}"]
+        interval, text = (found.start_us, found.end_us), f"{found.unit}: {found.phase}"
+        lane.append(_Item(interval=interval, kind="range", text=text))
+    return lanes
+
+
+def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Item]], num_columns: int) -> Iterator[str]:
+    """Rectangles, and a line where a step begins."""
+    start, end = timeline.span
+    scale = num_columns / (end - start)
+    for index, items in enumerate(lanes):
+        bars = [item for item in items if item.kind != _EXPOSED]
+        marks = [item for item in items if item.kind == _EXPOSED]
+        top = index * _LANE_HEIGHT
+        yield from (_rect(bar, top + 2, _LANE_HEIGHT - 7) for bar in _bars(bars, start, scale))
+        yield from (_rect(bar, top + _LANE_HEIGHT - 5, 3) for bar in _bars(marks, start, scale))
+    for left, _ in timeline.windows.values():
+        x = (left - start) * scale
+        yield f'<line class="step" x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="100%"/>\n'
+
+
+def _bars(items: Iterable[_Item], start: float, scale: float) -> list[_Bar]:
+    """What to draw of a lane: each item that is a column wide, and one bar a column for the others in it."""
+    bars: list[_Bar] = []
+    for item in items:
+        left, right = (int((time - start) * scale) for time in item.interval)
+        if right < 0:  # The host is ahead of the GPU: what it did before the first kernel began is left out.
+            continue
+        text = f"{item.text}, {item.interval[1] - item.interval[0]:.1f} us"
+        taken = bars[-1].right if bars else 0
+        if right <= left and left < taken:
+            bars[-1].num_more += 1
+        else:
+            left = max(left, taken)
+            bars.append(_Bar(left, max(right, left + 1), item.kind, text))
+    return bars
+
+
+def _rect(bar: _Bar, top: int, height: int) -> str:
+    more = f", and {bar.num_more} more" if bar.num_more else ""
+    place = f'x="{bar.left}" y="{top}" width="{bar.right - bar.left}" height="{height}"'
+    return f'<rect class="{bar.kind}" {place}><title>{escape(bar.text)}{more}</title></rect>\n'

@@ -1,0 +1,372 @@
+"""Whose collectives were exposed, whose copies took time, and for whom the GPU waited, by step and by unit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lamella.overlap._host import GATHER, NO_UNIT, OPTIMIZER, REDUCE, Host, HostRange
+from lamella.overlap._intervals import Interval, gaps, intersect, length, union
+from lamella.overlap._trace import (
+    Kernel,
+    Kind,
+    Trace,
+    TraceError,
+    breakdown,
+    events_of,
+    kernels_of,
+    operators_of,
+)
+
+_COPIES = (Kind.COPY, Kind.TRANSFER)
+
+
+class Role(StrEnum):
+    """What a collective is for."""
+
+    FORWARD_GATHER = "forward_gathers"
+    BACKWARD_GATHER = "backward_gathers"
+    REDUCE = "reduces"
+    OTHER = "other_collectives"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A kernel, the range of the host that it was launched in, and what it is for if it is a collective.
+
+    One that runs over the end of a step is cut there; the part in the next step `is_rest`.
+    """
+
+    kernel: Kernel
+    range: HostRange | None
+    role: Role | None
+    is_rest: bool = False
+
+    @property
+    def unit(self) -> str:
+        return NO_UNIT if self.range is None else self.range.unit
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy, a cast or a transfer of a unit's."""
+        return self.range is not None and self.range.unit != OPTIMIZER and self.kernel.kind in _COPIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Collectives of one role.
+
+    Attributes:
+        num: How often the unit was gathered or reduced; of what belongs to no unit, the number of kernels.
+        duration: Milliseconds in which at least one of them ran.
+        exposed: Milliseconds of those in which the GPU ran nothing but collectives; None if that is not known.
+        sent_nbytes: What this rank sent, as `Kernel.sent_nbytes`; None if the trace does not say it of each.
+    """
+
+    num: int
+    duration: float
+    exposed: float | None
+    sent_nbytes: float | None
+
+    @property
+    def hidden(self) -> float | None:
+        """Milliseconds in which something was computed beside them."""
+        return None if self.exposed is None else self.duration - self.exposed
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """What was sent in that time, in 10^9 bytes a second: NCCL's bus bandwidth."""
+        return self.sent_nbytes / self.duration / 1e6 if self.sent_nbytes and self.duration else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitReport:
+    """Milliseconds of one unit.
+
+    Attributes:
+        traffic: Its collectives. Where two units' are exposed at once, both count.
+        copies: Copies, casts and transfers that were launched in its ranges.
+        host_gaps: In which the GPU waited for the host to launch something for it; None without a GPU.
+    """
+
+    unit: str
+    traffic: Mapping[Role, Traffic]
+    copies: float
+    host_gaps: float | None
+
+    @property
+    def is_worth_a_line(self) -> bool:
+        return bool(self.copies or self.host_gaps or any(traffic.num for traffic in self.traffic.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostGap:
+    """Time in which the GPU ran nothing, and the host had not yet launched, for a unit, what it was to run next."""
+
+    unit: str
+    start_us: float
+    end_us: float
+
+    @property
+    def interval(self) -> Interval:
+        return self.start_us, self.end_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """Milliseconds of one step. `span` is compute + exposed + idle.
+
+    Attributes:
+        compute: At least one kernel ran that is no collective.
+        exposed: Collectives ran and nothing else did. Without a GPU: the main thread was in one.
+        idle: Nothing ran.
+        by_kind: Kernels that ran at the same time count in each of their kinds.
+        optimizer: Of kernels that were launched in an optimizer's step, or are one's by their names.
+        lone_copies: Copies of units ran, and no other compute did.
+        whole: All units, and what belongs to none, together.
+    """
+
+    name: str
+    span: float
+    compute: float
+    exposed: float
+    idle: float
+    by_kind: Mapping[Kind, float]
+    collectives: float
+    optimizer: float
+    lone_copies: float
+    whole: UnitReport
+    units: tuple[UnitReport, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapReport:
+    """One rank's profile.
+
+    Attributes:
+        rank: And of how many; None if the trace does not say.
+        on_gpu: If not, operators of the host stand in for kernels, and nobody knows what ran beside gloo's threads.
+        steps: One for each "ProfilerStep#", or one.
+        total: All steps together.
+        timeline: What they were made from.
+    """
+
+    rank: int | None
+    num_ranks: int | None
+    on_gpu: bool
+    steps: tuple[StepReport, ...]
+    total: StepReport
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What ran, in the order of its beginning; when steps began and ended; ranges of the host, and waits for it."""
+
+    placed: Sequence[Placed]
+    windows: Mapping[str, Interval]
+    ranges: Sequence[HostRange]
+    host_gaps: Sequence[HostGap]
+
+    @property
+    def span(self) -> Interval:
+        """From the first step's beginning to the last one's end."""
+        return min(start for start, _ in self.windows.values()), max(end for _, end in self.windows.values())
+
+    @property
+    def exposed(self) -> list[Interval]:
+        """When collectives ran and nothing else did."""
+        collectives = union(each.kernel.interval for each in self.placed if each.kernel.kind.is_collective)
+        return intersect(collectives, _uncovered(self.placed, self.span))
+
+
+def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
+    """Account for the time of a profile that `torch.profiler` recorded while sharded units ran.
+
+    Ranges are lamella's, or FSDP2's, which have the same names. A step ends with the last kernel that was launched in
+    it.
+
+    Args:
+        trace: What `read_trace` gives.
+        source: What errors call it.
+
+    Raises:
+        TraceError: There are no kernels, or no ranges of units.
+
+    Effects: none.
+    """
+    kernels = kernels_of(trace)
+    on_gpu = bool(kernels)
+    kernels = sorted(kernels or _stand_ins(trace, source), key=lambda kernel: kernel.start_us)
+    host = Host(trace)
+    if not any(found.unit != OPTIMIZER for found in host.ranges):
+        raise TraceError(
+            f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU, "
+            "steps of a model under fully_shard that are no replay of a CUDA graph."
+        )
+    timeline = Timeline(
+        placed=[_place(kernel, host) for kernel in kernels],
+        windows=_windows(trace, kernels, source),
+        ranges=host.ranges,
+        host_gaps=_host_gaps(kernels, host) if on_gpu else (),
+    )
+    info = trace.get("distributedInfo", {})
+    return OverlapReport(
+        rank=info.get("rank"),
+        num_ranks=info.get("world_size"),
+        on_gpu=on_gpu,
+        steps=tuple(_step(name, window, timeline, on_gpu) for name, window in timeline.windows.items()),
+        total=_step("all steps", timeline.span, timeline, on_gpu),
+        timeline=timeline,
+    )
+
+
+def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
+    """Operators, if the trace is of a CPU."""
+    names = [event["name"] for event in events_of(trace, "user_annotation")]
+    if trace.get("distributedInfo", {}).get("backend") == "nccl" or any(name.startswith("nccl:") for name in names):
+        raise TraceError(
+            f"Expected GPU kernels in {source!r}, got none. Record with ProfilerActivity.CUDA; if that is so, CUPTI "
+            "does not work on that machine."
+        )
+    operators = operators_of(trace)
+    if not operators:
+        raise TraceError(f"Expected kernels or operators in {source!r}, got none. Profile steps of training.")
+    return operators
+
+
+def _place(kernel: Kernel, host: Host) -> Placed:
+    found = host.launching(kernel)
+    return Placed(kernel=kernel, range=found, role=_role(kernel, found, host))
+
+
+def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
+    """By the kernel's kind, or where that says too little by the range's phase."""
+    if not kernel.kind.is_collective:
+        return None
+    if found is None or found.unit == OPTIMIZER:
+        return Role.OTHER
+    if kernel.kind is Kind.ALL_GATHER or found.phase == GATHER:
+        return Role.BACKWARD_GATHER if host.in_backward(found.start_us) else Role.FORWARD_GATHER
+    return Role.REDUCE if kernel.kind is Kind.REDUCE_SCATTER or found.phase == REDUCE else Role.OTHER
+
+
+def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, Interval]:
+    """The time of each step that has kernels, end to end."""
+    marks = [event for event in events_of(trace, "user_annotation") if event["name"].startswith("ProfilerStep#")]
+    marks.sort(key=lambda event: event["ts"])
+    names = [mark["name"] for mark in marks] or ["whole trace"]
+    begins = [float(mark["ts"]) for mark in marks[1:]]
+    ends: dict[str, float] = {}
+    for kernel in kernels:
+        launched = kernel.start_us if kernel.launched_us is None else kernel.launched_us
+        name = names[bisect_right(begins, launched)]
+        ends[name] = max(kernel.end_us, ends.get(name, kernel.end_us))
+    start, windows = kernels[0].start_us, {}
+    for name in names:
+        if (end := ends.get(name, start)) > start:
+            windows[name] = start, end
+            start = end
+    if not windows:
+        raise TraceError(f"Expected kernels that took some time in {source!r}, got none. Profile steps of training.")
+    return windows
+
+
+def _host_gaps(kernels: Sequence[Kernel], host: Host) -> list[HostGap]:
+    """Where nothing ran, and what ran next had not been launched when that began.
+
+    Otherwise the GPU needed the time to begin what had been launched.
+    """
+    busy = union(kernel.interval for kernel in kernels)
+    found: list[HostGap] = []
+    for start, end in gaps(busy, busy[0][0], busy[-1][1]):
+        following = kernels[bisect_left(kernels, end, key=lambda kernel: kernel.start_us)]
+        if following.launched_us is not None and following.launched_us > start:
+            found.append(HostGap(unit=host.unit_about(following), start_us=start, end_us=end))
+    return found
+
+
+def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> StepReport:
+    placed = _clip(timeline.placed, window)
+    waits = [gap for gap in timeline.host_gaps if window[0] <= gap.start_us < window[1]]
+    found = breakdown([each.kernel for each in placed], window)
+    uncovered = _uncovered(placed, window) if on_gpu else None
+    by_unit: dict[str, list[Placed]] = {}
+    for each in placed:
+        by_unit.setdefault(each.unit, []).append(each)
+    for gap in waits:
+        by_unit.setdefault(gap.unit, [])
+    units = [_unit(unit, mine, [gap for gap in waits if gap.unit == unit], uncovered) for unit, mine in by_unit.items()]
+    others = union(each.kernel.interval for each in placed if not each.kernel.kind.is_collective and not each.is_copy)
+    return StepReport(
+        name=name,
+        span=found.span,
+        compute=found.span - found.exposed - found.idle,
+        exposed=found.exposed,
+        idle=found.idle,
+        by_kind=found.by_kind,
+        collectives=found.collectives,
+        optimizer=_ms(each for each in placed if each.unit == OPTIMIZER or each.kernel.kind is Kind.OPTIMIZER),
+        lone_copies=_ms((each for each in placed if each.is_copy), gaps(others, *window)),
+        whole=_unit("all", placed, waits, uncovered),
+        units=tuple(unit for unit in units if unit.is_worth_a_line),
+    )
+
+
+def _clip(placed: Iterable[Placed], window: Interval) -> list[Placed]:
+    """What ran in a window, cut where it begins or ends outside."""
+    start, end = window
+    return [
+        each if start <= each.kernel.start_us and each.kernel.end_us <= end else _cut(each, window)
+        for each in placed
+        if each.kernel.start_us < end and start < each.kernel.end_us
+    ]
+
+
+def _cut(placed: Placed, window: Interval) -> Placed:
+    kernel = placed.kernel
+    start, end = max(kernel.start_us, window[0]), min(kernel.end_us, window[1])
+    cut = replace(kernel, start_us=start, duration_us=end - start)
+    return replace(placed, kernel=cut, is_rest=kernel.start_us < window[0])
+
+
+def _uncovered(placed: Iterable[Placed], window: Interval) -> list[Interval]:
+    """When nothing was computed."""
+    return gaps(union(each.kernel.interval for each in placed if not each.kernel.kind.is_collective), *window)
+
+
+def _unit(
+    unit: str, placed: Sequence[Placed], waits: Sequence[HostGap], uncovered: Sequence[Interval] | None
+) -> UnitReport:
+    by_role: dict[Role, list[Placed]] = {role: [] for role in Role}
+    for each in placed:
+        if each.role is not None:
+            by_role[each.role].append(each)
+    return UnitReport(
+        unit=unit,
+        traffic={role: _traffic(collectives, uncovered) for role, collectives in by_role.items()},
+        copies=_ms(each for each in placed if each.is_copy),
+        host_gaps=None if uncovered is None else length(gap.interval for gap in waits) / 1e3,
+    )
+
+
+def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
+    begun = [each for each in placed if not each.is_rest]
+    calls = {id(each.range) for each in begun if each.range is not None and each.range.phase in (GATHER, REDUCE)}
+    # One operator can be several kernels, which then all speak of the whole.
+    sent = {each.kernel.operator or each.kernel.start_us: each.kernel.sent_nbytes for each in begun}
+    known = [nbytes for nbytes in sent.values() if nbytes is not None]
+    return Traffic(
+        num=len(calls) or len(begun),
+        duration=_ms(placed),
+        exposed=None if uncovered is None else _ms(placed, uncovered),
+        sent_nbytes=sum(known) if known and len(known) == len(sent) else None,
+    )
+
+
+def _ms(placed: Iterable[Placed], within: Sequence[Interval] | None = None) -> float:
+    """Milliseconds in which at least one of some kernels ran."""
+    busy = union(each.kernel.interval for each in placed)
+    return length(busy if within is None else intersect(busy, within)) / 1e3

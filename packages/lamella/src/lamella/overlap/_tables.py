@@ -1,0 +1,102 @@
+"""A report as tables, as text and as JSON."""
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from lamella.overlap._report import OverlapReport, StepReport, Traffic, UnitReport
+from lamella.overlap._verdict import losses, verdict
+
+Row = Sequence[str]
+
+_WIDTH = 120
+
+
+def headline(report: OverlapReport) -> str:
+    """Whose profile it is, and of what."""
+    who = "" if report.rank is None else f"rank {report.rank} of {report.num_ranks}, "
+    what = "GPU kernels" if report.on_gpu else "operators of the host's main thread"
+    steps = f"{len(report.steps)} step{'s' if len(report.steps) > 1 else ''}"
+    return f"{who}{steps}, {what}; milliseconds"
+
+
+def step_table(report: OverlapReport) -> list[Row]:
+    """A header, and a row a step: compute, exposed (without a GPU: collectives) and idle are the span."""
+    alone = "exposed" if report.on_gpu else "in collectives"
+    header = ["step", "span", "compute", alone, "idle", "", "collectives", "copies", "optimizer", "host gaps"]
+    return [header, *(_step_row(step) for step in report.steps)]
+
+
+def _step_row(step: StepReport) -> Row:
+    parts = [step.span, step.compute, step.exposed, step.idle]
+    others = [step.collectives, step.whole.copies, step.optimizer, step.whole.host_gaps]
+    return [step.name, *map(_ms, parts), "", *map(_ms, others)]
+
+
+def unit_table(report: OverlapReport) -> list[Row]:
+    """A header, and a row a unit: the mean of all steps. What no unit has is left out."""
+    roles = ["forward", "backward", "reduced", "other"]
+    header = ["unit", *(cell for role in roles for cell in (role, "ms", "exposed", "GB/s")), "copies", "host gaps"]
+    num_steps = len(report.steps)
+    rows = [_unit_row(unit, num_steps) for unit in (*report.total.units, report.total.whole)]
+    columns = zip(header, *rows, strict=True)
+    return list(zip(*(column for column in columns if any(cell not in ("", "-") for cell in column[1:])), strict=True))
+
+
+UNIT_CAPTION = (
+    "A step's mean: how often each unit was gathered in forward and in backward, and reduced, for how long (ms), how "
+    "much of that was exposed, and what each rank sent in a second."
+)
+
+
+def _unit_row(unit: UnitReport, num_steps: int) -> Row:
+    cells = [cell for traffic in unit.traffic.values() for cell in _traffic_cells(traffic, num_steps)]
+    return [unit.unit, *cells, _ms(unit.copies, num_steps), _ms(unit.host_gaps, num_steps)]
+
+
+def _traffic_cells(traffic: Traffic, num_steps: int) -> Row:
+    if not traffic.num:
+        return ["", "", "", ""]
+    rate = "-" if traffic.gb_per_s is None else f"{traffic.gb_per_s:.0f}"
+    return [f"{traffic.num / num_steps:g}", _ms(traffic.duration, num_steps), _ms(traffic.exposed, num_steps), rate]
+
+
+def _ms(value: float | None, num_steps: int = 1) -> str:
+    return "-" if value is None else f"{value / num_steps:.2f}"
+
+
+def as_text(report: OverlapReport) -> str:
+    """The report for a terminal."""
+    caption, conclusion = (textwrap.fill(text, _WIDTH) for text in (UNIT_CAPTION, verdict(report)))
+    parts = [headline(report), _aligned(step_table(report)), caption, _aligned(unit_table(report)), conclusion]
+    return "\n\n".join(parts)
+
+
+def _aligned(rows: Sequence[Row]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    lines = ["  ".join(f(cell, width) for f, cell, width in zip(align, row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_json(report: OverlapReport) -> str:
+    """The report for programs: the attributes of `OverlapReport` but its timeline, in milliseconds and bytes.
+
+    Those of `total` are sums over all steps. What is not known is null.
+    """
+    values = {
+        "rank": report.rank,
+        "num_ranks": report.num_ranks,
+        "on_gpu": report.on_gpu,
+        "steps": [_step_values(step) for step in report.steps],
+        "total": _step_values(report.total),
+        "losses": [asdict(loss) for loss in losses(report)],
+        "verdict": verdict(report),
+    }
+    return json.dumps(values, indent=2)
+
+
+def _step_values(step: StepReport) -> dict[str, object]:
+    by_kind = {kind.name.lower(): ms for kind, ms in step.by_kind.items()}
+    return asdict(step) | {"by_kind": by_kind}

@@ -1,0 +1,232 @@
+"""Reading a Chrome trace of `torch.profiler`: what each kernel is, who launched it, and where the time goes."""
+
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from lamella.overlap._intervals import Interval, length, union
+
+Trace = dict[str, Any]
+
+_COMMUNICATES = r"nccl|c10d::|gloo::|multimem|memcpy ptop"
+_GZIP = b"\x1f\x8b"
+_ITEM_NBYTES = {"Long": 8, "Double": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # else 1
+
+
+class TraceError(ValueError):
+    """A trace does not hold what was asked of it: one line that names the file and the way out."""
+
+
+class Kind(Enum):
+    """What a kernel does, told by its name. The order is the order of the tests: the first that matches wins."""
+
+    ALL_GATHER = rf"({_COMMUNICATES}).*all_?gather"
+    REDUCE_SCATTER = rf"({_COMMUNICATES}).*reduce_?scatter"
+    ALL_TO_ALL = rf"({_COMMUNICATES}).*(all_?to_?all|sendrecv)"
+    COLLECTIVE = _COMMUNICATES
+    ATTENTION = r"flash|fmha|sdpa|attention"
+    MATMUL = r"gemm|nvjet|xmma|splitkreduce|cutlass|cublas|aten::(add)?mm|aten::bmm"
+    OPTIMIZER = r"adam"
+    TRANSFER = r"memcpy (htod|dtoh)"
+    COPY = r"copy|catarray|chunk_cat|memcpy|aten::cat"
+    FILL = r"memset|fillfunctor|zerofunctor|aten::(fill|zero)_"
+    ELEMENTWISE = r""
+
+    @property
+    def is_collective(self) -> bool:
+        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.COLLECTIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One run of a kernel.
+
+    Attributes:
+        numels: Of the tensors given to the operator that launched it, () if unknown.
+        operator: The trace's number of that operator.
+        thread: Of the host, that launched it.
+        launched_us: When that was.
+        sent_nbytes: What each rank sends in a collective: among N ranks, (N-1)/N of the whole tensors; in an all-reduce
+            twice that. None if unknown.
+    """
+
+    name: str
+    stream: int
+    start_us: float
+    duration_us: float
+    numels: tuple[int, ...] = ()
+    operator: int | None = None
+    thread: int | None = None
+    launched_us: float | None = None
+    sent_nbytes: float | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return classify(self.name)
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+    @property
+    def interval(self) -> Interval:
+        return self.start_us, self.end_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Milliseconds of a profile. Kernels that run at the same time count in each of their kinds."""
+
+    span: float
+    by_kind: dict[Kind, float]
+    collectives: float
+    exposed: float  # collectives run and nothing else does
+    idle: float  # nothing runs
+
+
+def read_trace(path: Path) -> Trace:
+    """Read what `export_chrome_trace` wrote, gzipped or not.
+
+    Raises:
+        TraceError: The file cannot be read, or holds something else.
+    """
+    expected = f"Expected a Chrome trace of torch.profiler in {str(path)!r}, got"
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if content.startswith(_GZIP) else content
+        trace = json.loads(content.decode(errors="replace"), strict=False)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise TraceError(f"{expected} {getattr(error, 'strerror', None) or str(error).rstrip('.')}.") from error
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise TraceError(f"{expected} JSON without a list of traceEvents. Write one with export_chrome_trace().")
+    return trace
+
+
+@cache
+def classify(name: str) -> Kind:
+    """The kind of kernel that a name tells. On a CPU, operators stand in for kernels."""
+    return next(kind for kind in Kind if re.search(kind.value, name.lower()))
+
+
+def kernels_of(trace: Trace) -> list[Kernel]:
+    """The kernels of a trace.
+
+    Each is given the tensor sizes of the operator that launched it, by the trace's "External id", if it was recorded
+    with `record_shapes`; and the call that launched it, by its "correlation".
+    """
+    numels = {_args(event).get("External id"): _numels(event) for event in events_of(trace, "cpu_op")}
+    calls = events_of(trace, "cuda_runtime", "cuda_driver")
+    launches = {event["args"]["correlation"]: event for event in calls if "correlation" in _args(event)}
+    return [
+        _kernel(event, numels.get(_args(event).get("External id"), ()), launches.get(_args(event).get("correlation")))
+        for event in events_of(trace, "kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def operators_of(trace: Trace) -> list[Kernel]:
+    """What stands in for kernels on a CPU: the main thread's operators that call no other.
+
+    Collectives count as such and other threads are left out, because what gloo and its transport copy is their affair.
+    """
+    leaves: list[dict[str, Any]] = []
+    opaque_until = -math.inf
+    labels = (event for event in events_of(trace, "user_annotation") if event["name"].startswith("gloo::"))
+    ours = (event for event in (*events_of(trace, "cpu_op"), *labels) if event["tid"] == event["pid"])
+    for event in sorted(ours, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] < opaque_until:
+            continue
+        if leaves and event["ts"] < leaves[-1]["ts"] + leaves[-1]["dur"]:
+            leaves.pop()
+        leaves.append(event)
+        if classify(event["name"]).is_collective:
+            opaque_until = event["ts"] + event["dur"]
+    return [_kernel(event, _numels(event), event) for event in leaves]
+
+
+def breakdown(kernels: Sequence[Kernel], window: Interval | None = None) -> Breakdown:
+    """Where the time goes.
+
+    Args:
+        window: What kernels lie in: from the first one's start to the last one's end, or more than that.
+    """
+    by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
+    for kernel in kernels:
+        by_kind[kernel.kind].append(kernel.interval)
+    busy = {kind: union(intervals) for kind, intervals in by_kind.items()}
+    everything = length(union(chain(*busy.values())))
+    compute = length(union(chain(*(busy[kind] for kind in Kind if not kind.is_collective))))
+    collectives = length(union(chain(*(busy[kind] for kind in Kind if kind.is_collective))))
+    start, end = window or (min(kernel.start_us for kernel in kernels), max(kernel.end_us for kernel in kernels))
+    return Breakdown(
+        span=(end - start) / 1e3,
+        by_kind={kind: length(intervals) / 1e3 for kind, intervals in busy.items()},
+        collectives=collectives / 1e3,
+        exposed=(everything - compute) / 1e3,
+        idle=(end - start - everything) / 1e3,
+    )
+
+
+def streams_of(kernels: Iterable[Kernel], *kinds: Kind) -> set[int]:
+    """The streams that kernels of these kinds ran on."""
+    return {kernel.stream for kernel in kernels if kernel.kind in kinds}
+
+
+def events_of(trace: Trace, *categories: str) -> list[dict[str, Any]]:
+    """The complete events of some categories: those that have a beginning and a duration."""
+    return [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in categories]
+
+
+def _kernel(event: dict[str, Any], numels: tuple[int, ...], launch: dict[str, Any] | None) -> Kernel:
+    # NCCL runs a group of unlike sizes in a kernel of no particular name; the trace still knows what was called.
+    args = _args(event)
+    name = f"{event['name']} {args.get('Collective name', '')}".strip()
+    return Kernel(
+        name=name,
+        stream=int(args.get("stream", 0)),
+        start_us=float(event["ts"]),
+        duration_us=float(event["dur"]),
+        numels=numels,
+        operator=args.get("External id"),
+        thread=None if launch is None else int(launch["tid"]),
+        launched_us=None if launch is None else float(launch["ts"]),
+        sent_nbytes=_sent_nbytes(name, args),
+    )
+
+
+def _args(event: dict[str, Any]) -> Mapping[str, Any]:
+    args: Mapping[str, Any] = event.get("args", {})
+    return args
+
+
+def _sent_nbytes(name: str, args: Mapping[str, Any]) -> float | None:
+    num_ranks, kind = args.get("Group size"), classify(name)
+    times = 1 if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else 2 if "allreduce" in name.lower() else 0
+    if not num_ranks or not times or "Out msg nelems" not in args:
+        return None
+    whole = max(args["Out msg nelems"], args.get("In msg nelems", 0)) * _ITEM_NBYTES.get(args.get("dtype", ""), 1)
+    return float(times * whole * (num_ranks - 1) / num_ranks)
+
+
+def _numels(event: dict[str, Any]) -> tuple[int, ...]:
+    """Elements of each tensor given to an operator: () if shapes were not recorded, (1,) if all are scalars.
+
+    In "Input Dims" a tensor is a list of its dims, a list of tensors is nested one deeper, and anything else is empty.
+    """
+    if "Input Dims" not in _args(event):
+        return ()
+    numels: list[int] = []
+    for argument in _args(event)["Input Dims"]:
+        if argument and isinstance(argument[0], list):
+            numels.extend(math.prod(dims) for dims in argument)
+        elif argument:
+            numels.append(math.prod(argument))
+    return tuple(numels) or (1,)

@@ -1,0 +1,449 @@
+"""The overlap report, on traces whose answers are known: whose time was exposed, copied, or waited for."""
+
+import gzip
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile, schedule
+from traces import (
+    ADAM,
+    ALL_GATHER,
+    CAST,
+    COMPUTE,
+    GATHER,
+    MATMUL,
+    REDUCE,
+    REDUCE_SCATTER,
+    TraceMaker,
+    two_units_in_two_steps,
+)
+
+from lamella.overlap import (
+    OverlapReport,
+    Role,
+    StepReport,
+    TraceError,
+    UnitReport,
+    as_html,
+    as_json,
+    as_text,
+    losses,
+    overlap_report,
+    read_trace,
+    verdict,
+)
+from lamella.overlap._html import NUM_COLUMNS
+from lamella.overlap._intervals import gaps, intersect, length, union
+from lamella_engine import fully_shard
+from lamella_testing import run_ranks
+
+
+def _unit(step: StepReport, name: str) -> UnitReport:
+    return next(unit for unit in step.units if unit.unit == name)
+
+
+def _times(unit: UnitReport, role: Role) -> tuple[int, float, float]:
+    """How often, and microseconds in all and exposed."""
+    traffic = unit.traffic[role]
+    assert traffic.exposed is not None
+    return traffic.num, round(1000 * traffic.duration, 6), round(1000 * traffic.exposed, 6)
+
+
+# -- known answers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_compute_exposed_communication_and_idleness() -> None:
+    report = overlap_report(two_units_in_two_steps())
+    assert (report.rank, report.num_ranks, report.on_gpu) == (1, 4, True)
+    first, second = report.steps
+    assert (first.name, second.name) == ("ProfilerStep#5", "ProfilerStep#6")
+    for step, parts in ((first, [870, 510, 300, 60]), (second, [320.25, 100.25, 99.5, 120.5])):
+        assert [1000 * each for each in (step.span, step.compute, step.exposed, step.idle)] == pytest.approx(parts)
+    others = (first.collectives, first.optimizer, first.lone_copies)
+    assert [1000 * each for each in others] == pytest.approx([400, 100, 10])
+
+
+def test_each_unit_has_its_gathers_reductions_copies_and_waits() -> None:
+    first, second = overlap_report(two_units_in_two_steps()).steps
+    a, b = _unit(first, "a"), _unit(first, "b")
+    assert _times(a, Role.FORWARD_GATHER) == (1, 100, 100)
+    assert _times(b, Role.FORWARD_GATHER) == (1, 150, 60)  # prefetched by a, and its own
+    assert _times(a, Role.BACKWARD_GATHER) == (0, 0, 0)
+    assert _times(b, Role.BACKWARD_GATHER) == (1, 40, 40)  # launched on autograd's thread
+    assert _times(a, Role.REDUCE) == (1, 60, 50)
+    assert _times(b, Role.REDUCE) == (1, 50, 50)
+    assert (1000 * a.copies, b.copies) == pytest.approx((10, 0))
+    assert (a.host_gaps, b.host_gaps) == pytest.approx((0.050, 0))  # the GPU's own latency before b's gather is none
+    assert _times(_unit(second, "a"), Role.FORWARD_GATHER) == (1, 99.5, 99.5)  # a backward that is over
+    assert _unit(second, "a").host_gaps == pytest.approx(0.1205)
+
+
+def test_rates_come_from_what_nccl_says_of_a_message() -> None:
+    first, _ = overlap_report(two_units_in_two_steps()).steps
+    traffic = _unit(first, "a").traffic
+    assert traffic[Role.FORWARD_GATHER].sent_nbytes == 3 / 4 * 400_000 * 2
+    assert traffic[Role.FORWARD_GATHER].gb_per_s == pytest.approx(600_000 / 100e-6 / 1e9)
+    assert traffic[Role.REDUCE].sent_nbytes is None
+    assert first.whole.traffic[Role.FORWARD_GATHER].sent_nbytes is None  # of b's gather nothing is said
+
+
+def test_the_total_is_that_of_all_steps() -> None:
+    report = overlap_report(two_units_in_two_steps())
+    assert report.total.span == pytest.approx(sum(step.span for step in report.steps))
+    assert _times(_unit(report.total, "a"), Role.FORWARD_GATHER) == (2, 199.5, 199.5)
+    assert _times(report.total.whole, Role.REDUCE) == (2, 110, 100)
+
+
+def test_without_steps_the_whole_trace_is_one() -> None:
+    trace = two_units_in_two_steps()
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if "ProfilerStep" not in event["name"]]
+    [step] = overlap_report(trace).steps
+    assert step.name == "whole trace" and step.span == pytest.approx(1.19025)
+
+
+def test_a_gather_that_runs_over_the_end_of_its_step_is_cut_there_and_counts_once() -> None:
+    made = TraceMaker()
+    made.host("ProfilerStep#0", 0, 50)
+    made.host("FSDP::pre_forward", 0, 5)
+    made.kernel(MATMUL, 10, 110, COMPUTE, 6)
+    made.host("ProfilerStep#1", 50, 100)
+    made.host("FSDP::all_gather", 52, 56)
+    made.kernel(ALL_GATHER, 60, 160, GATHER, 54)
+    first, second = overlap_report(made.trace()).steps
+    assert _times(_unit(first, "(outermost)"), Role.FORWARD_GATHER) == (1, 50, 0)
+    assert _times(second.whole, Role.FORWARD_GATHER) == (0, 50, 50)
+
+
+def test_the_kernels_of_one_call_count_once_and_speak_of_the_same_bytes() -> None:
+    made = TraceMaker()
+    made.host("FSDP::all_gather (a)", 0, 10)
+    said = {"dtype": "Float", "Group size": 2, "In msg nelems": 5, "Out msg nelems": 10, "External id": 4}
+    made.kernel("ncclDevKernel_AllGather", 20, 30, GATHER, 1, **said)
+    made.kernel("ncclDevKernel_AllGather", 30, 40, GATHER, 2, **said)
+    made.host("FSDP::post_backward_reduce (a)", 50, 60)
+    made.kernel("ncclDevKernel_AllReduce", 70, 80, REDUCE, 51, **said | {"External id": 5})
+    unit = _unit(overlap_report(made.trace()).total, "a")
+    assert _times(unit, Role.FORWARD_GATHER) == (1, 20, 20) and unit.traffic[Role.FORWARD_GATHER].sent_nbytes == 20
+    assert _times(unit, Role.REDUCE) == (1, 10, 10) and unit.traffic[Role.REDUCE].sent_nbytes == 40
+
+
+def test_a_name_that_says_little_is_told_by_the_range_it_was_launched_in() -> None:
+    made = TraceMaker()
+    made.host("FSDP::pre_backward (a)", 0, 30)
+    made.host("FSDP::backward_prefetch for (a).b", 2, 20)
+    made.host("FSDP::all_gather ((a).b)", 3, 10)
+    made.kernel("Memcpy PtoP (Device -> Device)", 40, 50, GATHER, 4)
+    made.kernel("Memcpy DtoD (Device -> Device)", 50, 51, COMPUTE, 15)  # after the gather, in the prefetch
+    made.host("FSDP::post_backward_rs_wait ()", 31, 34)
+    made.host("FSDP::post_backward_reduce", 35, 39)
+    made.kernel("ncclDevKernel_Generic_4", 60, 70, REDUCE, 36)
+    total = overlap_report(made.trace()).total
+    assert _times(_unit(total, "(a).b"), Role.BACKWARD_GATHER) == (1, 10, 10)
+    assert _unit(total, "(a).b").copies == pytest.approx(0.001)
+    assert _times(_unit(total, "(outermost)"), Role.REDUCE) == (1, 10, 10)
+
+
+def test_collectives_outside_of_all_units_have_a_line_of_their_own() -> None:
+    made = TraceMaker()
+    made.host("FSDP::post_backward_reduce (a)", 0, 10)
+    made.kernel(REDUCE_SCATTER, 10, 20, REDUCE, 1)
+    made.kernel("ncclDevKernel_AllReduce", 20, 30, COMPUTE, 12)
+    assert _times(_unit(overlap_report(made.trace()).total, "(no unit)"), Role.OTHER) == (1, 10, 10)
+
+
+# -- properties ------------------------------------------------------------------------------------------------------
+
+NAMES = [MATMUL, CAST, ALL_GATHER, REDUCE_SCATTER, ADAM]
+KERNELS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.integers(20, 90), st.integers(0, 12), st.integers(0, 19)), min_size=1
+)
+
+
+def _instants(kernels: list[tuple[str, int, int, int]], *names: str) -> set[int]:
+    return {time for name, start, duration, _ in kernels if name in names for time in range(start, start + duration)}
+
+
+@given(KERNELS, st.integers(20, 60))
+def test_parts_add_up_whatever_runs_when(kernels: list[tuple[str, int, int, int]], cut: int) -> None:
+    made = TraceMaker()
+    for name, start, end in (("ProfilerStep#0", 0, cut), ("ProfilerStep#1", cut, 100)):
+        made.host(name, start, end)
+    for begin in range(0, 90, 10):
+        made.host(f"FSDP::all_gather (layers.{begin % 30})", begin, begin + 6)
+        made.host(f"FSDP::post_backward_reduce (layers.{begin % 20})", begin + 6, begin + 9)
+    for name, start, duration, lead in kernels:
+        made.kernel(name, start, start + duration, COMPUTE, start - lead)
+    assume(any(duration for _, _, duration, _ in kernels))
+    report = overlap_report(made.trace())
+    computed, communicated = _instants(kernels, MATMUL, CAST, ADAM), _instants(kernels, ALL_GATHER, REDUCE_SCATTER)
+    assert 1000 * report.total.compute == pytest.approx(len(computed))
+    assert 1000 * report.total.exposed == pytest.approx(len(communicated - computed))
+    assert sum(step.span for step in report.steps) == pytest.approx(report.total.span)
+    for step in (*report.steps, report.total):
+        assert step.compute + step.exposed + step.idle == pytest.approx(step.span)
+        assert 0 <= (step.whole.host_gaps or 0) <= step.idle + 1e-9
+        for unit in (*step.units, step.whole):
+            for traffic in unit.traffic.values():
+                assert traffic.exposed is not None and traffic.hidden is not None
+                assert -1e-9 <= traffic.exposed <= traffic.duration + 1e-9
+                assert traffic.exposed + traffic.hidden == pytest.approx(traffic.duration)
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))))
+
+
+@given(PAIRS, PAIRS)
+def test_arithmetic_on_intervals_is_that_of_sets(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    def instants(intervals: list[Any]) -> set[int]:
+        return {time for start, end in intervals for time in range(start, end)}
+
+    merged = union(some)
+    assert instants(merged) == instants(some) and length(merged) == len(instants(some))
+    assert instants(gaps(merged, 5, 45)) == set(range(5, 45)) - instants(some)
+    assert instants(intersect(merged, union(others))) == instants(some) & instants(others)
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_the_text_has_a_line_a_step_and_a_line_a_unit() -> None:
+    lines = as_text(overlap_report(two_units_in_two_steps())).splitlines()
+    assert lines[0] == "rank 1 of 4, 2 steps, GPU kernels; milliseconds"
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert rows["ProfilerStep#5"] == ["0.87", "0.51", "0.30", "0.06", "0.40", "0.01", "0.10", "0.05"]
+    assert rows["unit"][:4] == ["forward", "ms", "exposed", "GB/s"] and "other" not in rows["unit"]
+    assert rows["a"] == ["1", "0.10", "0.10", "6", "0.5", "0.03", "0.03", "0.01", "0.09"]
+    assert max(map(len, lines)) <= 120
+
+
+def _report(
+    *, exposed: Role | None = None, host_gaps: float = 0.0, lone_copies: float = 0.0, collectives: float = 10.0
+) -> OverlapReport:
+    """A step of 100 ms that loses 20 in one way."""
+    report = overlap_report(two_units_in_two_steps())
+    unit = report.total.whole
+    traffic = {role: replace(each, exposed=20.0 if role is exposed else 0.0) for role, each in unit.traffic.items()}
+    whole = replace(unit, traffic=traffic, host_gaps=host_gaps)
+    total = replace(
+        report.total,
+        span=100.0,
+        compute=70.0,
+        collectives=collectives,
+        lone_copies=lone_copies,
+        whole=whole,
+        units=(whole,),
+    )
+    return replace(report, steps=report.steps[:1], total=total)
+
+
+@pytest.mark.parametrize(
+    ("report", "loss", "knob"),
+    [
+        (_report(exposed=Role.FORWARD_GATHER), "exposed gathers in forward", "set_prefetch_budget"),
+        (_report(exposed=Role.BACKWARD_GATHER), "exposed gathers in backward", "set_keep_budget"),
+        (_report(exposed=Role.REDUCE), "exposed reductions", "set_reduce_scatter_max_input_buffers"),
+        (_report(exposed=Role.REDUCE, collectives=90.0), "exposed reductions", "bfloat16"),
+        (_report(host_gaps=20.0), "waits for the host", "CUDA graph"),
+        (_report(lone_copies=20.0), "copies of units that nothing else runs beside", "divides by the number of ranks"),
+    ],
+)
+def test_the_verdict_names_the_largest_loss_and_what_moves_it(report: OverlapReport, loss: str, knob: str) -> None:
+    assert losses(report)[0].name == loss
+    assert verdict(report).startswith(f"The largest loss is 20.00 ms a step (20.0%) of {loss}.")
+    assert knob in verdict(report)
+
+
+def test_where_nothing_is_lost_the_verdict_says_so() -> None:
+    assert verdict(_report()).startswith("Nothing stands out")
+
+
+def test_what_is_exposed_at_one_unit_is_said_of_that_unit() -> None:
+    assert "Most of it is of 'a'." in verdict(overlap_report(two_units_in_two_steps()))
+
+
+def test_json_has_what_the_report_has() -> None:
+    report = overlap_report(two_units_in_two_steps())
+    values = json.loads(as_json(report))
+    assert [step["name"] for step in values["steps"]] == ["ProfilerStep#5", "ProfilerStep#6"]
+    first = {unit["unit"]: unit for unit in values["steps"][0]["units"]}
+    assert first["b"]["traffic"]["forward_gathers"]["exposed"] == pytest.approx(0.06)
+    assert values["total"]["by_kind"]["matmul"] == pytest.approx(0.50025)
+    assert values["verdict"] == verdict(report)
+
+
+class _Page(HTMLParser):
+    """Tags that are open, and what was read of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rects: list[dict[str, str | None]] = []
+        self.titles: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+        if tag == "rect":
+            self.rects.append(dict(attrs))
+        assert not {name for name, _ in attrs} & {"src", "href"}  # nothing from elsewhere
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag == "line"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] == "title":
+            self.titles.append(data)
+
+
+def test_the_page_is_well_formed_and_names_each_unit_and_what_was_exposed() -> None:
+    names = ("blocks.0<script>&", 'blocks."1"')
+    text = as_html(overlap_report(two_units_in_two_steps(*names)))
+    page = _Page(text)
+    assert page.open == [] and "<script>" not in text
+    for name in names:
+        assert name in page.text and any(title.startswith(f"{name}: ncclDevKernel_AllGather") for title in page.titles)
+    assert f"{names[1]}: exposed, 60.0 us" in page.titles
+    kinds = {rect["class"] for rect in page.rects}
+    assert kinds == {"all_gather", "reduce_scatter", "matmul", "copy", "optimizer", "exposed", "host_gap", "range"}
+
+
+def test_bars_lie_where_their_kernels_ran() -> None:
+    page = _Page(as_html(overlap_report(two_units_in_two_steps())))
+    [adam] = [rect for rect in page.rects if rect["class"] == "optimizer"]
+    scale = 2 * NUM_COLUMNS / 1190.25
+    assert float(adam["x"] or 0) == pytest.approx(770 * scale, abs=1)
+    assert float(adam["width"] or 0) == pytest.approx(100 * scale, abs=2)
+
+
+def test_a_page_of_very_many_kernels_stays_small() -> None:
+    made = TraceMaker()
+    made.host("FSDP::all_gather (a)", 0, 1)
+    for i in range(100_000):
+        made.kernel(MATMUL, 10 + 2 * i, 11 + 2 * i, COMPUTE, 5)
+    page = _Page(as_html(overlap_report(made.trace())))
+    assert len(page.rects) <= 2 * NUM_COLUMNS
+    assert sum(int(title.split(" and ")[1].split()[0]) + 1 for title in page.titles if " more" in title) > 90_000
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
+    text = json.dumps(two_units_in_two_steps())
+    (tmp_path / "trace.json").write_text(text)
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(text.encode()))
+    plain, zipped = (overlap_report(read_trace(tmp_path / name)) for name in ("trace.json", "trace.json.gz"))
+    assert as_json(plain) == as_json(zipped)
+    assert math.isclose(plain.total.span, 1.19025)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"[]", "JSON without a list of traceEvents. Write one with export_chrome_trace()"),
+        (b'{"traceEvents": 3}', "JSON without a list of traceEvents"),
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "ended before the end-of-stream marker"),
+        (b"\x1f\x8b" + b"\x08" * 30, ""),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "some.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="Expected a Chrome trace of torch.profiler in ") as refused:
+        read_trace(path)
+    assert str(path) in str(refused.value) and problem in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="got No such file or directory"):
+        read_trace(tmp_path / "absent.json")
+
+
+def _trace(*events: tuple[str, str]) -> dict[str, Any]:
+    fields = {"ph": "X", "ts": 1, "dur": 2, "pid": 1, "tid": 1, "args": {}}
+    return {"traceEvents": [fields | {"cat": category, "name": name} for category, name in events]}
+
+
+UNITS = ("user_annotation", "FSDP::all_gather (a)")
+TIMELESS = [event | {"dur": 0} for event in _trace(("kernel", MATMUL), UNITS)["traceEvents"]]
+
+
+@pytest.mark.parametrize(
+    ("trace", "problem"),
+    [
+        (_trace(), "Expected kernels or operators in 'some.json', got none"),
+        ({"traceEvents": TIMELESS}, "Expected kernels that took some time in 'some.json', got none"),
+        (_trace(UNITS, ("cpu_op", "aten::mm")) | {"distributedInfo": {"backend": "nccl"}}, "Expected GPU kernels in "),
+        (
+            _trace(("kernel", MATMUL)),
+            "Expected ranges of sharded units .* in 'some.json', got none. Record with Profiler",
+        ),
+        (
+            _trace(("kernel", MATMUL), ("user_annotation", "Optimizer.step#SGD.step")),
+            "Expected ranges of sharded units",
+        ),
+        (
+            _trace(UNITS, ("cpu_op", "aten::mm"), ("user_annotation", "nccl:_all_gather_base")),
+            "Expected GPU kernels in ",
+        ),
+    ],
+)
+def test_a_trace_that_cannot_be_accounted_for_is_refused(trace: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TraceError, match=problem):
+        overlap_report(trace, "some.json")
+
+
+@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["lamella", "fsdp2"])
+def test_recorded_steps_of_lamella_and_of_fsdp2_are_read_alike(shard: Callable[..., object], tmp_path: Path) -> None:
+    def record() -> None:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        for layer in model:
+            shard(layer)
+        shard(model)
+        when = schedule(wait=1, warmup=1, active=2, repeat=1)
+        with profile(activities=[ProfilerActivity.CPU], schedule=when, acc_events=True) as profiler:
+            for _ in range(4):
+                model(torch.ones(2, 8)).sum().backward()
+                profiler.step()
+        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
+
+    run_ranks(record, 2)
+    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
+    assert (report.rank, report.num_ranks, report.on_gpu, len(report.steps)) == (1, 2, False, 2)
+    for name in ("0", "1", "2"):
+        traffic = _unit(report.total, name).traffic
+        assert [traffic[role].num for role in (Role.FORWARD_GATHER, Role.REDUCE)] == [2, 2]
+        assert traffic[Role.BACKWARD_GATHER].num == 2 or name == "2"
+    for step in report.steps:
+        assert step.compute + step.exposed + step.idle == pytest.approx(step.span)
+
+
+def test_without_a_gpu_nothing_is_said_of_exposure() -> None:
+    trace = _trace(UNITS, ("user_annotation", "gloo::all_gather"), ("cpu_op", "aten::mm"))
+    trace["traceEvents"][2] |= {"ts": 5}
+    report = overlap_report(trace)
+    assert not report.on_gpu and losses(report) == [] and "No GPU kernels" in verdict(report)
+    traffic = _unit(report.total, "a").traffic[Role.FORWARD_GATHER]
+    assert (traffic.num, traffic.exposed, traffic.hidden) == (1, None, None)
+    assert report.total.whole.host_gaps is None and "exposed  " not in as_text(report)

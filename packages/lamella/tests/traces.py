@@ -1,0 +1,84 @@
+"""Chrome traces as `torch.profiler` writes them, made by hand, so that all answers are known."""
+
+from typing import Any
+
+Event = dict[str, Any]
+
+MAIN, AUTOGRAD = 100, 101
+COMPUTE, GATHER, REDUCE = 7, 13, 17
+
+MATMUL = "nvjet_tst_256x128"
+CAST = "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda>"
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL"
+REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
+ADAM = "void multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
+
+
+class TraceMaker:
+    """Collects events. Times are microseconds."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = [{"ph": "M", "name": "process_name", "pid": MAIN}]
+
+    def host(self, name: str, start: float, end: float, thread: int = MAIN) -> None:
+        self._add("user_annotation", name, start, end, thread, {"External id": len(self.events)})
+
+    def kernel(
+        self, name: str, start: float, end: float, stream: int, launched: float, thread: int = MAIN, **args: Any
+    ) -> None:
+        """A kernel, and the call that launched it."""
+        number = len(self.events)
+        self._add("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, thread, {"correlation": number})
+        numbers = {"stream": stream, "correlation": number, "External id": number}
+        self._add("kernel", name, start, end, stream, numbers | args)
+
+    def _add(self, category: str, name: str, start: float, end: float, thread: int, args: Event) -> None:
+        event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+        self.events.append(event | {"pid": MAIN, "tid": thread, "args": args})
+
+    def trace(self) -> Event:
+        return {"traceEvents": self.events, "distributedInfo": {"backend": "nccl", "rank": 1, "world_size": 4}}
+
+
+def two_units_in_two_steps(a: str = "a", b: str = "b") -> Event:
+    """Two units, one whole step and the beginning of another.
+
+    stream 7              aaaaaaaa        bbbbbbbb    bbbbbbbb     aaaaaaaa    adam              aaaaaaaa
+    stream 13  .aaaaaaaaaa  bbbbbbbbbbbbbb         bbb                                 aaaaaaaaaa
+    stream 17                                                 bbbbb        aaaaaa
+    """
+    made = TraceMaker()
+    made.host("ProfilerStep#5", 0, 1000)
+    made.host(f"FSDP::pre_forward ({a})", 10, 60)
+    made.host("FSDP::root_pre_forward", 11, 12)
+    made.host(f"FSDP::all_gather ({a})", 15, 30)
+    made.kernel(CAST, 30, 40, GATHER, 16)
+    said = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 4}
+    said |= {"In msg nelems": 100_000, "Out msg nelems": 400_000}
+    made.kernel(ALL_GATHER, 40, 140, GATHER, 20, **said)
+    made.host(f"FSDP::forward_prefetch for {b}", 35, 55)
+    made.host(f"FSDP::all_gather ({b})", 36, 50)
+    made.kernel(ALL_GATHER, 150, 300, GATHER, 40)
+    made.kernel(MATMUL, 140, 240, COMPUTE, 70)
+    made.host(f"FSDP::post_forward ({a})", 100, 110)
+    made.host(f"FSDP::pre_forward ({b})", 120, 130)
+    made.kernel(MATMUL, 300, 400, COMPUTE, 140)
+    made.host(f"FSDP::post_forward ({b})", 180, 190)
+    made.host(f"FSDP::pre_backward ({b})", 300, 330, AUTOGRAD)
+    made.host(f"FSDP::all_gather ({b})", 302, 310, AUTOGRAD)
+    made.kernel(ALL_GATHER, 410, 450, GATHER, 305, AUTOGRAD)  # launched before the GPU went idle: its own latency
+    made.kernel(MATMUL, 450, 550, COMPUTE, 340, AUTOGRAD)
+    made.host(f"FSDP::post_backward_reduce ({b})", 400, 420, AUTOGRAD)
+    made.kernel(REDUCE_SCATTER, 550, 600, REDUCE, 405, AUTOGRAD)
+    made.host(f"FSDP::pre_backward ({a})", 610, 620, AUTOGRAD)
+    made.kernel(MATMUL, 650, 750, COMPUTE, 640, AUTOGRAD)  # launched late, between the ranges of a
+    made.host(f"FSDP::post_backward_reduce ({a})", 660, 680, AUTOGRAD)
+    made.kernel(REDUCE_SCATTER, 740, 800, REDUCE, 670, AUTOGRAD)
+    made.host("FSDP::root_post_backward_callback", 690, 700, AUTOGRAD)
+    made.host("Optimizer.step#AdamW.step", 720, 760)
+    made.kernel(ADAM, 800, 900, COMPUTE, 730)
+    made.host("ProfilerStep#6", 1000, 1500)
+    made.host(f"FSDP::all_gather ({a})", 1005, 1015)
+    made.kernel(ALL_GATHER, 1020.5, 1120, GATHER, 1010, **said)
+    made.kernel(MATMUL, 1120, 1220.25, COMPUTE, 1030)
+    return made.trace()
