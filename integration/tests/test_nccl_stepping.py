@@ -104,7 +104,7 @@ def test_updates_have_a_stream_of_their_own_and_run_while_backward_goes_on() -> 
     for kernels in run_ranks(_profile, 2, device="cuda"):
         of = {kind: [kernel for kernel in kernels if kernel.kind is kind] for kind in Kind}
         update_streams = {kernel.stream for kernel in of[Kind.OPTIMIZER]}
-        for kind in (Kind.MATMUL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        for kind in (Kind.MATMUL, Kind.COLLECTIVE, Kind.REDUCE_SCATTER):  # gathers are copies to peers
             assert update_streams.isdisjoint(kernel.stream for kernel in of[kind]), kind
         # The ordinary optimizer starts all of the last step's updates when the last matmul is over; here only those of
         # the units whose gradients come last do.

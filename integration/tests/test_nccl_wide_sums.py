@@ -235,7 +235,7 @@ def test_exchanges_have_the_stream_of_reductions_and_copy_nothing(num_ranks: int
         kernels = profile_steps(BACKENDS["lamella"](workload), *workload.batch(num_tokens))
         check_zero_copy(kernels, parameter_sizes(workload, num_tokens))
         exchanges = streams_of(kernels, Kind.ALL_TO_ALL)
-        others = streams_of(kernels, Kind.ALL_GATHER, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
+        others = streams_of(kernels, Kind.COLLECTIVE, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
         assert len(exchanges) == 1 and not exchanges & others
         assert not streams_of(kernels, Kind.REDUCE_SCATTER)
         sums = [kernel for kernel in kernels if "MeanOps" in kernel.name and kernel.stream in exchanges]

@@ -1,12 +1,15 @@
-"""Counting what a step communicates, from below: every c10d call that reaches the dispatcher."""
+"""Counting what a step communicates, from below: every c10d call that reaches the dispatcher, and copy engines'."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamella_buffers import CopyEngineTransport
 
 # Operator name: what it is, and the argument that holds its unsharded side.
 _C10D = {
@@ -48,6 +51,22 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
+    def __enter__(self) -> Self:
+        push = CopyEngineTransport.push
+
+        def counted(transport: CopyEngineTransport, payloads: Any, windows: Any) -> None:
+            self._add("all_gather", [full for _, full in payloads])
+            push(transport, payloads, windows)
+
+        self._patch = mock.patch.object(CopyEngineTransport, "push", counted)
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patch.stop()
+
     def counts(self) -> dict[str, int]:
         """Calls by kind."""
         return dict(Counter(call.kind for call in self.calls))
@@ -71,7 +90,9 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, operator: str, args: Sequence[Any]) -> None:
         kind, position = _C10D.get(operator, (operator, 0))
-        tensors = list(_flatten(args[position] if args else ()))
+        self._add(kind, list(_flatten(args[position] if args else ())))
+
+    def _add(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         self.calls.append(
             Collective(
                 kind=kind,

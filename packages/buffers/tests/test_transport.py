@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import GlooTransport, LocalTransport, NcclTransport, Payload, Transport, transport_for
 from lamella_buffers._exchange import add_up, places_for
-from lamella_buffers._transport import _share_a_host
+from lamella_buffers._transport import _is_one_host
 from lamella_buffers.testing import check_transport
 from lamella_testing import run_ranks
 
@@ -79,6 +79,7 @@ def test_nccl_conforms_on_one_host_and_on_several_as_far_as_gloo_can_tell(
     num_ranks: int, num_ranks_a_host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check() -> None:
+        monkeypatch.setenv("LOCAL_RANK", str(dist.get_rank() % num_ranks_a_host))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks_a_host))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(num_ranks)))
         group: Any = _AnsweredByGloo()
@@ -90,28 +91,25 @@ def test_nccl_conforms_on_one_host_and_on_several_as_far_as_gloo_can_tell(
     run_ranks(check, num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("num_a_host", "ranks", "is_one"),
-    [
-        ("4", [0, 1, 2, 3], True),
-        ("4", [4, 5, 6, 7], True),
-        ("4", [1, 5], False),
-        ("2", [1, 2], False),
-        ("8", [1], True),
-    ],
-)
-def test_ranks_share_a_host_if_the_launcher_counts_them_as_neighbours(
-    num_a_host: str, ranks: list[int], is_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_a_host)
-    assert _share_a_host(ranks) == is_one
+def test_ranks_of_hosts_of_any_sizes_agree_whether_they_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [range(4), range(4, 12), range(12, 16)]
+    groups = [range(4), range(8), range(4, 8), range(4, 12), range(8, 16), (3, 4), (0, 4, 12), range(12, 14)]
+
+    def answer(group: Sequence[int], host: range, rank: int) -> bool:
+        monkeypatch.setenv("LOCAL_RANK", str(rank - host.start))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(host)))
+        return _is_one_host(group, rank)
+
+    for group in groups:
+        answers = {answer(group, host, rank) for host in hosts for rank in host if rank in group}
+        assert answers == {any(set(group) <= set(host) for host in hosts)}, group
 
 
 def test_without_a_launchers_word_there_are_as_many_ranks_a_host_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for num_gpus, expected in ((0, False), (1, False), (2, True), (8, True)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
-        assert _share_a_host([0, 1]) == expected
+        assert _is_one_host([0, 1], 0) == _is_one_host([0, 1], 1) == expected
 
 
 def test_bf16_gradients_that_are_added_up_in_fp32_travel_as_they_are_in_one_call() -> None:

@@ -88,15 +88,29 @@ def test_small_buffers_have_windows_of_their_own() -> None:
     assert [window.nbytes for window in made] == [2 * MIB, MIB]
 
 
-def test_a_buffer_that_is_gone_leaves_its_window() -> None:
+def test_a_buffer_that_comes_back_is_known_by_its_new_window() -> None:
     allocator, made = _allocator()
-    buffer = _freed(allocator, 2 * MIB)
-    allocator.allocate(buffer)
-    del buffer
-    other = _freed(allocator, 2 * MIB)
-    allocator.allocate(other)
-    assert allocator.window_of(other) is made[0]
+    first, second = _freed(allocator, 4 * MIB), _freed(allocator, 2 * MIB)
+    for buffer in (first, second):
+        allocator.allocate(buffer)
+    for buffer in (first, second):
+        allocator.free(buffer)
+    large = _freed(allocator, 3 * MIB)
+    allocator.allocate(second)
+    allocator.allocate(large)
+    allocator.allocate(first)
+    assert [allocator.window_of(buffer) for buffer in (first, second, large)] == [made[2], made[1], made[0]]
     assert allocator.window_of(torch.empty(4)) is None
+
+
+def test_the_window_of_a_buffer_that_died_with_its_bytes_is_not_used_again() -> None:
+    """When it died is this rank's own affair, and windows must be the same on all."""
+    allocator, made = _allocator()
+    for _ in range(2):
+        buffer = _freed(allocator, 2 * MIB)
+        allocator.allocate(buffer)
+        del buffer
+    assert len(made) == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40))

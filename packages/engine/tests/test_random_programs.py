@@ -131,7 +131,7 @@ def _cut(choose: Random, model: nn.Module) -> None:
 
 
 def _rests(choose: Random) -> dict[str, Any]:
-    """Where a unit rests, and in which dtype its gradients are added up: its own, or wider."""
+    """Where a unit rests, and in which dtype its gradients are added up: its own, or one wider than fp32."""
     return {"offload_policy": _home(choose), "mp_policy": choose.choice([None, WIDE_SUMS])}
 
 

@@ -195,7 +195,7 @@ class NcclTransport(_GroupTransport):
 
     @cached_property
     def _is_on_one_host(self) -> bool:
-        return _share_a_host(dist.get_process_group_ranks(self._group))
+        return _is_one_host(dist.get_process_group_ranks(self._group), dist.get_rank())
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Reduce all tensors in one call.
@@ -291,14 +291,18 @@ def on_current_stream(options: Options) -> Options:
     return options
 
 
-def _share_a_host(ranks: Sequence[int]) -> bool:
-    """Whether ranks run on one host, if hosts have equally many and are counted through one after another.
+def _is_one_host(ranks: Sequence[int], rank: int) -> bool:
+    """Whether ranks of the world, this one among them, run on one host: the same answer on each of them.
 
-    torch's meshes take the same for granted. torchrun tells how many a host has; else it is one a GPU. Where that is
-    not so, what is decided is slower than it could be, and still the same on every rank.
+    torchrun says which ranks a host has. Without it hosts are taken to have one a GPU and equally many, counted through
+    one after another, as torch's meshes take them to.
     """
-    num_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
-    return len({rank // num_a_host for rank in ranks}) == 1
+    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        first, num = rank - int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    else:
+        num = max(1, torch.cuda.device_count())
+        first = rank // num * num
+    return set(ranks) <= set(range(first, first + num))
 
 
 def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:

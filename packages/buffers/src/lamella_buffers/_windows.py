@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class WindowAllocator(CachingAllocator):
     """Gives each buffer a window of its own while it has bytes; windows stay for the next one.
 
     Ranks that make the same calls in the same order make and use the same windows: which one a buffer gets depends on
-    nothing else.
+    nothing else. So the window of a buffer that dies with its bytes is not used again: ranks may not find out together.
 
     Args:
         new_window: Makes one of that many bytes, on the current stream. It is called on all ranks alike, and may be
@@ -54,6 +54,9 @@ class WindowAllocator(CachingAllocator):
     def __init__(self, new_window: Callable[[int], Window]) -> None:
         self._new_window = new_window
         self._places: list[_Place] = []
+        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _Place] = weakref.WeakKeyDictionary()
+        # The caching allocator keeps blocks a stream. All of these belong to one, whoever uses them.
+        self._home = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     @property
     def reserved_nbytes(self) -> int:
@@ -63,45 +66,59 @@ class WindowAllocator(CachingAllocator):
     def allocate(self, buffer: torch.Tensor) -> None:
         """Give the buffer the bytes of the smallest free window that is large enough, or of a new one.
 
-        Effects: none but for the first time that so many buffers have bytes at once. Then a window is made: collective
-            on the group, and the host waits for the device.
+        Effects: the current stream waits for the one that the window was last allocated on, if that was another. The
+            first time that so many buffers have bytes at once a window is made: collective on the group, and the host
+            waits for the device.
         """
         storage = buffer.untyped_storage()
         if buffer.nbytes == 0 or storage.nbytes() != 0:
             super().allocate(buffer)
             return
-        place = self._free_place(buffer.nbytes, buffer.device)
-        with place.window.lending():
+        place = self._free_place(buffer.nbytes)
+        if buffer.is_cuda:
+            stream = torch.cuda.current_stream(buffer.device)
+            if place.last_stream not in (None, stream):
+                stream.wait_stream(place.last_stream)
+            place.last_stream = stream
+        with self._at_home(), place.window.lending():
             super().allocate(buffer)
-        place.holder = weakref.ref(storage)
+        place.is_free = False
+        self._held[storage] = place
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Give the window back.
+
+        Effects: none on a stream.
+        """
+        super().free(buffer)
+        if (place := self._held.pop(buffer.untyped_storage(), None)) is not None:
+            place.is_free = True
 
     def window_of(self, buffer: torch.Tensor) -> Window | None:
         """The window that a buffer, or a view of one, lies in; None if it lies elsewhere."""
-        storage = buffer.untyped_storage()
-        return next((p.window for p in self._places if p.holder is not None and p.holder() is storage), None)
+        place = self._held.get(buffer.untyped_storage())
+        return None if place is None else place.window
 
-    def _free_place(self, nbytes: int, device: torch.device) -> _Place:
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    def _free_place(self, nbytes: int) -> _Place:
         nbytes = _SMALL if nbytes <= _SMALL else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        fitting = [p for p in self._places if p.is_free and p.stream == stream and p.serves(nbytes)]
+        fitting = [place for place in self._places if place.is_free and place.serves(nbytes)]
         if fitting:
             return min(fitting, key=lambda place: place.window.nbytes)
-        self._places.append(_Place(self._new_window(nbytes), stream))
+        with self._at_home():
+            self._places.append(_Place(self._new_window(nbytes)))
         return self._places[-1]
+
+    def _at_home(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._home is None else torch.cuda.stream(self._home)
 
 
 @dataclass
 class _Place:
-    """A window, and whose bytes it is. The caching allocator keeps blocks a stream, so a window has one."""
+    """A window, and whether somebody has it."""
 
     window: Window
-    stream: object
-    holder: weakref.ref[torch.UntypedStorage] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        storage = None if self.holder is None else self.holder()
-        return storage is None or storage.nbytes() == 0
+    is_free: bool = True
+    last_stream: torch.cuda.Stream | None = None
 
     def serves(self, nbytes: int) -> bool:
         return nbytes <= self.window.nbytes and (nbytes == _SMALL) == (self.window.nbytes == _SMALL)
@@ -203,6 +220,14 @@ class CopyEngineTransport(NcclTransport):
         windows = [self._windows.window_of(payload.full) for payload in payloads]
         if not all(isinstance(window, PeerWindow) for window in windows):
             return super().all_gather(payloads)
+        self.push(payloads, windows)
+        return Done()
+
+    def push(self, payloads: Sequence[Payload], windows: Sequence[Window | None]) -> None:
+        """Gather payloads whose `full` lie in windows.
+
+        Effects: as `all_gather`.
+        """
         own = [payload.full.view(self.num_ranks, -1)[self.rank] for payload in payloads]
         copy_missing(own, [payload.shard for payload in payloads])
         stream = torch.cuda.current_stream()
@@ -221,7 +246,6 @@ class CopyEngineTransport(NcclTransport):
                 driver.copy(window.addresses[peer] + offset, source, piece.nbytes, handle)
         self._tell_peers(1, handle)
         self._pushed.enqueue(handle)
-        return Done()
 
     def _tell_peers(self, kind: int, stream: int) -> None:
         offset = _FLAG_NBYTES * (kind * self.num_ranks + self.rank)
