@@ -44,6 +44,7 @@ from lamella_engine import (
     clip_grad_norm_,
     fully_shard,
     step_in_backward,
+    step_on_local_shards,
 )
 from lamella_engine import _updates as updates
 from lamella_engine._attached import state_of
@@ -257,8 +258,8 @@ def test_one_that_somebody_wrote_takes_the_same_steps() -> None:
     run_ranks(check, 2)
 
 
-def _make_local(optimizer: Optimizer, *, runs_hooks_outside: bool) -> None:
-    """Change an optimizer's class to one that hands shards to the step of the class before, as plain tensors."""
+def _run_hooks_among_local_shards(optimizer: Optimizer) -> None:
+    """Change an optimizer's class to one that hands shards as plain tensors to hooks, too."""
     kind: Any = type(optimizer)
 
     def step(self: Any, closure: None = None) -> None:
@@ -266,16 +267,12 @@ def _make_local(optimizer: Optimizer, *, runs_hooks_outside: bool) -> None:
         for group in self.param_groups:
             group["params"] = [_local_with_gradient(p) for p in group["params"] if p.grad is not None]
         try:
-            (kind.step.__wrapped__ if runs_hooks_outside else kind.step)(self)
+            kind.step(self)
         finally:
             for group, params in zip(self.param_groups, whole, strict=True):
                 group["params"] = params
 
-    local: Any = type(f"Local{kind.__name__}", (kind,), {"step": step})
-    if runs_hooks_outside:
-        local.step = Optimizer.profile_hook_step(step)
-        local.step.hooked = True
-    optimizer.__class__ = local
+    optimizer.__class__ = type(f"Local{kind.__name__}", (kind,), {"step": step})
 
 
 def _local_with_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -285,15 +282,17 @@ def _local_with_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def test_one_whose_class_was_changed_to_step_local_shards_takes_the_same_steps() -> None:
-    def check() -> None:
-        def make(model: nn.Module) -> Optimizer:
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-            _make_local(optimizer, runs_hooks_outside=True)
-            return optimizer
+def _locally(make: Make) -> Make:
+    return lambda model: step_on_local_shards(make(model))
 
-        pair = Pair(optimizer=make)
-        assert pair.train() == pair.all_names()
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_one_that_steps_local_shards_takes_the_same_steps(name: str) -> None:
+    def check() -> None:
+        for flavour in ({"fused": True}, {"foreach": True}):
+            make = _of(name, lr=1e-2, **flavour)
+            pair = Pair(optimizer=_locally(make))
+            assert pair.train() == pair.all_names()
 
     run_ranks(check, 2)
 
@@ -301,7 +300,7 @@ def test_one_whose_class_was_changed_to_step_local_shards_takes_the_same_steps()
 def test_parameters_that_are_not_the_ones_that_were_stepped_are_not_stepped_again() -> None:
     def check() -> None:
         pair = Pair(optimizer=_of("SGD", lr=1e-2))
-        _make_local(pair.optimizers[1], runs_hooks_outside=False)
+        _run_hooks_among_local_shards(pair.optimizers[1])
         assert pair.backward() == pair.all_names()
         with pytest.raises(RuntimeError, match="got others in its param groups"):
             pair.optimizers[1].step()
@@ -787,7 +786,7 @@ def test_a_forward_without_a_backward_only_defers_the_next_step() -> None:
     run_ranks(check, 2)
 
 
-def test_a_unit_that_somebody_holds_is_stepped_when_he_is_done() -> None:
+def test_a_unit_that_somebody_holds_is_stepped_in_step() -> None:
     def check() -> None:
         pair = Pair()
         holds = [unit(model.get_submodule("layers.1")).hold() for model in pair.models]

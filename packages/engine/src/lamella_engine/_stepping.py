@@ -92,13 +92,13 @@ class StepInBackward:
 
     # -- what units say ----------------------------------------------------------------------------------------------
 
-    def uses_of(self, unit: object) -> _Uses:
+    def _uses_of(self, unit: object) -> _Uses:
         """What became of a unit since the last step."""
         if (uses := self._uses.get(unit)) is None:
             uses = self._uses[unit] = _Uses()
         return uses
 
-    def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def _holds(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether some of the parameters are the optimizer's."""
         self._index()
         return any(id(parameter) in self._group_of for parameter in parameters)
@@ -107,7 +107,7 @@ class StepInBackward:
         """Those that were stepped in a backward after which nobody called `optimizer.step()` yet."""
         return [parameter for parameter in parameters if id(parameter) in self._stepped] if self._stepped else []
 
-    def step(self, unit: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _step(self, unit: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Step those of a unit's parameters that are the optimizer's, and have a gradient.
 
         Returns:
@@ -127,12 +127,12 @@ class StepInBackward:
         if not any(parts):
             return []
         stepped = [parameter for part in parts for parameter in part]
-        self.uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
+        self._uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
         self._stepped.update(id(parameter) for parameter in stepped)
         _own_step(optimizer)(_view(optimizer, parts))
         return _take_gradients(stepped) if self._frees else []
 
-    def forget(self, unit: object) -> None:
+    def _forget(self, unit: object) -> None:
         """Expect nothing of a unit that a step was dropped in."""
         if (uses := self._uses.pop(unit, None)) is not None:
             self._stepped.difference_update(id(parameter) for parameter in uses.stepped)
@@ -222,7 +222,7 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     shard_optimizer(optimizer)
     for other in _in_order():
-        if other.holds(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if other._holds(parameter for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"Expected parameters of {type(optimizer).__name__} that no other optimizer steps in backward, got "
                 f"some that {other._name} does. remove() what step_in_backward returned for it."
@@ -236,7 +236,7 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
 
 def is_stepped(unit: object) -> bool:
     """Whether a unit was stepped in a backward after which nobody called `optimizer.step()` yet."""
-    return any(each.uses_of(unit).stepped for each in _in_order())
+    return any(each._uses_of(unit).stepped for each in _in_order())
 
 
 def refuse(title: str, use: str) -> NoReturn:
@@ -272,13 +272,13 @@ def check_gradients_unused(parameters: Iterable[torch.Tensor], what: str) -> Non
 def note_forward(unit: object) -> None:
     """Count a forward that a backward may follow."""
     for each in _in_order():
-        each.uses_of(unit).num_forwards += 1
+        each._uses_of(unit).num_forwards += 1
 
 
 def note_backward(unit: object) -> None:
     """Count the end of a backward."""
     for each in _in_order():
-        each.uses_of(unit).num_backwards += 1
+        each._uses_of(unit).num_backwards += 1
 
 
 def step(unit: object, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -291,16 +291,16 @@ def step(unit: object, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]
     """
     freed = []
     for each in _in_order():
-        uses = each.uses_of(unit)
+        uses = each._uses_of(unit)
         if uses.num_forwards == uses.num_backwards > 0:
-            freed += each.step(unit, parameters)
+            freed += each._step(unit, parameters)
     return freed
 
 
 def forget(unit: object) -> None:
     """Drop a step that some of the unit's parameters may have been stepped in."""
     for each in _in_order():
-        each.forget(unit)
+        each._forget(unit)
 
 
 def is_asked_for() -> bool:
