@@ -52,11 +52,17 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
     def __enter__(self) -> Self:
-        push, allocate = CopyEngineTransport.push, WindowAllocator.allocate
+        push, push_pieces = CopyEngineTransport.push, CopyEngineTransport.push_pieces
+        allocate = WindowAllocator.allocate
 
         def counted(transport: CopyEngineTransport, payloads: Any, windows: Any) -> None:
             self._add("all_gather", [full for _, full in payloads])
             push(transport, payloads, windows)
+
+        def counted_pieces(transport: CopyEngineTransport, payloads: Any, op: Any) -> None:
+            kind = "all_to_all" if payloads[0].widens else "reduce_scatter"
+            self._add(kind, [full for _, full in payloads])
+            push_pieces(transport, payloads, op)
 
         def uncounted(allocator: WindowAllocator, buffer: torch.Tensor) -> None:
             with _disable_current_modes():  # ranks tell each other where a new window is: once, not in every step
@@ -64,6 +70,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._patches: list[Any] = [
             mock.patch.object(CopyEngineTransport, "push", counted),
+            mock.patch.object(CopyEngineTransport, "push_pieces", counted_pieces),
             mock.patch.object(WindowAllocator, "allocate", uncounted),
         ]
         for patch in self._patches:

@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_buffers import GlooTransport, LocalTransport, NcclTransport, Payload, Transport, transport_for
-from lamella_buffers._exchange import add_up, places_for
+from lamella_buffers._exchange import add_up, arrivals_numel, places_for
 from lamella_buffers._transport import _is_one_host
 from lamella_buffers.testing import check_transport
 from lamella_testing import run_ranks
@@ -138,7 +138,7 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_what_touches_is_added_up_in_one_kernel_and_what_does_not_in_several() -> None:
     def num_sums(shards: list[torch.Tensor]) -> int:
         payloads = [Payload(shard, torch.ones(2 * shard.numel(), dtype=torch.bfloat16)) for shard in shards]
-        places = places_for(payloads, num_ranks=2)
+        places = places_for(payloads, 2, torch.empty(arrivals_numel(payloads, 2), dtype=torch.bfloat16))
         for place in places:
             place.copy_(torch.arange(2 * place.shape[1]).view(2, -1))
         with _Sums() as sums:

@@ -22,22 +22,30 @@ from lamella_buffers._payload import Payload
 _ALIGNMENT = 256
 
 
-def places_for(payloads: Sequence[Payload], num_ranks: int) -> list[torch.Tensor]:
-    """Memory for all ranks' pieces of this rank's shards.
+def arrivals_numel(payloads: Sequence[Payload], num_ranks: int) -> int:
+    """Elements of a buffer for all ranks' pieces of this rank's shards: about as many as the payloads' `full` have."""
+    return num_ranks * sum(map(_padded_numel, payloads))
+
+
+def places_for(payloads: Sequence[Payload], num_ranks: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Where all ranks' pieces of this rank's shards arrive.
 
     Args:
         payloads: Of one dtype on the wire.
         num_ranks: Of the axis.
+        buffer: (arrivals_numel,), of that dtype.
 
     Returns:
-        For each payload a (num_ranks, shard's numel) tensor, a row a rank: columns of one buffer, and uninitialised.
+        For each payload a (num_ranks, shard's numel) tensor, a row a rank: columns of the buffer.
 
-    Effects: one allocation on the current stream, about as large as the payloads' `full`.
+    Effects: none.
     """
-    numels = [shard.numel() for shard, _ in payloads]
-    padded = [-(-numel // _ALIGNMENT) * _ALIGNMENT for numel in numels]
-    columns = torch.split(payloads[0].full.new_empty(num_ranks, sum(padded)), padded, dim=1)
-    return [column[:, :numel] for column, numel in zip(columns, numels, strict=True)]
+    columns = torch.split(buffer.view(num_ranks, -1), [_padded_numel(payload) for payload in payloads], dim=1)
+    return [column[:, : shard.numel()] for column, (shard, _) in zip(columns, payloads, strict=True)]
+
+
+def _padded_numel(payload: Payload) -> int:
+    return -(-payload.shard.numel() // _ALIGNMENT) * _ALIGNMENT
 
 
 def add_up(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType) -> None:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.profiler import record_function
 
-from lamella_buffers._exchange import add_up, places_for, widened
+from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widened
 from lamella_buffers._payload import Payload, by_dtype, of_one_dtype, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
@@ -185,7 +185,8 @@ class NcclTransport(_GroupTransport):
             self._reduce(widened(payloads), op)
             return
         options = on_current_stream(AllToAllOptions())
-        places = places_for(payloads, self.num_ranks)
+        arrivals = payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
+        places = places_for(payloads, self.num_ranks, arrivals)
         device = places[0].device
         self._group._start_coalescing(device)
         for place, (_, full) in zip(places, payloads, strict=True):

@@ -1,7 +1,7 @@
-"""Memory that every rank of a host reaches, and gathers by copy engines instead of kernels.
+"""Memory that every rank of a host reaches, and gathers and exchanges by copy engines instead of kernels.
 
 A ring's kernel takes multiprocessors from the matmuls beside it for as long as it runs. Here each rank has the copy
-engines push its pieces into every peer's buffer; nothing but memory and wires is used. `docs/design/0006-speed.md` has
+engines push its pieces into every peer's memory; nothing but memory and wires is used. `docs/design/0006-speed.md` has
 the figures.
 """
 
@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from lamella_buffers import _driver as driver
 from lamella_buffers._allocator import CachingAllocator
-from lamella_buffers._payload import Payload
-from lamella_buffers._transport import Done, NcclTransport, Pending, copy_missing
+from lamella_buffers._exchange import add_up, arrivals_numel, places_for
+from lamella_buffers._payload import Payload, by_dtype
+from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, copy_missing
 
 _SMALL = 1 << 20  # bytes: up to here the caching allocator takes blocks from segments of their own
 _ALIGNMENT = 2 << 20  # bytes: what it rounds larger ones to
@@ -179,36 +180,88 @@ def _exchange(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]:
     return [each for each, _ in found]
 
 
-class CopyEngineTransport(NcclTransport):
-    """NCCL, but for gathers into windows: those are pushed by copy engines.
+class _Channel:
+    """Moves of one kind between the ranks of a group, one after another.
 
-    Note [Flags]. On the stream of a gather each rank tells every peer that its buffer may be written, waits until all
+    Note [Flags]. On the stream of a move each rank tells every peer that its memory may be written, waits until all
     have told it the same, pushes, tells every peer that it has, and waits until all have told it that. A flag is a word
     in the memory of the rank that waits: 1 is written by a peer (as a copy, after the copies before it), and made 0
     by the one that waited for it. A peer writes it again only after it heard from this rank once more, which this
     rank says after it has made the flag 0. Values are always the same, so a captured graph can be replayed.
-    A rank that dies leaves its peers' streams waiting, as in a ring. NCCL's watchdog does not see gathers, but it
-    sees the reductions after them.
+    A rank that dies leaves its peers' streams waiting, as in a ring, but out of sight of NCCL's watchdog.
+
+    Args:
+        flags: A window in which all words are 0.
+        rank: This process's place in the group.
+        index: Which channel: each has two words a rank of its own.
+        device: Whose memory it moves.
+    """
+
+    def __init__(self, flags: PeerWindow, rank: int, index: int, device: torch.device) -> None:
+        num_ranks = len(flags.addresses)
+        self._flags = flags  # whose memory goes with it
+        self.peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
+        words = [[base + _FLAG_NBYTES * (2 * index + kind) * num_ranks for base in flags.addresses] for kind in (0, 1)]
+        self._mine = [[bases[peer] + _FLAG_NBYTES * rank for peer in self.peers] for bases in words]
+        self._waits = [driver.FlagOps([bases[rank] + _FLAG_NBYTES * peer for peer in self.peers]) for bases in words]
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        torch.cuda.current_stream().synchronize()
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def open(self) -> int:
+        """Begin a move: what comes next on the current stream may write to peers.
+
+        Returns:
+            The stream, as the driver has it.
+
+        Effects: the stream waits for the last move's, if that was another, and for all peers.
+        """
+        stream = torch.cuda.current_stream()
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+        self._meet(0, stream.cuda_stream)
+        return stream.cuda_stream
+
+    def close(self, stream: int) -> None:
+        """End a move: what comes next on the stream may read what peers wrote, and peers what this rank did.
+
+        Effects: the stream waits for all peers.
+        """
+        self._meet(1, stream)
+
+    def _meet(self, kind: int, stream: int) -> None:
+        for flag in self._mine[kind]:
+            driver.copy(flag, self._one.data_ptr(), _FLAG_NBYTES, stream)
+        self._waits[kind].enqueue(stream)
+
+
+class CopyEngineTransport(NcclTransport):
+    """NCCL, but for gathers into windows, and for reductions: those are pushed by copy engines.
+
+    Every reduction is an exchange (`_exchange`), whatever its dtypes: sums of bf16 are made in fp32 and rounded once.
 
     Args:
         group: The axis's process group.
         windows: Where buffers that are gathered into may lie.
-        flags: A window of at least four words a rank, all 0.
+        arrivals: Where pieces of gradients arrive.
+        flags: A window in which all words are 0.
+        device: Where all of them are.
     """
 
-    def __init__(self, group: dist.ProcessGroup, windows: WindowAllocator, flags: PeerWindow) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        windows: WindowAllocator,
+        arrivals: WindowAllocator,
+        flags: PeerWindow,
+        device: torch.device,
+    ) -> None:
         super().__init__(group)
         self._windows = windows
-        self._flags = flags
-        self._peers = [(self.rank + i) % self.num_ranks for i in range(1, self.num_ranks)]
-        mine = flags.addresses[self.rank]
-        self._ready, self._pushed = (
-            driver.FlagOps([mine + _FLAG_NBYTES * (kind * self.num_ranks + peer) for peer in self._peers])
-            for kind in (0, 1)
-        )
-        self._one = torch.ones(1, dtype=torch.int32, device="cuda")
-        torch.cuda.current_stream().synchronize()
-        self._last_stream: torch.cuda.Stream | None = None
+        self._arrivals = arrivals
+        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
         """Gather all payloads in one call, of whatever dtypes.
@@ -230,32 +283,68 @@ class CopyEngineTransport(NcclTransport):
         """
         own = [payload.full.view(self.num_ranks, -1)[self.rank] for payload in payloads]
         copy_missing(own, [payload.shard for payload in payloads])
-        stream = torch.cuda.current_stream()
-        if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
-        handle = stream.cuda_stream
-        self._tell_peers(0, handle)
-        self._ready.enqueue(handle)
+        stream = self._gathers.open()
         for piece, window in zip(own, windows, strict=True):
             assert isinstance(window, PeerWindow)
             source = piece.data_ptr()
-            offset = source - window.addresses[self.rank]
-            assert 0 <= offset <= window.nbytes - piece.nbytes, "a buffer lies outside of its window"
-            for peer in self._peers:
-                driver.copy(window.addresses[peer] + offset, source, piece.nbytes, handle)
-        self._tell_peers(1, handle)
-        self._pushed.enqueue(handle)
+            for peer in self._gathers.peers:
+                driver.copy(self._place_of(piece, window, peer), source, piece.nbytes, stream)
+        self._gathers.close(stream)
 
-    def _tell_peers(self, kind: int, stream: int) -> None:
-        offset = _FLAG_NBYTES * (kind * self.num_ranks + self.rank)
-        for peer in self._peers:
-            driver.copy(self._flags.addresses[peer] + offset, self._one.data_ptr(), _FLAG_NBYTES, stream)
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        """Reduce and scatter all payloads of the same dtypes in one exchange; NCCL's way for other than sums and means.
+
+        Effects: for each pair of dtypes, on the current stream, which is made to wait for the last reduction's if that
+            was another: a window as large as the payloads' `full` is lent for the time of the call; copies to every
+            peer, waits for theirs, and one kernel that adds up what arrived.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return super().reduce_scatter(payloads, op)
+        for same in by_dtype(payloads):
+            self.push_pieces(same, op)
+        return Done()
+
+    def push_pieces(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Reduce payloads of the same dtypes.
+
+        Effects: as `reduce_scatter`.
+        """
+        buffer = self._arrival_buffer(payloads)
+        self._arrivals.allocate(buffer)
+        window = self._arrivals.window_of(buffer)
+        assert isinstance(window, PeerWindow)
+        places = places_for(payloads, self.num_ranks, buffer)
+        stream = self._exchanges.open()
+        for place, (_, full) in zip(places, payloads, strict=True):
+            pieces = full.view(self.num_ranks, -1)
+            for peer in self._exchanges.peers:
+                into = self._place_of(place[self.rank], window, peer)
+                driver.copy(into, pieces[peer].data_ptr(), pieces[peer].nbytes, stream)
+        torch._foreach_copy_(
+            [place[self.rank] for place in places], [full.view(self.num_ranks, -1)[self.rank] for _, full in payloads]
+        )
+        self._exchanges.close(stream)
+        add_up(places, [shard for shard, _ in payloads], op)
+        self._arrivals.free(buffer)
+
+    def _arrival_buffer(self, payloads: Sequence[Payload]) -> torch.Tensor:
+        full = payloads[0].full
+        key = arrivals_numel(payloads, self.num_ranks), full.dtype
+        if key not in self._buffers:
+            self._buffers[key] = self._arrivals.create(*key, full.device)
+            self._arrivals.free(self._buffers[key])
+        return self._buffers[key]
+
+    def _place_of(self, mine: torch.Tensor, window: PeerWindow, peer: int) -> int:
+        """Where a peer has what lies here in this rank's window."""
+        offset = mine.data_ptr() - window.addresses[self.rank]
+        assert 0 <= offset <= window.nbytes - mine.nbytes, "a buffer lies outside of its window"
+        return window.addresses[peer] + offset
 
 
 @dataclass(frozen=True)
 class CopyEngines:
-    """What gathers a group's parameters by copy engines: the memory, and the calls."""
+    """What gathers a group's parameters and reduces their gradients by copy engines: the memory, and the calls."""
 
     allocator: WindowAllocator
     transport: CopyEngineTransport
@@ -266,10 +355,10 @@ _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, CopyEngines | None] = wea
 
 
 def copy_engines_of(group: dist.ProcessGroup) -> CopyEngines | None:
-    """What makes a group's gathers without multiprocessors; None where that cannot be had.
+    """What moves a group's parameters and gradients without multiprocessors; None where that cannot be had.
 
-    It can over NCCL if all ranks are on one host and can map one another's memory. One object serves everybody who
-    gathers on this group.
+    It can over NCCL if all ranks are on one host and can map one another's memory. One object serves everybody on
+    this group.
 
     Effects: the first time, collective on the group, and the host waits for the device.
     """
@@ -289,8 +378,9 @@ def _engines_for(group: dist.ProcessGroup) -> CopyEngines | None:
         flags = new_peer_window(group, _ALIGNMENT)
     except driver.DriverError:
         return None
-    windows = WindowAllocator(lambda nbytes: new_peer_window(group, nbytes))
-    return CopyEngines(windows, CopyEngineTransport(group, windows, flags))
+    # Two, so that no gather waits for a reduction because it was lent a window that one had.
+    windows, arrivals = (WindowAllocator(lambda nbytes: new_peer_window(group, nbytes)) for _ in range(2))
+    return CopyEngines(windows, CopyEngineTransport(group, windows, arrivals, flags, torch.device("cuda")))
 
 
 def _host() -> str:

@@ -1,0 +1,211 @@
+"""What copy engines push, and the flags that keep it in order, on CPU ranks that share memory.
+
+The driver's calls are played by copies and loads in memory that forked ranks have mapped, so addresses, places and the
+order of flags are the real ones. `integration/tests/test_nccl_copy_engines.py` has the driver's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _driver
+from lamella_buffers._windows import PeerWindow
+from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 cannot give a storage other bytes"
+)
+
+CPU = torch.device("cpu")
+NBYTES = 1 << 16
+NUMELS = (3, 256, 1, 700)
+
+
+@dataclass(frozen=True)
+class SharedWindow(PeerWindow):
+    """A window in a file that every rank has mapped."""
+
+    memories: tuple[torch.Tensor, ...] = ()
+
+    def lending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class SharedAllocator(CachingAllocator):
+    """Buffers take turns in one window."""
+
+    def __init__(self, window: SharedWindow) -> None:
+        self.window = window
+        self._home = window.memories[dist.get_rank()].untyped_storage()
+        self._inside: set[int] = set()
+
+    def allocate(self, buffer: torch.Tensor) -> None:
+        buffer.untyped_storage()._swap_data_ptr_(self._home[: buffer.nbytes])
+        self._inside.add(buffer.untyped_storage()._cdata)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        storage = buffer.untyped_storage()
+        if storage._cdata in self._inside:
+            storage._swap_data_ptr_(torch.UntypedStorage(0))
+            self._inside.remove(storage._cdata)
+        else:
+            super().free(buffer)
+
+    def window_of(self, buffer: torch.Tensor) -> PeerWindow | None:
+        return self.window if buffer.untyped_storage()._cdata in self._inside else None
+
+
+class Flags:
+    """The driver's waits, by loads."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._words = [ctypes.c_uint32.from_address(address) for address in addresses]
+
+    def enqueue(self, stream: int) -> None:
+        for word in self._words:
+            while word.value != 1:
+                os.sched_yield()
+            word.value = 0
+
+
+class Stream:
+    """One that is always done, and always the same."""
+
+    cuda_stream = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def synchronize(self) -> None: ...
+
+
+def _copy(into: int, source: int, nbytes: int, stream: int) -> None:
+    ctypes.memmove(into, source, nbytes)
+
+
+_numbers = count()
+
+
+def _window(folder: Path) -> SharedWindow:
+    number, rank = next(_numbers), dist.get_rank()
+    paths = [folder / f"{number}-{i}" for i in range(dist.get_world_size())]
+    paths[rank].write_bytes(bytes(NBYTES))
+    dist.barrier()
+    memories = tuple(torch.from_file(str(path), shared=True, size=NBYTES, dtype=torch.uint8) for path in paths)
+    return SharedWindow(NBYTES, None, tuple(memory.data_ptr() for memory in memories), memories)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_driver, "copy", _copy)
+    monkeypatch.setattr(_driver, "FlagOps", Flags)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+
+
+def _transport(folder: Path) -> tuple[CopyEngineTransport, SharedAllocator]:
+    windows, arrivals = (SharedAllocator(_window(folder)) for _ in range(2))
+    flags = _window(folder)
+    group: Any = dist.group.WORLD
+    allocators: Any = windows, arrivals
+    return CopyEngineTransport(group, *allocators, flags, CPU), windows
+
+
+def _late(turn: int) -> None:
+    """Another rank each time."""
+    if turn % dist.get_world_size() == dist.get_rank():
+        time.sleep(random.Random(turn).random() * 0.01)
+
+
+def _values(rank: int, turn: int, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    return torch.randint(-50, 50, (numel,), generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gathers_put_every_ranks_piece_in_its_place(tmp_path: Path, num_ranks: int, in_place: bool) -> None:
+    def check() -> None:
+        transport, windows = _transport(tmp_path)
+        buffers = [windows.create(num_ranks * sum(NUMELS), torch.bfloat16, CPU) for _ in range(2)]
+        for buffer in buffers:
+            windows.free(buffer)
+        for turn in range(30):
+            _late(turn)
+            buffer = buffers[turn % 2]
+            windows.allocate(buffer)
+            buffer.fill_(float("nan"))
+            wholes = torch.split(buffer, [num_ranks * numel for numel in NUMELS])
+            own = [whole.view(num_ranks, -1)[dist.get_rank()] for whole in wholes]
+            shards = [_values(dist.get_rank(), turn, numel) for numel in NUMELS]
+            if in_place:
+                torch._foreach_copy_(own, shards)
+                shards = own
+            transport.all_gather([Payload(a, b) for a, b in zip(shards, wholes, strict=True)]).wait()
+            _late(turn + 1)
+            for whole, numel in zip(wholes, NUMELS, strict=True):
+                expected = torch.cat([_values(rank, turn, numel) for rank in range(num_ranks)])
+                torch.testing.assert_close(whole, expected, rtol=0.0, atol=0.0)
+            windows.free(buffer)
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=["sum", "mean"])
+def test_reductions_add_up_every_ranks_piece(tmp_path: Path, num_ranks: int, dtype: torch.dtype, op: Any) -> None:
+    def check() -> None:
+        transport, _ = _transport(tmp_path)
+        for turn in range(30):
+            _late(turn)
+            numels = NUMELS[: 1 + turn % 4]
+            wholes = [_values(dist.get_rank(), turn, num_ranks * numel) for numel in numels]
+            flat = torch.full((sum(numels),), float("nan"), dtype=dtype)
+            shards = torch.split(flat, list(numels))
+            transport.reduce_scatter([Payload(a, b) for a, b in zip(shards, wholes, strict=True)], op).wait()
+            _late(turn + 1)
+            for shard, numel in zip(shards, numels, strict=True):
+                of_ranks = torch.stack([_values(rank, turn, num_ranks * numel) for rank in range(num_ranks)]).double()
+                total = of_ranks.sum(0) if op == dist.ReduceOp.SUM else of_ranks.mean(0)
+                expected = total.view(num_ranks, -1)[dist.get_rank()].to(dtype)
+                torch.testing.assert_close(shard, expected, rtol=0.0, atol=0.0)
+
+    run_ranks(check, num_ranks)
+
+
+def test_gathers_and_reductions_interleave(tmp_path: Path) -> None:
+    """Each has flags of its own."""
+
+    def check() -> None:
+        transport, windows = _transport(tmp_path)
+        buffer = windows.create(4 * 300, torch.float32, CPU)
+        windows.free(buffer)
+        for turn in range(40):
+            _late(turn)
+            if turn % 3:
+                windows.allocate(buffer)
+                transport.all_gather([Payload(torch.full((300,), float(dist.get_rank() + turn)), buffer)])
+                assert buffer.view(4, -1)[:, 0].tolist() == [rank + turn for rank in range(4)]
+                windows.free(buffer)
+            else:
+                shard = torch.empty(5)
+                transport.reduce_scatter([Payload(shard, torch.arange(20.0) + turn)], dist.ReduceOp.AVG)
+                assert torch.equal(shard, torch.arange(20.0).view(4, -1)[dist.get_rank()] + turn)
+
+    run_ranks(check, 4)
