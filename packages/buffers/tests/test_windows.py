@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lamella_buffers import WindowAllocator, copy_engines_of
+from lamella_buffers._windows import _exchange, _host
 from lamella_buffers.testing import check_allocator
 from lamella_testing import run_ranks
 
@@ -111,6 +114,76 @@ def test_the_window_of_a_buffer_that_died_with_its_bytes_is_not_used_again() -> 
         allocator.allocate(buffer)
         del buffer
     assert len(made) == 2
+
+
+def test_windows_of_buffers_that_died_with_their_bytes_on_all_ranks_serve_again() -> None:
+    """Or every model that is deleted while unsharded would cost its weight for good."""
+    made: list[Plain] = []
+
+    def new_window(nbytes: int) -> Plain:
+        made.append(Plain(nbytes))
+        return made[-1]
+
+    told: list[set[int]] = []
+
+    def agree(lost: set[int]) -> set[int]:
+        told.append(lost)
+        return lost & died_elsewhere
+
+    allocator = WindowAllocator(new_window, agree)
+    first, second, third = (_freed(allocator, 2 * MIB) for _ in range(3))
+    died_elsewhere: set[int] = set()
+    for buffer in (first, second):
+        allocator.allocate(buffer)
+    del buffer, first
+    allocator.allocate(third)
+    assert told[-1] == {0}
+    assert allocator.window_of(third) is made[2]
+    died_elsewhere = {0, 1}
+    fourth = _freed(allocator, 2 * MIB)
+    allocator.allocate(fourth)
+    assert allocator.window_of(fourth) is made[0]
+    assert len(made) == 3
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    def check() -> str:
+        def action() -> int:
+            if dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("no memory left")
+            return dist.get_rank()
+
+        assert dist.group.WORLD is not None
+        try:
+            _exchange(dist.group.WORLD, action)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    there, here = "DriverError: rank 1: no memory left", "OutOfMemoryError: no memory left"
+    assert run_ranks(check, 3) == [there, here, there]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_P2P_DISABLE", "1"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8,max_split_size_mb:128"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128"),
+    ],
+)
+def test_settings_that_keep_ranks_from_sharing_memory(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _host() is not None
+    monkeypatch.setenv(name, value)
+    assert _host() is None
+
+
+def test_a_host_that_cannot_be_named_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert _host() is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -212,6 +214,85 @@ def test_state_dicts_hold_dtensors_and_load() -> None:
             torch.testing.assert_close({k: whole(v) for k, v in state.items()}, wanted, rtol=1e-5, atol=1e-6)
 
     run_ranks(check, 4)
+
+
+def test_state_that_was_loaded_lies_as_parameters_do_at_once() -> None:
+    """Who looks at it before the first step must find it, and must not leave an empty one in its place."""
+
+    def check() -> None:
+        _, sharded = _short()
+        optimizer = _on_shards(sharded)
+        _train(sharded, optimizer, 1)
+        resumed = _on_shards(sharded)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert list(resumed.state) == list(optimizer.state)
+        for parameter in sharded.parameters():
+            assert all(isinstance(value, DTensor) for value in resumed.state[parameter].values())
+
+    run_ranks(check, 4)
+
+
+def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> None:
+    """Whole tensors are made of it by a collective a tensor."""
+
+    def check() -> list[list[str]]:
+        reference, sharded = _short()
+        expected, optimizer = (torch.optim.AdamW(model.parameters()) for model in (reference, sharded))
+        _train(reference, expected, 1)
+        _train(sharded, step_on_local_shards(optimizer), 1)
+        found = get_optimizer_state_dict(sharded, optimizer)["state"]
+        return [sorted(state) for state in found.values()]
+
+    assert all(found == [["exp_avg", "exp_avg_sq", "step"]] * 6 for found in run_ranks(check, 4))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_it_steps_too(through: Callable[[Any], Any]) -> None:
+    def check() -> None:
+        optimizer = step_on_local_shards(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5))
+        copied = through(optimizer)
+        (parameter,) = copied.param_groups[0]["params"]
+        parameter.grad = torch.ones(2)
+        copied.step()
+        assert parameter.tolist() == [0.5, 0.5]
+        assert step_on_local_shards(copied) is copied
+
+    run_ranks(check, 1)
+
+
+class Scaled(PlainAdam):
+    """Takes a gradient scaler, as fused optimizers do; and more than a closure."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, scale: float = 1.0, grad_scaler: Any = None) -> Any:
+        return super().step(closure, scale=scale)
+
+
+def test_steps_take_what_they_took() -> None:
+    def check() -> None:
+        reference, sharded = _short()
+        optimizers = [Scaled(reference.parameters()), step_on_local_shards(Scaled(sharded.parameters()))]
+        for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+            model(X).square().mean().backward()
+            optimizer.step(None, 2.0)
+        assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
+def test_a_scaler_that_the_optimizer_was_to_ask_is_refused() -> None:
+    """It would scale nothing back, unseen: the scaler gives itself only to a step that says it takes one."""
+
+    def check() -> None:
+        _, sharded = _short()
+        optimizer, scaler = step_on_local_shards(Scaled(sharded.parameters())), torch.amp.GradScaler("cpu")
+        scaler.scale(sharded(X).square().mean()).backward()
+        with pytest.raises(RuntimeError, match="no gradient scaler for Scaled"):
+            scaler.step(optimizer)
+
+    run_ranks(check, 2)
 
 
 def test_a_checkpoint_by_name_resumes_on_another_number_of_ranks(tmp_path: Any) -> None:

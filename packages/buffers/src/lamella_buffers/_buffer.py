@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -26,8 +26,6 @@ class ShardedBuffer:
 
     Attributes:
         flat: (layout.shard_numel,), all of them.
-        slots: What travels, flat: each tensor's padded slot in an even layout, everything as one in a flat one.
-        shards: For each tensor a view of shape layout.shard_shape(i, rank): what a DTensor holds.
 
     Effects: none; the buffer is a view of `flat`.
     """
@@ -36,9 +34,19 @@ class ShardedBuffer:
         self.layout = layout
         self.rank = rank
         self.flat = flat
-        slots, shards = _places(layout, rank)
-        self.slots = tuple(flat[slot] for slot in slots)
-        self.shards = tuple(flat[place].view(shape) for place, shape in shards)
+
+    # Views are made when they are first asked for: of what is reduced somebody wants the one, of what is installed the
+    # other.
+
+    @cached_property
+    def slots(self) -> tuple[torch.Tensor, ...]:
+        """What travels, flat: each tensor's padded slot in an even layout, everything as one in a flat one."""
+        return tuple(self.flat[slice(*slot)] for slot in self.layout.wire_slots)
+
+    @cached_property
+    def shards(self) -> tuple[torch.Tensor, ...]:
+        """For each tensor a view of shape layout.shard_shape(i, rank): what a DTensor holds."""
+        return tuple(self.flat[place].view(shape) for place, shape in _shards(self.layout, self.rank))
 
     @classmethod
     def empty(cls, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
@@ -176,10 +184,9 @@ def standalone(view: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4096)  # every reduction makes a buffer, of one of few layouts
-def _places(layout: Layout, rank: int) -> tuple[list[slice], list[tuple[slice, tuple[int, ...]]]]:
-    """Where the slots of a rank's shards lie; and the shards, with their shapes."""
-    shards = [(slice(*layout.local_slot(i, rank)), layout.shard_shape(i, rank)) for i in range(layout.num_tensors)]
-    return [slice(*slot) for slot in layout.wire_slots], shards
+def _shards(layout: Layout, rank: int) -> list[tuple[slice, tuple[int, ...]]]:
+    """Where each of a rank's shards lies, and its shape."""
+    return [(slice(*layout.local_slot(i, rank)), layout.shard_shape(i, rank)) for i in range(layout.num_tensors)]
 
 
 def _check_gatherable(layout: EvenLayout) -> None:

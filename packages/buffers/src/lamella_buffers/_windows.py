@@ -7,6 +7,7 @@ the figures.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, c
 
 _SMALL = 1 << 20  # bytes: up to here the caching allocator takes blocks from segments of their own
 _ALIGNMENT = 2 << 20  # bytes: what it rounds larger ones to
+_UNROUNDED = 10 << 20  # bytes: below, but for the small ones, it takes a segment of twice as many
 _FLAG_NBYTES = 4
 
 
@@ -45,15 +47,21 @@ class WindowAllocator(CachingAllocator):
     """Gives each buffer a window of its own while it has bytes; windows stay for the next one.
 
     Ranks that make the same calls in the same order make and use the same windows: which one a buffer gets depends on
-    nothing else. So the window of a buffer that dies with its bytes is not used again: ranks may not find out together.
+    nothing else. When a buffer dies with its bytes is a rank's own affair, so its window is used again only after ranks
+    have told one another, which they do before they make a new one.
 
     Args:
-        new_window: Makes one of that many bytes, on the current stream. It is called on all ranks alike, and may be
-            collective.
+        new_window: Makes one of at least that many bytes, on the current stream. It is called on all ranks alike, and
+            may be collective.
+        agree: Of windows whose buffers died here, by index, gives those whose buffers died on every rank and are read
+            by nobody. It is called on all ranks alike, and may be collective. None: no such window is used again.
     """
 
-    def __init__(self, new_window: Callable[[int], Window]) -> None:
+    def __init__(
+        self, new_window: Callable[[int], Window], agree: Callable[[set[int]], set[int]] | None = None
+    ) -> None:
         self._new_window = new_window
+        self._agree = agree
         self._places: list[_Place] = []
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _Place] = weakref.WeakKeyDictionary()
         # The caching allocator keeps blocks a stream. All of these belong to one, whoever uses them.
@@ -102,12 +110,27 @@ class WindowAllocator(CachingAllocator):
 
     def _free_place(self, nbytes: int) -> _Place:
         nbytes = _SMALL if nbytes <= _SMALL else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        fitting = [place for place in self._places if place.is_free and place.serves(nbytes)]
+        fitting = self._fitting(nbytes)
+        if not fitting:
+            self._take_back()
+            fitting = self._fitting(nbytes)
         if fitting:
             return min(fitting, key=lambda place: place.window.nbytes)
         with self._at_home():
             self._places.append(_Place(self._new_window(nbytes)))
         return self._places[-1]
+
+    def _fitting(self, nbytes: int) -> list[_Place]:
+        return [place for place in self._places if place.is_free and place.serves(nbytes)]
+
+    def _take_back(self) -> None:
+        """Let windows be used again whose buffers died with their bytes: with models that were deleted unsharded."""
+        if self._agree is None:
+            return
+        held = {id(place) for place in self._held.values()}
+        lost = {i for i, place in enumerate(self._places) if not place.is_free and id(place) not in held}
+        for i in self._agree(lost):
+            self._places[i].is_free, self._places[i].last_stream = True, None
 
     def _at_home(self) -> AbstractContextManager[None]:
         return nullcontext() if self._home is None else torch.cuda.stream(self._home)
@@ -145,39 +168,61 @@ class PeerWindow:
 
 
 def new_peer_window(group: dist.ProcessGroup, nbytes: int) -> PeerWindow:
-    """Make a window on the current device of every rank.
+    """Make a window of at least so many bytes on the current device of every rank.
 
     Raises:
-        DriverError: Some rank's memory cannot be shared, or mapped by some other; on every rank alike.
+        RuntimeError: On every rank alike. Some rank has no memory left, or its memory cannot be shared, or mapped by
+            some other.
 
     Effects: collective on the group; allocates the block for the current stream; the host waits for the device.
     """
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
-        block = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    shared = _exchange(group, lambda: driver.share(block.data_ptr()))
+    if nbytes > _SMALL:
+        nbytes = max(nbytes, _UNROUNDED)
+    made: list[tuple[torch.cuda.MemPool, int]] = []
+
+    def new_block() -> driver.Shared:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            address = torch.zeros(nbytes, dtype=torch.uint8, device="cuda").data_ptr()
+        torch.cuda.synchronize()
+        made.append((pool, address))
+        return driver.share(address)
+
+    shared = _exchange(group, new_block)
+    ((pool, address),) = made
     rank = group.rank()
     addresses = _exchange(
         group,
-        lambda: [block.data_ptr() if i == rank else driver.map_shared(each) for i, each in enumerate(shared)],
+        lambda: [address if i == rank else driver.map_shared(each) for i, each in enumerate(shared)],
     )[rank]
     return PeerWindow(nbytes, pool, tuple(addresses))
 
 
 def _exchange(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]:
-    """What an action gives on every rank; `DriverError` on all of them if it fails on one."""
-    mine: tuple[Any, str | None]
+    """What an action gives on every rank.
+
+    Raises:
+        RuntimeError: The action did on some rank; a `DriverError` on the others.
+    """
+    mine, failure = None, None
     try:
-        mine = action(), None
-    except driver.DriverError as error:
-        mine = None, f"rank {group.rank()}: {error}"
+        mine = action()
+    except RuntimeError as error:
+        failure = error
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    for _, problem in found:
+    dist.all_gather_object(found, (mine, None if failure is None else str(failure)), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, problem) in enumerate(found):
         if problem is not None:
-            raise driver.DriverError(problem)
+            raise driver.DriverError(f"rank {rank}: {problem}")
     return [each for each, _ in found]
+
+
+def _agreed(group: dist.ProcessGroup, mine: set[int]) -> set[int]:
+    """What all ranks name, when their devices are done with it."""
+    torch.cuda.synchronize()
+    return set.intersection(*_exchange(group, lambda: mine))
 
 
 class _Channel:
@@ -350,15 +395,17 @@ class CopyEngines:
     transport: CopyEngineTransport
 
 
-# A group that is gone takes its windows with it.
+# Kept with their groups until the process ends: peers have this memory mapped, and engines hold their group.
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, CopyEngines | None] = weakref.WeakKeyDictionary()
 
 
 def copy_engines_of(group: dist.ProcessGroup) -> CopyEngines | None:
     """What moves a group's parameters and gradients without multiprocessors; None where that cannot be had.
 
-    It can over NCCL if all ranks are on one host and can map one another's memory. One object serves everybody on
-    this group.
+    It can over NCCL if all ranks are on one host and can map one another's memory. They cannot with torch's expandable
+    segments or `backend:cudaMallocAsync`, and do not with `max_split_size_mb`, which keeps windows from being used, or
+    where NCCL_P2P_DISABLE tells NCCL not to. One object serves everybody on this group; it and its windows
+    stay until the process ends, and `torch.cuda.empty_cache()` does not free them.
 
     Effects: the first time, collective on the group, and the host waits for the device.
     """
@@ -370,18 +417,27 @@ def copy_engines_of(group: dist.ProcessGroup) -> CopyEngines | None:
 def _engines_for(group: dist.ProcessGroup) -> CopyEngines | None:
     if group.size() == 1 or "nccl" not in dist.get_backend_config(group) or not torch.cuda.is_available():
         return None
-    hosts: list[Any] = [None] * group.size()
-    dist.all_gather_object(hosts, _host(), group=group)
-    if len(set(hosts)) > 1:
+    hosts = _exchange(group, _host)
+    if None in hosts or len(set(hosts)) > 1:
         return None
     try:
-        flags = new_peer_window(group, _ALIGNMENT)
-    except driver.DriverError:
+        flags = new_peer_window(group, _SMALL)
+    except RuntimeError:
         return None
     # Two, so that no gather waits for a reduction because it was lent a window that one had.
-    windows, arrivals = (WindowAllocator(lambda nbytes: new_peer_window(group, nbytes)) for _ in range(2))
+    windows, arrivals = (
+        WindowAllocator(lambda nbytes: new_peer_window(group, nbytes), lambda lost: _agreed(group, lost))
+        for _ in range(2)
+    )
     return CopyEngines(windows, CopyEngineTransport(group, windows, arrivals, flags, torch.device("cuda")))
 
 
-def _host() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text()
+def _host() -> str | None:
+    """Which host this is; None if its ranks are not to share memory."""
+    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0") or "max_split_size_mb" in settings:
+        return None
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None

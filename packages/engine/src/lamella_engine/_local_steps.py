@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +34,10 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
     """Let an optimizer whose kernels take plain tensors train sharded parameters: Transformer Engine's, apex's, yours.
 
     `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient. A
-    parameter of which this rank owns nothing has no gradient there: kernels that take many tensors at once may write
-    beside an empty one. Outside of `step`, `state_dict` and `load_state_dict` nothing has changed: param groups hold
-    the DTensors, state of a shard's shape is a DTensor that lies as its parameter does, and checkpoints cannot tell.
-    Other state (single values, blocks, quantised tensors) stays as the optimizer made it.
+    parameter of which this rank owns nothing has no gradient there, but for torch's own optimizers: kernels that take
+    many tensors at once may write beside an empty one. Outside of `step`, `state_dict` and `load_state_dict` nothing
+    has changed: param groups hold the DTensors, state of a shard's shape is a DTensor that lies as its parameter does,
+    and checkpoints cannot tell. Other state (single values, blocks, quantised tensors) stays as the optimizer made it.
 
     The update of an element must depend on nothing but that element's own gradient and state. Right for Adam, SGD and
     their like; wrong, without an error, for what takes norms or products of whole parameters.
@@ -77,14 +78,22 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
 def _on_local_shards(kind: Any) -> Any:
     """A subclass that works on local shards, below the hooks of `step`, which see DTensors as they would without it."""
     unhooked = getattr(kind.step, "__wrapped__", kind.step)
+    # torch's own take empty tensors, and make state for them as for others: alike on all ranks.
+    gradients_of = _has_elements if not unhooked.__module__.startswith("torch.") else _any_shard
 
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *more: Any, **options: Any) -> Any:
         loss = None
+        if options.get("grad_scaler") is not None:
+            raise RuntimeError(
+                f"Expected no gradient scaler for {kind.__name__}, which looks for infinities itself and would see "
+                "those of this rank's shards alone, got one. Train in bfloat16, which needs no scaling, or build the "
+                "optimizer so that the scaler does (TransformerEngine and apex: capturable=False)."
+            )
         if closure is not None:  # it makes gradients, and they are wanted on the DTensors
             with torch.enable_grad():
                 loss = closure()
-        with _holding_locals(self, for_kernels=True):
-            result = unhooked(self, **options)
+        with _holding_locals(self, gradients_of):
+            result = unhooked(self, *((None, *more) if more else ()), **options)
         return result if closure is None else loss
 
     def state_dict(self: Optimizer) -> State:
@@ -102,8 +111,12 @@ def _on_local_shards(kind: Any) -> Any:
         with _holding_locals(self):
             kind.load_state_dict(self, {**state_dict, "state": local})
 
-    hooked = Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]
+    def reduce(self: Optimizer) -> tuple[Any, ...]:
+        return _new, (kind,), self.__getstate__()
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    hooked.__signature__ = inspect.signature(unhooked)  # gradient scalers ask it
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace.update(
@@ -113,17 +126,38 @@ def _on_local_shards(kind: Any) -> Any:
             step=hooked,
             state_dict=state_dict,
             load_state_dict=load_state_dict,
+            __reduce__=reduce,
         )
 
     return types.new_class(kind.__name__, (kind,), exec_body=fill)
 
 
+def _new(kind: Any) -> Any:
+    """What a copy, or an unpickled one, is filled into: pickle finds no class that was made here."""
+    made = _on_local_shards(kind)
+    found = made.__new__(made)
+    setattr(found, _LOCAL_PARAMETERS, {})
+    return found
+
+
+def _no_shard(shard: torch.Tensor) -> bool:
+    return False
+
+
+def _any_shard(shard: torch.Tensor) -> bool:
+    return True
+
+
+def _has_elements(shard: torch.Tensor) -> bool:
+    return shard.numel() > 0
+
+
 @contextmanager
-def _holding_locals(optimizer: Optimizer, *, for_kernels: bool = False) -> Iterator[None]:
+def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor], bool] = _no_shard) -> Iterator[None]:
     """Let param groups and state hold plain parameters over local shards for a while.
 
     Args:
-        for_kernels: Give them their gradients too, but for the empty ones.
+        gradients_of: Which shards to give their gradients too.
     """
     mine: dict[DTensor, nn.Parameter] = getattr(optimizer, _LOCAL_PARAMETERS)
     held = [group["params"] for group in optimizer.param_groups]
@@ -133,7 +167,7 @@ def _holding_locals(optimizer: Optimizer, *, for_kernels: bool = False) -> Itera
     for whole, local in pairs:
         if whole in before:
             state[local] = pytree.tree_map_only(DTensor, local_of, before[whole])
-        if for_kernels and whole.grad is not None and local.numel() > 0:
+        if whole.grad is not None and gradients_of(local):
             local.grad = local_of(whole.grad)
     of = dict(pairs)
     for group in optimizer.param_groups:
@@ -143,6 +177,7 @@ def _holding_locals(optimizer: Optimizer, *, for_kernels: bool = False) -> Itera
     finally:
         for group, parameters in zip(optimizer.param_groups, held, strict=True):
             group["params"] = parameters
+        state = optimizer.state  # another one, if a state dict was loaded
         for whole, local in pairs:
             local.grad = None
             if local in state:
@@ -157,6 +192,7 @@ def _local(mine: dict[DTensor, nn.Parameter], whole: DTensor) -> nn.Parameter:
         local = mine[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
     elif local.data_ptr() != shard.data_ptr() or local.dtype != shard.dtype:
         local.data = shard  # it was moved, cast or loaded
+    local.requires_grad_(whole.requires_grad)
     return local
 
 

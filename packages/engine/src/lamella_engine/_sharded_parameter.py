@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -226,8 +226,8 @@ def dtensor_for(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) ->
 
 def gradient_over(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` that lies as the parameter does. `DTensor.from_local` says the same ten times slower."""
-    spec = parameter.sharded._spec  # type: ignore[attr-defined]
+    sharded: Any = parameter.sharded
     # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives.
-    gradient = dtensor_over(parameter.shard, spec)
+    gradient: DTensor = type(sharded)(parameter.shard, sharded._spec, requires_grad=False)
     gradient._local_tensor = local
     return gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -132,7 +133,7 @@ class DataAxes:
         """Ranks that share the main weights of one shard."""
         return 1 if self.outer_axis is None else self.mesh.size(self.outer_axis)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks of all axes together."""
         return self.num_shards * self.num_replicas * self.num_outer_shards

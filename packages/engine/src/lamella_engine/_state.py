@@ -852,6 +852,8 @@ def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:
 
 def _by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
     """The groups that travel together, in an order that follows from the program alone."""
+    if len(groups) == 1:
+        return [list(groups)]
     together: dict[object, list[ParameterGroup]] = {}
     for group in groups:
         together.setdefault((group.axes, group.reduce_op), []).append(group)

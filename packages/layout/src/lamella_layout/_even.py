@@ -211,15 +211,14 @@ class EvenLayout:
 
         Effects: none.
         """
-        shape, dim = self.shapes[index], self.dims[index]
-        return prod(shape[:dim]) == 1 or self._slot_numels[index] == prod(shape)
+        return self._contiguous[index]
 
     def divides(self, index: int) -> bool:
         """Tell whether every rank's chunk of tensor `index` has the same size: its slots hold no slack.
 
         Effects: none.
         """
-        return self.shapes[index][self.dims[index]] % self.num_shards == 0
+        return self._divides[index]
 
     def owned(self, index: int, rank: int) -> Range:
         """Return the elements of the flattened tensor `index` that `rank` owns; may be empty.
@@ -237,6 +236,19 @@ class EvenLayout:
         check_rank(rank, self.num_shards)
         slot_numel, numel = self._slot_numels[index], prod(self.shapes[index])
         return Range(min(numel, rank * slot_numel), min(numel, (rank + 1) * slot_numel))
+
+    # Asked of every tensor at every gather and reduction.
+
+    @cached_property
+    def _contiguous(self) -> tuple[bool, ...]:
+        return tuple(
+            prod(shape[:dim]) == 1 or numel == prod(shape)
+            for shape, dim, numel in zip(self.shapes, self.dims, self._slot_numels, strict=True)
+        )
+
+    @cached_property
+    def _divides(self) -> tuple[bool, ...]:
+        return tuple(shape[dim] % self.num_shards == 0 for shape, dim in zip(self.shapes, self.dims, strict=True))
 
     @cached_property
     def _slot_numels(self) -> tuple[int, ...]:
