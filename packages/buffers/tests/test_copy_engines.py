@@ -68,6 +68,17 @@ class SharedAllocator(CachingAllocator):
         return self.window if buffer.untyped_storage()._cdata in self._inside else None
 
 
+class Copies:
+    """The driver's prepared copies, each made as it is put on a stream."""
+
+    def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        self._moves = moves
+
+    def enqueue(self, stream: int) -> None:
+        for move in self._moves:
+            _copy(*move, stream)
+
+
 class Flags:
     """The driver's waits, by loads."""
 
@@ -114,6 +125,7 @@ def _window(folder: Path) -> SharedWindow:
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_driver, "copy", _copy)
+    monkeypatch.setattr(_driver, "Copies", Copies)
     monkeypatch.setattr(_driver, "FlagOps", Flags)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -247,9 +247,13 @@ class _Channel:
         self._flags = flags  # whose memory goes with it
         self.peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
         words = [[base + _FLAG_NBYTES * (2 * index + kind) * num_ranks for base in flags.addresses] for kind in (0, 1)]
-        self._mine = [[bases[peer] + _FLAG_NBYTES * rank for peer in self.peers] for bases in words]
-        self._waits = [driver.FlagOps([bases[rank] + _FLAG_NBYTES * peer for peer in self.peers]) for bases in words]
         self._one = torch.ones(1, dtype=torch.int32, device=device)
+        one = self._one.data_ptr()
+        self._tells = [
+            driver.Copies([(bases[peer] + _FLAG_NBYTES * rank, one, _FLAG_NBYTES) for peer in self.peers])
+            for bases in words
+        ]
+        self._waits = [driver.FlagOps([bases[rank] + _FLAG_NBYTES * peer for peer in self.peers]) for bases in words]
         torch.cuda.current_stream().synchronize()
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -276,9 +280,15 @@ class _Channel:
         self._meet(1, stream)
 
     def _meet(self, kind: int, stream: int) -> None:
-        for flag in self._mine[kind]:
-            driver.copy(flag, self._one.data_ptr(), _FLAG_NBYTES, stream)
+        self._tells[kind].enqueue(stream)
         self._waits[kind].enqueue(stream)
+
+
+class _Push(NamedTuple):
+    """A gather into one place: where this rank's pieces lie in it, and the copies of them to every peer."""
+
+    sources: list[int]
+    copies: driver.Copies
 
 
 class CopyEngineTransport(NcclTransport):
@@ -306,6 +316,7 @@ class CopyEngineTransport(NcclTransport):
         self._windows = windows
         self._arrivals = arrivals
         self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._pushes: dict[tuple[tuple[int, int], ...], _Push] = {}
         self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
@@ -315,26 +326,36 @@ class CopyEngineTransport(NcclTransport):
             peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
             NCCL's, if some `full` lies in no window.
         """
-        windows = [self._windows.window_of(payload.full) for payload in payloads]
-        if not all(isinstance(window, PeerWindow) for window in windows):
+        if (push := self._push_into([full for _, full in payloads])) is None:
             return super().all_gather(payloads)
-        self.push(payloads, windows)
+        if push.sources != [shard.data_ptr() for shard, _ in payloads]:
+            copy_missing([self._own(full) for _, full in payloads], [shard for shard, _ in payloads])
+        stream = self._gathers.open()
+        push.copies.enqueue(stream)
+        self._gathers.close(stream)
         return Done()
 
-    def push(self, payloads: Sequence[Payload], windows: Sequence[Window | None]) -> None:
-        """Gather payloads whose `full` lie in windows.
+    def _push_into(self, wholes: Sequence[torch.Tensor]) -> _Push | None:
+        """How this rank's pieces get to every peer, prepared the first time; None if one of the wholes is in no window.
 
-        Effects: as `all_gather`.
+        A buffer that gets another window has other addresses. A window stays, and nothing else is where it is.
         """
-        own = [payload.full.view(self.num_ranks, -1)[self.rank] for payload in payloads]
-        copy_missing(own, [payload.shard for payload in payloads])
-        stream = self._gathers.open()
-        for piece, window in zip(own, windows, strict=True):
-            assert isinstance(window, PeerWindow)
-            source = piece.data_ptr()
-            for peer in self._gathers.peers:
-                driver.copy(self._place_of(piece, window, peer), source, piece.nbytes, stream)
-        self._gathers.close(stream)
+        key = tuple([(whole.data_ptr(), whole.nbytes) for whole in wholes])
+        if key not in self._pushes:
+            windows = [self._windows.window_of(whole) for whole in wholes]
+            pairs = [(self._own(a), b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
+            if len(pairs) < len(wholes):
+                return None
+            moves = [
+                (self._place_of(piece, window, peer), piece.data_ptr(), piece.nbytes)
+                for piece, window in pairs
+                for peer in self._gathers.peers
+            ]
+            self._pushes[key] = _Push([piece.data_ptr() for piece, _ in pairs], driver.Copies(moves))
+        return self._pushes[key]
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(self.num_ranks, -1)[self.rank]
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads of the same dtypes in one exchange; NCCL's way for other than sums and means.
