@@ -52,12 +52,14 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
     def __enter__(self) -> Self:
-        push, push_pieces = CopyEngineTransport.push, CopyEngineTransport.push_pieces
+        push_into, push_pieces = CopyEngineTransport.push_into, CopyEngineTransport.push_pieces
         allocate = WindowAllocator.allocate
 
-        def counted(transport: CopyEngineTransport, payloads: Any, windows: Any) -> None:
-            self._add("all_gather", [full for _, full in payloads])
-            push(transport, payloads, windows)
+        def counted(transport: CopyEngineTransport, wholes: Any) -> Any:
+            found = push_into(transport, wholes)
+            if found is not None:  # else it is a call, which is noted below
+                self._add("all_gather", wholes)
+            return found
 
         def counted_pieces(transport: CopyEngineTransport, payloads: Any, op: Any) -> None:
             kind = "all_to_all" if payloads[0].widens else "reduce_scatter"
@@ -69,7 +71,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 allocate(allocator, buffer)
 
         self._patches: list[Any] = [
-            mock.patch.object(CopyEngineTransport, "push", counted),
+            mock.patch.object(CopyEngineTransport, "push_into", counted),
             mock.patch.object(CopyEngineTransport, "push_pieces", counted_pieces),
             mock.patch.object(WindowAllocator, "allocate", uncounted),
         ]

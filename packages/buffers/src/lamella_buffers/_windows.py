@@ -326,7 +326,7 @@ class CopyEngineTransport(NcclTransport):
             peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
             NCCL's, if some `full` lies in no window.
         """
-        if (push := self._push_into([full for _, full in payloads])) is None:
+        if (push := self.push_into([full for _, full in payloads])) is None:
             return super().all_gather(payloads)
         if push.sources != [shard.data_ptr() for shard, _ in payloads]:
             copy_missing([self._own(full) for _, full in payloads], [shard for shard, _ in payloads])
@@ -335,7 +335,7 @@ class CopyEngineTransport(NcclTransport):
         self._gathers.close(stream)
         return Done()
 
-    def _push_into(self, wholes: Sequence[torch.Tensor]) -> _Push | None:
+    def push_into(self, wholes: Sequence[torch.Tensor]) -> _Push | None:
         """How this rank's pieces get to every peer, prepared the first time; None if one of the wholes is in no window.
 
         A buffer that gets another window has other addresses. A window stays, and nothing else is where it is.
