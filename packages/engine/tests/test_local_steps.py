@@ -249,7 +249,6 @@ def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> Non
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_of_it_steps_too(through: Callable[[Any], Any]) -> None:
     def check() -> None:
-        _, sharded = _short()
         optimizer = step_on_local_shards(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5))
         copied = through(optimizer)
         (parameter,) = copied.param_groups[0]["params"]

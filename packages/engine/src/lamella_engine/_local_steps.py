@@ -35,9 +35,9 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
 
     `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient. A
     parameter of which this rank owns nothing has no gradient there, but for torch's own optimizers: kernels that take
-    many tensors at once may write beside an empty one. Outside of `step`, `state_dict` and `load_state_dict` nothing has changed: param groups hold
-    the DTensors, state of a shard's shape is a DTensor that lies as its parameter does, and checkpoints cannot tell.
-    Other state (single values, blocks, quantised tensors) stays as the optimizer made it.
+    many tensors at once may write beside an empty one. Outside of `step`, `state_dict` and `load_state_dict` nothing
+    has changed: param groups hold the DTensors, state of a shard's shape is a DTensor that lies as its parameter does,
+    and checkpoints cannot tell. Other state (single values, blocks, quantised tensors) stays as the optimizer made it.
 
     The update of an element must depend on nothing but that element's own gradient and state. Right for Adam, SGD and
     their like; wrong, without an error, for what takes norms or products of whole parameters.
@@ -192,7 +192,8 @@ def _local(mine: dict[DTensor, nn.Parameter], whole: DTensor) -> nn.Parameter:
         local = mine[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
     elif local.data_ptr() != shard.data_ptr() or local.dtype != shard.dtype:
         local.data = shard  # it was moved, cast or loaded
-    return local.requires_grad_(whole.requires_grad)
+    local.requires_grad_(whole.requires_grad)
+    return local
 
 
 def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) -> State:
