@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamella_buffers import Allocator, ShardedBuffer, Transport, UnshardedBuffer
+from lamella_buffers import Allocator, CachingAllocator, ShardedBuffer, Transport, UnshardedBuffer
 from lamella_engine._errors import MisuseError
 from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
@@ -142,7 +142,8 @@ class ExtendedGroup(ParameterGroup):
         allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
-        self._begin(parameters[0].sharding.axes, policy, allocator, offload)
+        # Given one in any case: what the methods return lies in no window.
+        self._begin(parameters[0].sharding.axes, policy, allocator or CachingAllocator(), offload)
         self._lay_out(shapes, [0] * len(shapes))
         self.parameters = list(parameters)
         self._mesh = _mesh_of(self.axes)

@@ -527,15 +527,17 @@ class FSDPModule(fsdp2.FSDPModule):
         way, so the backend's name is not used.
 
         Raises:
-            MisuseError: They cannot: the ranks are not on one host, or not on GPUs over NCCL; or the unit was given an
-                `allocator` or custom collectives. Nothing has changed.
+            MisuseError: They cannot: the ranks are not on one host, or not on GPUs over NCCL; torch's allocator or
+                NCCL's settings keep them from it (`copy_engines_of` tells which); or the unit was given an `allocator`
+                or custom collectives, or its parameters say themselves what is gathered. Nothing has changed.
         """
         if backend is None:
             return
         for group in state_of(self).groups:
             if group.transport.num_ranks > 1 and not isinstance(group.transport, CopyEngineTransport):
                 raise MisuseError(
-                    "Expected GPUs of one host over NCCL, and neither `allocator` nor custom collectives, for "
+                    "Expected GPUs of one host over NCCL that map one another's memory (without expandable_segments "
+                    "in PYTORCH_CUDA_ALLOC_CONF), and neither `allocator` nor custom collectives, for "
                     f"{backend!r}, got gathers by {type(group.transport).__name__}. Leave the call out: they are in "
                     "place, in ordinary memory."
                 )

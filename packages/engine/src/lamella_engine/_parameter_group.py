@@ -12,6 +12,7 @@ import torch.nn as nn
 from lamella_buffers import (
     Allocator,
     CachingAllocator,
+    CopyEngines,
     LocalTransport,
     Payload,
     ReduceOp,
@@ -105,7 +106,7 @@ class ParameterGroup:
         self.policy = policy
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
-        engines = None if allocator is not None or axes.shard_group is None else copy_engines_of(axes.shard_group)
+        engines = None if allocator is not None else _engines(axes)
         self.transport = engines.transport if engines else _transport(axes.shard_group) or LocalTransport()
         self._windows = engines.allocator if engines else None
         self.replicas = _transport(self.axes.replicate_group)
@@ -157,7 +158,8 @@ class ParameterGroup:
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
         self.unsharded_weight.free()
-        if self._windows is not None:  # which belong to the gather stream, and so come in now only
+        # They belong to the gather stream, and so come in now only. A unit that was moved off its mesh has none.
+        if self._windows is not None and self.device.type == self.axes.mesh.device_type:
             self.unsharded_weight.allocator = self._windows
 
     @property
@@ -481,6 +483,12 @@ def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[to
     if not own.is_floating_point:
         return own, own, own
     return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
+
+
+def _engines(axes: DataAxes) -> CopyEngines | None:
+    """What gathers over the shard axis without multiprocessors; a group of NCCL's may have a mesh of CPUs too."""
+    group = None if axes.mesh.device_type == "cpu" else axes.shard_group
+    return None if group is None else copy_engines_of(group)
 
 
 def _transport(group: dist.ProcessGroup | None) -> Transport | None:
