@@ -291,6 +291,14 @@ class _Push(NamedTuple):
     copies: driver.Copies
 
 
+class _Arrivals(NamedTuple):
+    """Where pieces arrive: a buffer whose bytes come and go, each payload's place in it, and there this rank's row."""
+
+    buffer: torch.Tensor
+    places: list[torch.Tensor]
+    own: list[torch.Tensor]
+
+
 class CopyEngineTransport(NcclTransport):
     """NCCL, but for gathers into windows, and for reductions: those are pushed by copy engines.
 
@@ -315,7 +323,7 @@ class CopyEngineTransport(NcclTransport):
         super().__init__(group)
         self._windows = windows
         self._arrivals = arrivals
-        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], _Arrivals] = {}
         self._pushes: dict[tuple[tuple[int, int], ...], _Push] = {}
         self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
@@ -347,7 +355,7 @@ class CopyEngineTransport(NcclTransport):
             if len(pairs) < len(wholes):
                 return None
             moves = [
-                (self._place_of(piece, window, peer), piece.data_ptr(), piece.nbytes)
+                (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
                 for piece, window in pairs
                 for peer in self._gathers.peers
             ]
@@ -375,37 +383,36 @@ class CopyEngineTransport(NcclTransport):
 
         Effects: as `reduce_scatter`.
         """
-        buffer = self._arrival_buffer(payloads)
+        buffer, places, own = self._arrivals_for(payloads)
         self._arrivals.allocate(buffer)
         window = self._arrivals.window_of(buffer)
         assert isinstance(window, PeerWindow)
-        places = places_for(payloads, self.num_ranks, buffer)
         stream = self._exchanges.open()
-        for place, (_, full) in zip(places, payloads, strict=True):
-            pieces = full.view(self.num_ranks, -1)
+        for mine, (_, full) in zip(own, payloads, strict=True):
+            # By addresses: a view for each piece would cost the host more than the copies.
+            offset, source, nbytes = self._offset_of(mine, window), full.data_ptr(), mine.nbytes
             for peer in self._exchanges.peers:
-                into = self._place_of(place[self.rank], window, peer)
-                driver.copy(into, pieces[peer].data_ptr(), pieces[peer].nbytes, stream)
-        torch._foreach_copy_(
-            [place[self.rank] for place in places], [full.view(self.num_ranks, -1)[self.rank] for _, full in payloads]
-        )
+                driver.copy(window.addresses[peer] + offset, source + peer * nbytes, nbytes, stream)
+        torch._foreach_copy_(own, [self._own(full) for _, full in payloads])
         self._exchanges.close(stream)
         add_up(places, [shard for shard, _ in payloads], op)
         self._arrivals.free(buffer)
 
-    def _arrival_buffer(self, payloads: Sequence[Payload]) -> torch.Tensor:
+    def _arrivals_for(self, payloads: Sequence[Payload]) -> _Arrivals:
         full = payloads[0].full
-        key = arrivals_numel(payloads, self.num_ranks), full.dtype
+        key = full.dtype, tuple([shard.numel() for shard, _ in payloads])
         if key not in self._buffers:
-            self._buffers[key] = self._arrivals.create(*key, full.device)
-            self._arrivals.free(self._buffers[key])
+            buffer = self._arrivals.create(arrivals_numel(payloads, self.num_ranks), full.dtype, full.device)
+            places = places_for(payloads, self.num_ranks, buffer)
+            self._buffers[key] = _Arrivals(buffer, places, [place[self.rank] for place in places])
+            self._arrivals.free(buffer)
         return self._buffers[key]
 
-    def _place_of(self, mine: torch.Tensor, window: PeerWindow, peer: int) -> int:
-        """Where a peer has what lies here in this rank's window."""
+    def _offset_of(self, mine: torch.Tensor, window: PeerWindow) -> int:
+        """Where something lies in its window, on every rank alike."""
         offset = mine.data_ptr() - window.addresses[self.rank]
         assert 0 <= offset <= window.nbytes - mine.nbytes, "a buffer lies outside of its window"
-        return window.addresses[peer] + offset
+        return offset
 
 
 @dataclass(frozen=True)
