@@ -240,25 +240,23 @@ def _profiled(
 
 @MANY_RANKS
 def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(num_ranks: int) -> None:
-    """Both are copies to peers; reductions are those whose stream adds up too."""
+    """Gathers are copies to peers, reductions kernels of NCCL's."""
 
     def check() -> None:
         kernels = _profiled("lamella", MANY_TOKENS)
-        pushes = [kernel for kernel in kernels if "PtoP" in kernel.name]
-        streams = {kernel.stream for kernel in pushes}
+        gathers = [kernel for kernel in kernels if "PtoP" in kernel.name]
+        reductions = [kernel for kernel in kernels if kernel.kind is Kind.REDUCE_SCATTER]
         compute = streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
-        assert len(streams) == 2
-        assert len(compute) == 1
-        assert not compute & streams
-        assert len({kernel.stream for kernel in kernels if "MeanOps" in kernel.name} & streams) == 1
-        assert not streams_of(kernels, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+        streams = [{kernel.stream for kernel in some} for some in (gathers, reductions)] + [compute]
+        assert [len(each) for each in streams] == [1, 1, 1]
+        assert len(set.union(*streams)) == 3
+        assert not streams_of(kernels, Kind.ALL_GATHER)
         computing = [kernel for kernel in kernels if kernel.stream in compute]
-        for stream in streams:
-            mine = [kernel for kernel in pushes if kernel.stream == stream]
-            hidden = [kernel for kernel in mine if any(_overlap(kernel, other) for other in computing)]
-            hidden_us, all_us = (sum(kernel.duration_us for kernel in some) for some in (hidden, mine))
+        for verb, some in (("gathers", gathers), ("reductions", reductions)):
+            hidden = [kernel for kernel in some if any(_overlap(kernel, other) for other in computing)]
+            hidden_us, all_us = (sum(kernel.duration_us for kernel in each) for each in (hidden, some))
             # The first gather and the last reduction of a step have nothing to hide behind.
-            assert hidden_us >= all_us / 2, f"stream {stream}: {hidden_us:.0f} us of {all_us:.0f}"
+            assert hidden_us >= all_us / 2, f"{verb}: {hidden_us:.0f} us of {all_us:.0f}"
 
     run_ranks(check, num_ranks, device="cuda")
 

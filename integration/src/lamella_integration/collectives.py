@@ -52,7 +52,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
     def __enter__(self) -> Self:
-        push_into, push_pieces = CopyEngineTransport.push_into, CopyEngineTransport.push_pieces
+        push_into, exchange = CopyEngineTransport.push_into, CopyEngineTransport._exchange
         allocate = WindowAllocator.allocate
 
         def counted(transport: CopyEngineTransport, wholes: Any) -> Any:
@@ -61,10 +61,9 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add("all_gather", wholes)
             return found
 
-        def counted_pieces(transport: CopyEngineTransport, payloads: Any, op: Any) -> None:
-            kind = "all_to_all" if payloads[0].widens else "reduce_scatter"
-            self._add(kind, [full for _, full in payloads])
-            push_pieces(transport, payloads, op)
+        def counted_exchange(transport: CopyEngineTransport, payloads: Any, op: Any) -> None:
+            self._add("all_to_all", [full for _, full in payloads])
+            exchange(transport, payloads, op)
 
         def uncounted(allocator: WindowAllocator, buffer: torch.Tensor) -> None:
             with _disable_current_modes():  # ranks tell each other where a new window is: once, not in every step
@@ -72,7 +71,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._patches: list[Any] = [
             mock.patch.object(CopyEngineTransport, "push_into", counted),
-            mock.patch.object(CopyEngineTransport, "push_pieces", counted_pieces),
+            mock.patch.object(CopyEngineTransport, "_exchange", counted_exchange),
             mock.patch.object(WindowAllocator, "allocate", uncounted),
         ]
         for patch in self._patches:

@@ -89,8 +89,8 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
     """What `check_zero_copy` needs to know of a decoder sharded over the default group.
 
     Casts of shards: every unit's to the wire before forward, every block's again before backward, and every reduced
-    gradient's back to fp32, unless it was added up in that. This rank's own piece of a gradient is copied to where the
-    others' arrive. On a CPU they are not counted: gloo copies what it reduced once more.
+    gradient's back to fp32; or, if it was added up in that, this rank's own piece to where the others' arrive. On a CPU
+    they are not counted: gloo copies what it reduced once more.
 
     Raises:
         ValueError: Sizes cannot tell a shard from a whole parameter, or a parameter from an activation.
@@ -113,7 +113,7 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
     return ParameterSizes(
         full_numels=frozenset(full),
         largest_shard_numel=max(_shard_numel(unit, num_ranks) for unit in (*blocks, root)),
-        cast_numel=NUM_STEPS * (4 * in_blocks + 3 * in_root) if workload.device.type == "cuda" else None,
+        cast_numel=NUM_STEPS * (3 * in_blocks + 2 * in_root) if workload.device.type == "cuda" else None,
         num_tokens=num_tokens,
     )
 

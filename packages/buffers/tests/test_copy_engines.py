@@ -80,14 +80,16 @@ class Copies:
 
 
 class Flags:
-    """The driver's waits, by loads."""
+    """The driver's waits, by loads. Where it would wait for ever, they fail."""
 
-    def __init__(self, addresses: Sequence[int]) -> None:
+    def __init__(self, addresses: Sequence[int], value: int) -> None:
         self._words = [ctypes.c_uint32.from_address(address) for address in addresses]
+        self._value = value
 
     def enqueue(self, stream: int) -> None:
         for word in self._words:
-            while word.value != 1:
+            while (found := word.value) != self._value:
+                assert found == 0, "ranks disagree on where a buffer lies"
                 os.sched_yield()
             word.value = 0
 
@@ -119,7 +121,8 @@ def _window(folder: Path) -> SharedWindow:
     paths[rank].write_bytes(bytes(NBYTES))
     dist.barrier()
     memories = tuple(torch.from_file(str(path), shared=True, size=NBYTES, dtype=torch.uint8) for path in paths)
-    return SharedWindow(NBYTES, None, tuple(memory.data_ptr() for memory in memories), memories)  # type: ignore[arg-type]
+    addresses = tuple(memory.data_ptr() for memory in memories)
+    return SharedWindow(NBYTES, None, addresses, number, memories)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -179,9 +182,11 @@ def test_gathers_put_every_ranks_piece_in_its_place(tmp_path: Path, num_ranks: i
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=["sum", "mean"])
-def test_reductions_add_up_every_ranks_piece(tmp_path: Path, num_ranks: int, dtype: torch.dtype, op: Any) -> None:
+def test_sums_wider_than_their_wire_add_up_every_ranks_piece(
+    tmp_path: Path, num_ranks: int, dtype: torch.dtype, op: Any
+) -> None:
     def check() -> None:
         transport, _ = _transport(tmp_path)
         for turn in range(30):
@@ -201,7 +206,7 @@ def test_reductions_add_up_every_ranks_piece(tmp_path: Path, num_ranks: int, dty
     run_ranks(check, num_ranks)
 
 
-def test_gathers_and_reductions_interleave(tmp_path: Path) -> None:
+def test_gathers_and_exchanges_interleave(tmp_path: Path) -> None:
     """Each has flags of its own."""
 
     def check() -> None:
@@ -217,7 +222,32 @@ def test_gathers_and_reductions_interleave(tmp_path: Path) -> None:
                 windows.free(buffer)
             else:
                 shard = torch.empty(5)
-                transport.reduce_scatter([Payload(shard, torch.arange(20.0) + turn)], dist.ReduceOp.AVG)
+                transport.reduce_scatter([Payload(shard, (torch.arange(20) + turn).bfloat16())], dist.ReduceOp.AVG)
                 assert torch.equal(shard, torch.arange(20.0).view(4, -1)[dist.get_rank()] + turn)
 
     run_ranks(check, 4)
+
+
+def test_ranks_that_disagree_on_where_a_buffer_lies_write_nothing(tmp_path: Path) -> None:
+    """On a GPU they wait for ever, as ranks do whose collectives differ."""
+
+    def check() -> str:
+        transport, windows = _transport(tmp_path)
+        other = _window(tmp_path)
+        if dist.get_rank() == 1:
+            windows.window = other
+            windows._home = other.memories[1].untyped_storage()
+        buffer = windows.create(2 * 300, torch.float32, CPU)
+        windows.free(buffer)
+        windows.allocate(buffer)
+        buffer.fill_(-1.0)
+        try:
+            transport.all_gather([Payload(torch.ones(300), buffer)])
+        except AssertionError as error:
+            theirs = buffer.view(2, -1)[1 - dist.get_rank()]
+            assert bool((theirs == -1.0).all())
+            return str(error)
+        return "nothing"
+
+    for error in run_ranks(check, 2):
+        assert "ranks disagree" in error

@@ -101,14 +101,15 @@ class Copies:
 
 
 class FlagOps:
-    """Waits until each of some flags is 1, and then makes it 0 again. Prepared once; can be captured in a graph.
+    """Waits until each of some flags has a value, and then makes it 0 again. Prepared once; can be captured in a graph.
 
     Args:
         addresses: Of 32-bit words in this device's memory.
+        value: Not 0.
     """
 
-    def __init__(self, addresses: Sequence[int]) -> None:
-        ops = [_MemoryOp(_WAIT_VALUE_32, address, 1, _EQUAL) for address in addresses]
+    def __init__(self, addresses: Sequence[int], value: int) -> None:
+        ops = [_MemoryOp(_WAIT_VALUE_32, address, value, _EQUAL) for address in addresses]
         ops += [_MemoryOp(_WRITE_VALUE_32, address, 0, 0) for address in addresses]
         self._ops = (_MemoryOp * len(ops))(*ops)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from lamella_buffers import _driver as driver
 from lamella_buffers._allocator import CachingAllocator
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for
-from lamella_buffers._payload import Payload, by_dtype
+from lamella_buffers._payload import Payload
 from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, copy_missing
 
 _SMALL = 1 << 20  # bytes: up to here the caching allocator takes blocks from segments of their own
@@ -155,11 +157,13 @@ class PeerWindow:
     Attributes:
         pool: Lends the block; it never grows, as nothing larger is asked of it.
         addresses: Of the block on each rank, mapped in this process.
+        number: The same on every rank, and no other window's of the group.
     """
 
     nbytes: int
     pool: torch.cuda.MemPool
     addresses: tuple[int, ...]
+    number: int
 
     def lending(self) -> AbstractContextManager[None]:
         """Take memory from the pool, on the device that is current."""
@@ -167,7 +171,7 @@ class PeerWindow:
         return entered
 
 
-def new_peer_window(group: dist.ProcessGroup, nbytes: int) -> PeerWindow:
+def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> PeerWindow:
     """Make a window of at least so many bytes on the current device of every rank.
 
     Raises:
@@ -195,7 +199,7 @@ def new_peer_window(group: dist.ProcessGroup, nbytes: int) -> PeerWindow:
         group,
         lambda: [address if i == rank else driver.map_shared(each) for i, each in enumerate(shared)],
     )[rank]
-    return PeerWindow(nbytes, pool, tuple(addresses))
+    return PeerWindow(nbytes, pool, tuple(addresses), number)
 
 
 def _exchange(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]:
@@ -230,9 +234,12 @@ class _Channel:
 
     Note [Flags]. On the stream of a move each rank tells every peer that its memory may be written, waits until all
     have told it the same, pushes, tells every peer that it has, and waits until all have told it that. A flag is a word
-    in the memory of the rank that waits: 1 is written by a peer (as a copy, after the copies before it), and made 0
-    by the one that waited for it. A peer writes it again only after it heard from this rank once more, which this
-    rank says after it has made the flag 0. Values are always the same, so a captured graph can be replayed.
+    in the memory of the rank that waits. A peer writes it (by a copy, after the copies before it), and the rank that
+    waited for it makes it 0. A peer writes it again only after it heard from this rank once more, which this rank says
+    after it has made the flag 0.
+    What is written is the move's name, made of the windows and places that it goes to, and a rank waits for its own
+    move's. Ranks that disagree on where a buffer lies wait for ever, as ranks do whose collectives differ; nothing is
+    written where nobody expects it. A move's name is always the same, so a captured graph can be replayed.
     A rank that dies leaves its peers' streams waiting, as in a ring, but out of sight of NCCL's watchdog.
 
     Args:
@@ -246,19 +253,19 @@ class _Channel:
         num_ranks = len(flags.addresses)
         self._flags = flags  # whose memory goes with it
         self.peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
-        words = [[base + _FLAG_NBYTES * (2 * index + kind) * num_ranks for base in flags.addresses] for kind in (0, 1)]
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
-        one = self._one.data_ptr()
-        self._tells = [
-            driver.Copies([(bases[peer] + _FLAG_NBYTES * rank, one, _FLAG_NBYTES) for peer in self.peers])
-            for bases in words
+        self._rank = rank
+        self._words = [
+            [base + _FLAG_NBYTES * (2 * index + kind) * num_ranks for base in flags.addresses] for kind in (0, 1)
         ]
-        self._waits = [driver.FlagOps([bases[rank] + _FLAG_NBYTES * peer for peer in self.peers]) for bases in words]
-        torch.cuda.current_stream().synchronize()
+        self._device = device
+        self._signals: dict[int, _Signal] = {}
         self._last_stream: torch.cuda.Stream | None = None
 
-    def open(self) -> int:
+    def open(self, name: int) -> int:
         """Begin a move: what comes next on the current stream may write to peers.
+
+        Args:
+            name: The move's, not 0.
 
         Returns:
             The stream, as the driver has it.
@@ -269,19 +276,43 @@ class _Channel:
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
-        self._meet(0, stream.cuda_stream)
+        self._meet(name, 0, stream.cuda_stream)
         return stream.cuda_stream
 
-    def close(self, stream: int) -> None:
+    def close(self, name: int, stream: int) -> None:
         """End a move: what comes next on the stream may read what peers wrote, and peers what this rank did.
 
         Effects: the stream waits for all peers.
         """
-        self._meet(1, stream)
+        self._meet(name, 1, stream)
 
-    def _meet(self, kind: int, stream: int) -> None:
-        self._tells[kind].enqueue(stream)
-        self._waits[kind].enqueue(stream)
+    def _meet(self, name: int, kind: int, stream: int) -> None:
+        signal = self._signals.get(name) or self._new_signal(name)
+        signal.tells[kind].enqueue(stream)
+        signal.waits[kind].enqueue(stream)
+
+    def _new_signal(self, name: int) -> _Signal:
+        # On this stream, which the next move's waits for.
+        word = torch.full((1,), name, dtype=torch.int32, device=self._device)
+        mine = _FLAG_NBYTES * self._rank
+        tells = [[(bases[i] + mine, word.data_ptr(), _FLAG_NBYTES) for i in self.peers] for bases in self._words]
+        flags = [[bases[self._rank] + _FLAG_NBYTES * i for i in self.peers] for bases in self._words]
+        signal = _Signal(word, [driver.Copies(each) for each in tells], [driver.FlagOps(each, name) for each in flags])
+        self._signals[name] = signal
+        return signal
+
+
+class _Signal(NamedTuple):
+    """What tells peers of a move, and waits for theirs: before it, and after it."""
+
+    word: torch.Tensor
+    tells: list[driver.Copies]
+    waits: list[driver.FlagOps]
+
+
+def _name_of(places: Iterable[tuple[int, int, int]]) -> int:
+    """A move's name: the number of each window that it goes to, where in it, and how many bytes. Not 0, and 31 bits."""
+    return zlib.crc32(repr(list(places)).encode()) >> 1 | 1
 
 
 class _Push(NamedTuple):
@@ -289,6 +320,7 @@ class _Push(NamedTuple):
 
     sources: list[int]
     copies: driver.Copies
+    name: int
 
 
 class _Arrivals(NamedTuple):
@@ -300,9 +332,7 @@ class _Arrivals(NamedTuple):
 
 
 class CopyEngineTransport(NcclTransport):
-    """NCCL, but for gathers into windows, and for reductions: those are pushed by copy engines.
-
-    Every reduction is an exchange (`_exchange`), whatever its dtypes: sums of bf16 are made in fp32 and rounded once.
+    """NCCL, but for gathers into windows, and sums that are wider than their wire: those are pushed by copy engines.
 
     Args:
         group: The axis's process group.
@@ -338,9 +368,9 @@ class CopyEngineTransport(NcclTransport):
             return super().all_gather(payloads)
         if push.sources != [shard.data_ptr() for shard, _ in payloads]:
             copy_missing([self._own(full) for _, full in payloads], [shard for shard, _ in payloads])
-        stream = self._gathers.open()
+        stream = self._gathers.open(push.name)
         push.copies.enqueue(stream)
-        self._gathers.close(stream)
+        self._gathers.close(push.name, stream)
         return Done()
 
     def push_into(self, wholes: Sequence[torch.Tensor]) -> _Push | None:
@@ -351,50 +381,41 @@ class CopyEngineTransport(NcclTransport):
         key = tuple([(whole.data_ptr(), whole.nbytes) for whole in wholes])
         if key not in self._pushes:
             windows = [self._windows.window_of(whole) for whole in wholes]
-            pairs = [(self._own(a), b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
+            pairs = [(a, b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
             if len(pairs) < len(wholes):
                 return None
+            own = [(self._own(whole), window) for whole, window in pairs]
             moves = [
                 (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
-                for piece, window in pairs
+                for piece, window in own
                 for peer in self._gathers.peers
             ]
-            self._pushes[key] = _Push([piece.data_ptr() for piece, _ in pairs], driver.Copies(moves))
+            name = _name_of((window.number, self._offset_of(whole, window), whole.nbytes) for whole, window in pairs)
+            self._pushes[key] = _Push([piece.data_ptr() for piece, _ in own], driver.Copies(moves), name)
         return self._pushes[key]
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.view(self.num_ranks, -1)[self.rank]
 
-    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Reduce and scatter all payloads of the same dtypes in one exchange; NCCL's way for other than sums and means.
+    def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
+        """Push each piece to the rank that adds it up.
 
-        Effects: for each pair of dtypes, on the current stream, which is made to wait for the last reduction's if that
-            was another: a window as large as the payloads' `full` is lent for the time of the call; copies to every
-            peer, waits for theirs, and one kernel that adds up what arrived.
-        """
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            return super().reduce_scatter(payloads, op)
-        for same in by_dtype(payloads):
-            self.push_pieces(same, op)
-        return Done()
-
-    def push_pieces(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Reduce payloads of the same dtypes.
-
-        Effects: as `reduce_scatter`.
+        On the current stream, which is made to wait for the last exchange's if that was another. A window as large as
+        the payloads' `full` is lent for the time of the call.
         """
         buffer, places, own = self._arrivals_for(payloads)
         self._arrivals.allocate(buffer)
         window = self._arrivals.window_of(buffer)
         assert isinstance(window, PeerWindow)
-        stream = self._exchanges.open()
+        name = _name_of([(window.number, buffer.nbytes, len(own))])
+        stream = self._exchanges.open(name)
         for mine, (_, full) in zip(own, payloads, strict=True):
             # By addresses: a view for each piece would cost the host more than the copies.
             offset, source, nbytes = self._offset_of(mine, window), full.data_ptr(), mine.nbytes
             for peer in self._exchanges.peers:
                 driver.copy(window.addresses[peer] + offset, source + peer * nbytes, nbytes, stream)
         torch._foreach_copy_(own, [self._own(full) for _, full in payloads])
-        self._exchanges.close(stream)
+        self._exchanges.close(name, stream)
         add_up(places, [shard for shard, _ in payloads], op)
         self._arrivals.free(buffer)
 
@@ -453,8 +474,9 @@ def _engines_for(group: dist.ProcessGroup) -> CopyEngines | None:
     except RuntimeError:
         return None
     # Two, so that no gather waits for a reduction because it was lent a window that one had.
+    numbers = count(1)
     windows, arrivals = (
-        WindowAllocator(lambda nbytes: new_peer_window(group, nbytes), lambda lost: _agreed(group, lost))
+        WindowAllocator(lambda nbytes: new_peer_window(group, nbytes, next(numbers)), lambda lost: _agreed(group, lost))
         for _ in range(2)
     )
     return CopyEngines(windows, CopyEngineTransport(group, windows, arrivals, flags, torch.device("cuda")))
