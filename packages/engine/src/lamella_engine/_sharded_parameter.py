@@ -227,7 +227,8 @@ def dtensor_for(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) ->
 def gradient_over(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` that lies as the parameter does. `DTensor.from_local` says the same ten times slower."""
     sharded: Any = parameter.sharded
-    # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives.
-    gradient: DTensor = type(sharded)(parameter.shard, sharded._spec, requires_grad=False)
+    # Made over the shard and then pointed at the gradient, for the reason that `standalone` gives; without `__init__`,
+    # which does nothing and takes as long.
+    gradient: DTensor = DTensor.__new__(type(sharded), parameter.shard, sharded._spec, requires_grad=False)
     gradient._local_tensor = local
     return gradient

@@ -549,14 +549,14 @@ class FSDPState:
         self._check_unstepped(groups)
         context = self.context
         context.retire_reductions()
-        self.delayed.join(context.compute_stream)
+        compute, stream = context.compute_stream, context.reduce_scatter_stream
+        self.delayed.join(compute)
         gradients = {group: group.take_gradients() for group in groups}
         wires = {group: self._wire_of(group) for group in groups}
         self._has_sums = False
-        self.delayed.release(context.compute_stream)
+        self.delayed.release(compute)
         self._check_order("reduce", lambda: sum(g.gradient_nbytes(t, wires[g]) for g, t in gradients.items()))
-        stream = context.reduce_scatter_stream
-        stream.wait_stream(context.compute_stream)
+        stream.wait_stream(compute)
         with label("post_backward_reduce", self.name), torch.no_grad():
             with context.on(stream):
                 reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
