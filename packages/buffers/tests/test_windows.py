@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamella_buffers import WindowAllocator, copy_engines_of
-from lamella_buffers._windows import _exchange, _host
+from lamella_buffers._copy_engines import _host
+from lamella_buffers._windows import over_ranks
 from lamella_buffers.testing import check_allocator
 from lamella_testing import run_ranks
 
@@ -155,7 +156,7 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
 
         assert dist.group.WORLD is not None
         try:
-            _exchange(dist.group.WORLD, action)
+            over_ranks(dist.group.WORLD, action)
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"

@@ -6,6 +6,9 @@ from lamella_buffers._allocator import MemPoolAllocator as MemPoolAllocator
 from lamella_buffers._buffer import ShardedBuffer as ShardedBuffer
 from lamella_buffers._buffer import UnshardedBuffer as UnshardedBuffer
 from lamella_buffers._buffer import standalone as standalone
+from lamella_buffers._copy_engines import CopyEngines as CopyEngines
+from lamella_buffers._copy_engines import CopyEngineTransport as CopyEngineTransport
+from lamella_buffers._copy_engines import copy_engines_of as copy_engines_of
 from lamella_buffers._payload import Payload as Payload
 from lamella_buffers._payload import by_dtype as by_dtype
 from lamella_buffers._payload import of_one_dtype as of_one_dtype
@@ -24,7 +27,4 @@ from lamella_buffers._transport import Pending as Pending
 from lamella_buffers._transport import ReduceOp as ReduceOp
 from lamella_buffers._transport import Transport as Transport
 from lamella_buffers._transport import transport_for as transport_for
-from lamella_buffers._windows import CopyEngines as CopyEngines
-from lamella_buffers._windows import CopyEngineTransport as CopyEngineTransport
 from lamella_buffers._windows import WindowAllocator as WindowAllocator
-from lamella_buffers._windows import copy_engines_of as copy_engines_of
