@@ -55,7 +55,8 @@ def _model(num_units: int) -> nn.Sequential:
 def _num_operators(model: nn.Module, dtype: torch.dtype) -> int:
     """Of the second step: the first has the units learn their order."""
     for _ in range(2):
-        with _Counted() as counted:
+        counted = _Counted()
+        with counted:
             model(torch.ones(1, WIDTH, dtype=dtype)).float().sum().backward()
         model.zero_grad()
     return counted.num
