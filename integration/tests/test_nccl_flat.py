@@ -1,14 +1,14 @@
 """On GPUs over NCCL: units in the flat layout train as the unsharded model and as the even layout do."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+from four_gpus import Options, mesh
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import (
@@ -31,7 +31,6 @@ from lamella_testing import run_ranks
 MANY_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
-Options = Callable[[], dict[str, Any]]
 
 
 def _cuda() -> torch.device:
@@ -96,17 +95,12 @@ def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> Non
             torch.testing.assert_close(flat.weights, even.weights, rtol=0.0, atol=tolerance)
 
 
-@cache
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-
-
 WAYS: dict[str, Options] = {
-    "ZERO1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
-    "ZERO2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
-    "HSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
-    "HFSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
-    "neighbours": lambda: {"mesh": _mesh(4), "reshard_after_forward": 2},
+    "ZERO1": lambda: {"mesh": mesh(4), "placements": ZERO1},
+    "ZERO2": lambda: {"mesh": mesh(4), "placements": ZERO2},
+    "HSDP": lambda: {"mesh": mesh(2, 2), "placements": (HSDP, ZERO3)},
+    "HFSDP": lambda: {"mesh": mesh(2, 2), "placements": (HFSDP, ZERO3)},
+    "neighbours": lambda: {"mesh": mesh(4), "reshard_after_forward": 2},
 }
 
 

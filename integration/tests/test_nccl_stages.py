@@ -1,18 +1,15 @@
 """On four GPUs over NCCL: every ZeRO stage trains as the unsharded model does, however late a stream may be."""
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
+import four_gpus
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+from four_gpus import Options, mesh
 from late_streams import LLAMA, ODD, delay_streams
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_buffers import MemPoolAllocator, PoolAllocator
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import state_of
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import Recipe, Task, Trace, shard, train
@@ -20,27 +17,10 @@ from lamella_testing import run_ranks
 
 pytestmark = pytest.mark.gpu4
 
-Options = Callable[[], dict[str, Any]]
-
-
-@cache
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-
-
 WAYS: dict[str, Options] = {
-    "DDP": lambda: {"mesh": _mesh(4), "placements": DDP},
-    "ZERO1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
-    "ZERO2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
-    "ZERO3": lambda: {"mesh": _mesh(4), "placements": ZERO3},
-    "HSDP as FSDP2": lambda: {"mesh": _mesh(2, 2)},
-    "HSDP, ZERO1": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO1)},
-    "HSDP, ZERO2": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO2)},
-    "HSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
-    "HFSDP, ZERO3": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
-    "pairs hold the whole after forward": lambda: {"mesh": _mesh(4), "reshard_after_forward": 2},
-    "ZERO3 in a pool": lambda: {"mesh": _mesh(4), "allocator": PoolAllocator()},
-    "ZERO3 in a MemPool": lambda: {"mesh": _mesh(4), "allocator": MemPoolAllocator()},
+    **four_gpus.WAYS,
+    "ZERO3 in a pool": lambda: {"mesh": mesh(4), "allocator": PoolAllocator()},
+    "ZERO3 in a MemPool": lambda: {"mesh": mesh(4), "allocator": MemPoolAllocator()},
 }
 NEEDS_POOLS = pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12")
 EVERY_WAY = pytest.mark.parametrize(

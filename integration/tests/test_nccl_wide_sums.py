@@ -1,7 +1,5 @@
 """On GPUs over NCCL: bf16 gradients that are exchanged as they are, and added up in fp32 where they arrive."""
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -9,9 +7,9 @@ import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 import torch.distributed as dist
+from four_gpus import Options, mesh
 from late_streams import LLAMA, delay_streams
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella.overlap import Kind, streams_of
 from lamella_buffers import NcclTransport, ShardedBuffer, reduce_scatter
@@ -40,19 +38,13 @@ def _cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@cache
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-
-
-Options = Callable[[], dict[str, Any]]
 WAYS: dict[str, Options] = {
-    "ZERO1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
-    "ZERO2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
-    "ZERO3": lambda: {"mesh": _mesh(4)},
-    "HSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
-    "HFSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
-    "flat": lambda: {"mesh": _mesh(4), "keep": Rows(1)},
+    "ZERO1": lambda: {"mesh": mesh(4), "placements": ZERO1},
+    "ZERO2": lambda: {"mesh": mesh(4), "placements": ZERO2},
+    "ZERO3": lambda: {"mesh": mesh(4)},
+    "HSDP": lambda: {"mesh": mesh(2, 2), "placements": (HSDP, ZERO3)},
+    "HFSDP": lambda: {"mesh": mesh(2, 2), "placements": (HFSDP, ZERO3)},
+    "flat": lambda: {"mesh": mesh(4), "keep": Rows(1)},
 }
 
 
