@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from lamella_engine._optimizers import held_by
 from lamella_engine._ragged import dtensor_over
 from lamella_engine._sharding import local_of
 
@@ -99,7 +100,7 @@ def _on_local_shards(kind: Any) -> Any:
     def state_dict(self: Optimizer) -> State:
         with _holding_locals(self):
             found: State = kind.state_dict(self)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = held_by(self)
         found["state"] = {
             key: _laid_out(parameters[key], state) if isinstance(key, int) else state
             for key, state in found["state"].items()
@@ -224,7 +225,7 @@ def _refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
     library = type(optimizer).__module__.partition(".")[0]
     if library not in _LIBRARIES_OF_KERNELS or hasattr(optimizer, _LOCAL_PARAMETERS):
         return
-    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+    if any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
         raise TypeError(
             f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
             "got DTensors, beside whose shards it would write. Call step_on_local_shards(optimizer) once."

@@ -54,15 +54,16 @@ def shard_optimizer(optimizer: Opt) -> Opt:
 
 def _replaced(optimizer: Optimizer) -> dict[torch.Tensor, ShardedParameter]:
     """The parameters that became something else."""
-    return {held: became for held in _held_by(optimizer) if (became := sharded_from(held)) is not None}
+    return {held: became for held in held_by(optimizer) if (became := sharded_from(held)) is not None}
 
 
-def _held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_single(optimizer: Optimizer, replaced: dict[torch.Tensor, ShardedParameter]) -> None:
-    held = set(_held_by(optimizer))
+    held = set(held_by(optimizer))
     for parameter in replaced.values():
         if parameter.sharded in held:
             raise ValueError(

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._optimizers import shard_optimizer
+from lamella_engine._optimizers import held_by, shard_optimizer
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -222,7 +222,7 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     shard_optimizer(optimizer)
     for other in _in_order():
-        if other._holds(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if other._holds(held_by(optimizer)):
             raise ValueError(
                 f"Expected parameters of {type(optimizer).__name__} that no other optimizer steps in backward, got "
                 f"some that {other._name} does. remove() what step_in_backward returned for it."
