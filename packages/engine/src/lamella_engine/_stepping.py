@@ -236,7 +236,7 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
 
 def is_stepped(unit: object) -> bool:
     """Whether a unit was stepped in a backward after which nobody called `optimizer.step()` yet."""
-    return any(each._uses_of(unit).stepped for each in _in_order())
+    return bool(_active) and any(each._uses_of(unit).stepped for each in _in_order())
 
 
 def refuse(title: str, use: str) -> NoReturn:
