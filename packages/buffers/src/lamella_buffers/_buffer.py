@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from lamella_buffers._allocator import Allocator
+from lamella_buffers._payload import Payload
 from lamella_layout import EvenLayout, FlatLayout
 
 Layout = EvenLayout | FlatLayout
@@ -46,7 +48,10 @@ class ShardedBuffer:
     @cached_property
     def shards(self) -> tuple[torch.Tensor, ...]:
         """For each tensor a view of shape layout.shard_shape(i, rank): what a DTensor holds."""
-        return tuple(self.flat[place].view(shape) for place, shape in _shards(self.layout, self.rank))
+        flat = self.flat
+        start = flat.storage_offset()
+        places = _shards(self.layout, self.rank)
+        return tuple([flat.as_strided(shape, stride, start + offset) for shape, stride, offset in places])
 
     @classmethod
     def empty(cls, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
@@ -81,6 +86,19 @@ class ShardedBuffer:
             shard.copy_(tensor.detach()[index])
 
 
+class GatherPayloads(NamedTuple):
+    """What a gather into an unsharded buffer moves, of the slots that have elements.
+
+    Attributes:
+        in_place: What lands where it belongs.
+        beside: What comes in another order than it lies in: shard, slot, and a view of the slot in the order in which
+            it comes.
+    """
+
+    in_place: list[Payload]
+    beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
 class UnshardedBuffer:
     """A group of whole tensors in one flat allocation whose bytes come and go; the views of it stay.
 
@@ -110,6 +128,8 @@ class UnshardedBuffer:
     Effects: born without bytes, but for a moment during construction.
     """
 
+    _prepared: tuple[Sequence[torch.Tensor], GatherPayloads] | None = None
+
     def __init__(
         self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, allocator: Allocator
     ) -> None:
@@ -123,6 +143,7 @@ class UnshardedBuffer:
         self.tensors = tuple(
             self.flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes)
         )
+        self.prepare(self.own)
         allocator.free(self.flat)
 
     @property
@@ -134,6 +155,33 @@ class UnshardedBuffer:
     def device(self) -> torch.device:
         """Where the tensors lie."""
         return self.flat.device
+
+    def prepare(self, slots: Sequence[torch.Tensor]) -> None:
+        """Keep what a gather moves from slots that it will be given again and again; at first from `own`.
+
+        Effects: the slots live as long as the buffer, or until others are prepared.
+        """
+        self._prepared = slots, self._new_payloads(slots)
+
+    def payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
+        """What a gather moves from `slots`.
+
+        Effects: none.
+        """
+        if self._prepared is not None and self._prepared[0] is slots:
+            return self._prepared[1]
+        return self._new_payloads(slots)
+
+    def _new_payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
+        found, layout = GatherPayloads([], []), self.layout
+        for i, (shard, full) in enumerate(zip(slots, self.slots, strict=True)):
+            if shard.numel() == 0:
+                continue
+            if isinstance(layout, FlatLayout) or layout.is_contiguous(i):
+                found.in_place.append(Payload(shard, full))
+            else:
+                found.beside.append((shard, full, by_rank(self.tensors[i], layout, i)))
+        return found
 
     @property
     def has_bytes(self) -> bool:
@@ -184,9 +232,11 @@ def standalone(view: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4096)  # every reduction makes a buffer, of one of few layouts
-def _shards(layout: Layout, rank: int) -> list[tuple[slice, tuple[int, ...]]]:
-    """Where each of a rank's shards lies, and its shape."""
-    return [(slice(*layout.local_slot(i, rank)), layout.shard_shape(i, rank)) for i in range(layout.num_tensors)]
+def _shards(layout: Layout, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Each of a rank's shards as a view of all of them: its shape, strides, and the element that it starts at."""
+    shapes = [layout.shard_shape(i, rank) for i in range(layout.num_tensors)]
+    strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+    return [(shape, strides[i], layout.local_slot(i, rank).start) for i, shape in enumerate(shapes)]
 
 
 def _check_gatherable(layout: EvenLayout) -> None:

@@ -71,7 +71,7 @@ def widened(payloads: Sequence[Payload]) -> list[Payload]:
     """
     numels = [full.numel() for _, full in payloads]
     wide = torch.split(payloads[0].shard.new_empty(sum(numels)), numels)
-    torch._foreach_copy_(list(wide), [full for _, full in payloads])
+    torch._foreach_copy_(list(wide), [full.view(-1) for _, full in payloads])
     return [Payload(shard, full) for (shard, _), full in zip(payloads, wide, strict=True)]
 
 

@@ -9,15 +9,16 @@ import torch
 
 
 class Payload(NamedTuple):
-    """Two flat, contiguous tensors: one rank's piece, and the pieces of all ranks in rank order.
+    """Two contiguous tensors: one rank's piece, and the pieces of all ranks in rank order.
 
-    A gather reads `shard` and writes `full`, which are of one dtype; `shard` may be this rank's own slice of `full`:
-    then the gather is in place. A reduction reads `full` and writes `shard`, which may be of a wider dtype than what
-    travels: the sum is then made in that.
+    Their shapes say nothing, their elements count, one after another: a view costs the host as much as what is done
+    with it. A gather reads `shard` and writes `full`, which are of one dtype; `shard` may be this rank's own slice of
+    `full`: then the gather is in place. A reduction reads `full` and writes `shard`, which may be of a wider dtype than
+    what travels: the sum is then made in that.
     """
 
-    shard: torch.Tensor  # (numel,)
-    full: torch.Tensor  # (num_ranks * numel,)
+    shard: torch.Tensor  # numel elements
+    full: torch.Tensor  # num_ranks * numel elements
 
     @property
     def widens(self) -> bool:
@@ -45,7 +46,8 @@ def of_one_dtype(payloads: Sequence[Payload]) -> Sequence[Payload]:
 
     Effects: none.
     """
-    return payloads if len(by_dtype(payloads)) == 1 else [payload.as_bytes() for payload in payloads]
+    dtypes = {tensor.dtype for payload in payloads for tensor in payload}
+    return payloads if len(dtypes) == 1 else [payload.as_bytes() for payload in payloads]
 
 
 def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor, num_ranks: int = 1) -> torch.Tensor:

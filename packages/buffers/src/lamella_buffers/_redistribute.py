@@ -34,16 +34,13 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
     Effects: one collective on the axis for all moves, on the current stream. No copy on either side, but for tensors
         whose chunks are not contiguous: those are gathered beside their place and copied there, and the call waits.
     """
-    payloads, copies = [], []
+    payloads: list[Payload] = []
+    copies = []
     for slots, into in moves:
-        layout = into.layout
-        for i, (shard, full) in enumerate(zip(slots, into.slots, strict=True)):
-            if shard.numel() == 0:
-                continue
-            if isinstance(layout, FlatLayout) or layout.is_contiguous(i):
-                payloads.append(Payload(shard, full))
-                continue
-            gathered, place = torch.empty_like(full), by_rank(into.tensors[i], layout, i)
+        in_place, beside = into.payloads(slots)
+        payloads += in_place
+        for shard, full, place in beside:
+            gathered = torch.empty_like(full)
             payloads.append(Payload(shard, gathered))
             copies.append((place, gathered.view(place.shape)))
     pending = transport.all_gather(payloads) if payloads else Done()
@@ -75,14 +72,12 @@ def reduce_scatter(
     Effects: one collective on the axis for all moves of the same dtypes, on the current stream; staging allocates the
         slots of what it stages, in the wire's dtype, and costs one copy of it.
     """
-    payloads = []
+    payloads: list[Payload] = []
     for gradients, wire, into in moves:
-        if isinstance(into.layout, FlatLayout):
-            if into.flat.numel() > 0:
-                payloads.append(Payload(into.flat, _packed(gradients, wire, into.layout, into.device)))
-            continue
-        wholes = _wholes(gradients, wire, into.layout, into.device)
-        payloads += [Payload(into.slots[i], wholes[i]) for i in gradients if into.slots[i].numel() > 0]
+        if isinstance(into.layout, EvenLayout):
+            payloads += _payloads(gradients, wire, into, into.layout)
+        elif into.flat.numel() > 0:
+            payloads.append(Payload(into.flat, _packed(gradients, wire, into.layout, into.device)))
     return transport.reduce_scatter(payloads, op) if payloads else Done()
 
 
@@ -118,20 +113,22 @@ def _zero(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
         torch._foreach_zero_([flat[slice(*elements)] for elements in ranges])
 
 
-def _wholes(
-    gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: EvenLayout, device: torch.device
-) -> dict[int, torch.Tensor]:
-    """For each tensor a flat (num_shards * slot_numel,) tensor in the wire's dtype: itself, or staged."""
-    wholes: dict[int, torch.Tensor] = {}
+def _payloads(
+    gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, into: ShardedBuffer, layout: EvenLayout
+) -> list[Payload]:
+    """What is reduced of the tensors that have elements, in their order: gradients as they are, or staged."""
+    payloads: dict[int, Payload] = {}
+    staged: dict[int, torch.Tensor | None] = {}
     for i, gradient in gradients.items():
-        if gradient is None or gradient.dtype != wire or not gradient.is_contiguous():
-            continue
-        if layout.divides(i) and layout.is_contiguous(i):
-            wholes[i] = gradient.view(-1)
-    staged = {i: gradient for i, gradient in gradients.items() if i not in wholes}
+        fits = gradient is not None and gradient.dtype == wire and gradient.is_contiguous()
+        if gradient is not None and fits and layout.divides(i) and layout.is_contiguous(i):
+            payloads[i] = Payload(into.shards[i], gradient)
+        else:
+            staged[i] = gradient
     if staged:
-        wholes.update(zip(staged, _stage(staged, wire, layout, device), strict=True))
-    return wholes
+        wholes = _stage(staged, wire, layout, into.device)
+        payloads.update((i, Payload(into.slots[i], whole)) for i, whole in zip(staged, wholes, strict=True))
+    return [payloads[i] for i in gradients if payloads[i].shard.numel() > 0]
 
 
 def _stage(

@@ -313,4 +313,4 @@ def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     """
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
-        torch._foreach_copy_([a for a, _ in moves], [b for _, b in moves])
+        torch._foreach_copy_([a.view(-1) for a, _ in moves], [b.view(-1) for _, b in moves])

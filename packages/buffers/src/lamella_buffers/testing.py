@@ -188,7 +188,7 @@ def _check_streams_are_apart(allocator: Allocator, device: torch.device) -> None
 def check_transport(transport: Transport, device: torch.device | str = "cpu") -> None:
     """Assert what an engine relies on in a transport. A collective: every rank of the axis must call it.
 
-    Several payloads of different sizes and dtypes go in one call; a gather in place equals one that is not;
+    Several payloads of different sizes, shapes and dtypes go in one call; a gather in place equals one that is not;
     several gathers may be in flight at once; sums and means over the ranks are right, and as precise as the dtype that
     they are asked for in; every rank agrees.
 
@@ -245,7 +245,7 @@ def _check_reduce_scatter(transport: Transport, device: torch.device, op: dist.R
     payloads = []
     for numel, dtype in ((5, torch.float32), (3, torch.bfloat16)):
         full = (torch.arange(ranks * numel, device=device) + me).to(dtype)
-        payloads.append(Payload(torch.empty(numel, dtype=dtype, device=device), full))
+        payloads.append(Payload(torch.empty(numel, dtype=dtype, device=device), full.view(numel, ranks)))
     transport.reduce_scatter(payloads, op).wait()
     for shard, _ in payloads:
         numel = shard.numel()
@@ -267,7 +267,7 @@ def _check_wider_sums(transport: Transport, device: torch.device, op: dist.Reduc
     payloads = []
     for i, (shard, kind) in enumerate(zip(shards, kinds, strict=True)):
         for_each = torch.tensor([mine * (i + 1) / 2**rank for rank in range(ranks)], device=device)
-        payloads.append(Payload(shard, for_each.repeat_interleave(shard.numel()).to(kind)))
+        payloads.append(Payload(shard, for_each.repeat_interleave(shard.numel()).to(kind).view(shard.numel(), ranks)))
     transport.reduce_scatter(payloads, op).wait()
     total = (2.0**11 + ranks - 1) / (ranks if op == dist.ReduceOp.AVG else 1)
     for i, (shard, whole) in enumerate(payloads):

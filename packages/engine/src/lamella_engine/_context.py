@@ -107,7 +107,10 @@ def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
     Effects: none unless a profiler runs or the log is on: a range that nobody sees costs several microseconds.
     """
     log(phase, unit)
-    return record_function(_name(phase, unit)) if torch._C._autograd._profiler_enabled() else nullcontext()
+    return record_function(_name(phase, unit)) if torch._C._autograd._profiler_enabled() else _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def log(phase: str, unit: str = "") -> None:

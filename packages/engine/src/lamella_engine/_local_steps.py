@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from lamella_engine._optimizers import held_by
-from lamella_engine._ragged import dtensor_over
+from lamella_engine._plain_steps import laid_out
 from lamella_engine._sharding import local_of
 
 # Their kernels take the address of a DTensor's shard and the size of the whole, and write past the shard's end.
@@ -206,19 +205,11 @@ def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) ->
     if not isinstance(whole, DTensor):
         return state
     known = {id(local_of(old)): old for old in pytree.tree_leaves(before) if isinstance(old, DTensor)}
-    shard = local_of(whole)
-    spec = whole._spec
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in known:
-            return known[id(tensor)]
-        if type(tensor) is not torch.Tensor or tensor.ndim == 0 or tensor.shape != shard.shape:
-            return tensor
-        meta = TensorMeta(whole.shape, whole.stride(), tensor.dtype)
-        return dtensor_over(tensor, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
+        return known[id(tensor)] if id(tensor) in known else laid_out(whole, tensor)
 
-    laid_out: State = pytree.tree_map_only(torch.Tensor, lay_out, state)
-    return laid_out
+    return pytree.tree_map_only(torch.Tensor, lay_out, state)  # type: ignore[no-any-return]
 
 
 def _refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:

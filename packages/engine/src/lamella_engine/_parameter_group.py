@@ -28,8 +28,10 @@ from lamella_engine._offload import Offload
 from lamella_engine._sharded_parameter import (
     Candidate,
     ShardedParameter,
+    any_replaced,
     dtensor_for,
     gradient_over,
+    install,
     sharded_parameter,
 )
 from lamella_engine._sharding import DataAxes, local_of
@@ -157,6 +159,8 @@ class ParameterGroup:
             whole = parameter.sharding.wrap(self._recipe.decode([tensor.view(-1)], tensor.shape))
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
+        if self._sends_main and self.offload is None and self.outer is None:
+            self.unsharded_weight.prepare(self.main_weight.slots)
         self.unsharded_weight.free()
         # They belong to the gather stream, and so come in now only. A unit that was moved off its mesh has none.
         if self._windows is not None and self.device.type == self.axes.mesh.device_type:
@@ -194,7 +198,7 @@ class ParameterGroup:
     @property
     def is_replaced(self) -> bool:
         """Whether somebody replaced a shard, or its storage; the group must be sharded."""
-        return any(parameter.is_replaced for parameter in self.parameters)
+        return any_replaced(self.parameters)
 
     def adopt_replaced_shards(self, *, keep_parameters: bool) -> None:
         """Take the shards back into one buffer if somebody replaced them, or their storage.
@@ -329,13 +333,11 @@ class ParameterGroup:
 
     def install_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters."""
-        for parameter in self.parameters:
-            parameter.install(parameter.unsharded, instead_of=parameter.sharded)
+        install(self.parameters, is_sharded=False)
 
     def install_sharded(self) -> None:
         """Make the modules hold the DTensors."""
-        for parameter in self.parameters:
-            parameter.install(parameter.sharded, instead_of=parameter.unsharded)
+        install(self.parameters, is_sharded=True)
 
     @property
     def is_trainable(self) -> bool:
@@ -345,7 +347,7 @@ class ParameterGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether any member has a gradient that was not reduced."""
-        return any(parameter.has_gradient for parameter in self.parameters)
+        return any(p.unsharded.grad is not None or p.accumulated is not None for p in self.parameters)
 
     def accumulate_gradients(self) -> None:
         """Keep a microbatch's gradients unreduced."""
@@ -434,23 +436,21 @@ class ParameterGroup:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
             shards = ShardedBuffer(shards.layout, shards.rank, shards.flat.to(self.main_weight.dtype))
-        for parameter, shard, wanted in zip(self.parameters, shards.shards, present, strict=True):
+        fresh, totals = [], {}
+        for i, (parameter, wanted) in enumerate(zip(self.parameters, present, strict=True)):
             if not wanted:
-                _check_absent_everywhere(parameter, shard)
-        taking = [i for i, wanted in enumerate(present) if wanted]
-        fresh = [i for i in taking if self.parameters[i].sharded.grad is None]
-        self._add_gradients(shards, taking)
+                _check_absent_everywhere(parameter, shards.shards[i])
+            elif (grad := parameter.sharded.grad) is None:
+                fresh.append(i)
+            else:
+                totals[i] = local_of(grad)
+        if totals:
+            add = torch._foreach_add_ if self.offload is None else self.offload.add_
+            add(list(totals.values()), [shards.shards[i] for i in totals])
         if fresh and self.offload is not None:
             shards = ShardedBuffer(shards.layout, shards.rank, self.offload.to_host(shards.flat))
         for i in fresh:
             self.parameters[i].sharded.grad = gradient_over(self.parameters[i], shards.shards[i])
-
-    def _add_gradients(self, shards: ShardedBuffer, members: Sequence[int]) -> None:
-        """Add reduced gradients to those of the members that have earlier ones."""
-        totals = {i: local_of(grad) for i in members if (grad := self.parameters[i].sharded.grad) is not None}
-        if totals:
-            add = torch._foreach_add_ if self.offload is None else self.offload.add_
-            add(list(totals.values()), [shards.shards[i] for i in totals])
 
     def members(self, present: Sequence[bool]) -> list[ShardedParameter]:
         """Those that were given a gradient."""

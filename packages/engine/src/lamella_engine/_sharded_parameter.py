@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -59,22 +60,6 @@ class ShardedParameter:
     unsharded: nn.Parameter
     accumulated: torch.Tensor | None = None
     keeps_grad_clear: bool = False
-
-    def install(self, form: nn.Parameter, *, instead_of: nn.Parameter) -> None:
-        """Make every owner hold `form`, which takes over whether the form that was visible is to be trained."""
-        if instead_of.requires_grad != self.trains:
-            self.trains = instead_of.requires_grad
-        if form.requires_grad != self.trains:
-            form.requires_grad_(self.trains)
-        for parameters, name, _ in self.owners:
-            parameters[name] = form
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
-        return local_of(self.sharded) is not self.shard or any(
-            p[name] is not self.sharded for p, name, _ in self.owners
-        )
 
     def adopt(self, form: torch.Tensor) -> None:
         """Make `form` the sharded form, if it is a Parameter."""
@@ -148,6 +133,35 @@ class ShardedParameter:
     def has_gradient(self) -> bool:
         """Whether there is something to reduce."""
         return self.unsharded.grad is not None or self.accumulated is not None
+
+
+# Both are asked of every parameter several times a step: one call for all of them, and nothing is made in it.
+
+
+def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> None:
+    """Make every owner hold one form, which takes over whether the form that was visible is to be trained."""
+    for parameter in parameters:
+        form, visible = parameter.unsharded, parameter.sharded
+        if is_sharded:
+            form, visible = visible, form
+        if visible.requires_grad != parameter.trains:
+            parameter.trains = visible.requires_grad
+        if form.requires_grad != parameter.trains:
+            form.requires_grad_(parameter.trains)
+        for held, name, _ in parameter.owners:
+            held[name] = form
+
+
+def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
+    """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
+    for parameter in parameters:
+        sharded = parameter.sharded
+        if local_of(sharded) is not parameter.shard:
+            return True
+        for held, name, _ in parameter.owners:
+            if held[name] is not sharded:
+                return True
+    return False
 
 
 class Candidate(NamedTuple):

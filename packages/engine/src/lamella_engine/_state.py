@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class Residency(Enum):
     UNSHARDED = "shards and the unsharded buffer; modules hold plain tensors"
     KEPT = "shards and the unsharded buffer, whose contents may still be used; modules hold DTensors"
 
+    __hash__ = object.__hash__  # by identity, as they are compared; an enum's own is of its name, in Python
+
 
 _LEGAL = {
     (Residency.SHARDED, Residency.UNSHARDING),
@@ -47,6 +49,7 @@ _LEGAL = {
 
 
 _AS_FSDP2 = Strategy()
+_NOWHERE_ELSE: AbstractContextManager[None] = nullcontext()
 
 
 class _Gather(NamedTuple):
@@ -431,8 +434,7 @@ class FSDPState:
             )
 
     def _check_at_home(self) -> None:
-        away = [group for group in self.groups if not group.is_at_home]
-        if away:
+        if away := [group for group in self.groups if not group.is_at_home]:
             devices = [(self._full_name(p.name), p.shard.device) for group in away for p in group.parameters]
             raise RuntimeError(
                 f"Expected the parameters of {self.title} on the CPU, as `offload_policy` says. FSDP parameters "
@@ -558,6 +560,7 @@ class FSDPState:
         self._check_order("reduce", lambda: sum(g.gradient_nbytes(t, wires[g]) for g, t in gradients.items()))
         stream.wait_stream(compute)
         with label("post_backward_reduce", self.name), torch.no_grad():
+            reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
             with context.on(stream):
                 reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
                 for same in _by_axes(groups):
@@ -565,9 +568,8 @@ class FSDPState:
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
                 reduced = {group: group.add_partial(part) for group, part in reduced.items()}
                 event = stream.record_event()
-            reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
-            context.hold(self._reduction(event, reads))
-            self._finish_reductions(reduced, event)
+                context.hold(self._reduction(event, reads, compute))
+                self._finish_reductions(reduced, event)
 
     def _wire_of(self, group: ParameterGroup) -> torch.dtype:
         """What a group's gradients travel in. Sums of microbatches, and what layers add up, are as wide as they get."""
@@ -575,17 +577,20 @@ class FSDPState:
             return group.reduce_dtype
         return group.wire_dtype
 
-    def _reduction(self, event: torch.Event, reads: list[torch.Tensor]) -> Reduction:
+    def _reduction(self, event: torch.Event, reads: list[torch.Tensor], compute: torch.Stream) -> Reduction:
         """What keeps a reduction's gradients alive, wherever they were made."""
         buffers = [taken for grads in self.main_grads if (taken := grads.take()) is not None]
-        streams = (self.context.compute_stream, *self.delayed.take_streams(), *(stream for stream, _ in buffers))
+        streams = (compute, *self.delayed.take_streams(), *(stream for stream, _ in buffers))
         return Reduction(event, reads, streams, tuple(free for _, free in buffers))
 
     def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
         return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
 
     def _finish_reductions(self, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> None:
-        """Install what was reduced over all axes, and let optimizers step it that do so in backward."""
+        """Install what was reduced over all axes, and let optimizers step it that do so in backward.
+
+        The reduce stream must be current.
+        """
         finished = {group: self._finish_reduction(group, part, event) for group, part in reduced.items()}
         if not (stepping.is_asked_for() and self._may_be_stepped):
             return
@@ -627,7 +632,7 @@ class FSDPState:
             stream.wait_event(event)
         if has_outer:
             self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
-        with context.on(stream):
+        with context.on(stream) if stream is not context.reduce_scatter_stream else _NOWHERE_ELSE:
             total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(total.shards.flat)
@@ -711,7 +716,7 @@ class FSDPState:
 
     def _note_end(self) -> bool:
         """Whether all gradients are there. If not, the modules hold the parameters that get them until they are."""
-        if self.delayed.end(self.context.compute_stream):
+        if not self.delayed.parameters or self.delayed.end(self.context.compute_stream):
             return True
         if self._residency is Residency.UNSHARDED:
             self._holders.add(self.delayed)
@@ -811,7 +816,8 @@ class FSDPState:
             partials = {group: group.partial for group in groups if group.partial is not None}
             for group in groups:
                 group.partial = None
-            self._finish_reductions(partials, stream.record_event())
+            with self.context.on(stream):
+                self._finish_reductions(partials, stream.record_event())
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""

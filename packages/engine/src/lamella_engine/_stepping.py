@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamella_engine._optimizers import held_by, shard_optimizer
+from lamella_engine._plain_steps import plain_view_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -129,8 +130,16 @@ class StepInBackward:
         stepped = [parameter for part in parts for parameter in part]
         self._uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
         self._stepped.update(id(parameter) for parameter in stepped)
-        _own_step(optimizer)(_view(optimizer, parts))
+        self._step_parts(optimizer, parts)
         return _take_gradients(stepped) if self._frees else []
+
+    def _step_parts(self, optimizer: Optimizer, parts: Sequence[list[torch.Tensor]]) -> None:
+        plain = plain_view_of(optimizer)
+        if plain is None or not plain.point(optimizer, parts):
+            _own_step(optimizer)(_view(optimizer, parts))
+            return
+        _own_step(optimizer)(plain.optimizer)
+        plain.finish(optimizer)
 
     def _forget(self, unit: object) -> None:
         """Expect nothing of a unit that a step was dropped in."""
@@ -236,7 +245,7 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
 
 def is_stepped(unit: object) -> bool:
     """Whether a unit was stepped in a backward after which nobody called `optimizer.step()` yet."""
-    return any(each._uses_of(unit).stepped for each in _in_order())
+    return bool(_active) and any(each._uses_of(unit).stepped for each in _in_order())
 
 
 def refuse(title: str, use: str) -> NoReturn:

@@ -71,13 +71,13 @@ class PlainRecipe:
     def encode(self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor]]) -> None:
         """Cast each shard into its destination with one multi-tensor copy."""
         (destinations,) = payloads
-        moves = [
-            (into, shard)
-            for into, shard in zip(destinations, shards, strict=True)
-            if into.data_ptr() != shard.data_ptr() and shard.numel() > 0
-        ]
-        if moves:
-            torch._foreach_copy_([into for into, _ in moves], [shard for _, shard in moves])
+        into, source = [], []
+        for destination, shard in zip(destinations, shards, strict=True):
+            if destination.data_ptr() != shard.data_ptr() and shard.numel() > 0:
+                into.append(destination)
+                source.append(shard)
+        if into:
+            torch._foreach_copy_(into, source)
 
     def decode(self, payloads: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
         """A view of the one payload."""
