@@ -10,7 +10,7 @@ import ctypes
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _driver
+from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _copy_engines, _driver
 from lamella_buffers._windows import PeerWindow
 from lamella_testing import run_ranks
 
@@ -71,8 +71,8 @@ class SharedAllocator(CachingAllocator):
 class Copies:
     """The driver's prepared copies, each made as it is put on a stream."""
 
-    def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        self._moves = moves
+    def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        self._moves = list(moves)
 
     def enqueue(self, stream: int) -> None:
         for move in self._moves:
@@ -99,6 +99,8 @@ class Stream:
 
     cuda_stream = 0
 
+    def __init__(self, priority: int = 0) -> None: ...
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream)
 
@@ -106,6 +108,8 @@ class Stream:
         return 0
 
     def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
 
 
 def _copy(into: int, source: int, nbytes: int, stream: int) -> None:
@@ -131,6 +135,8 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_driver, "Copies", Copies)
     monkeypatch.setattr(_driver, "FlagOps", Flags)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
 
 
 def _transport(folder: Path) -> tuple[CopyEngineTransport, SharedAllocator]:
@@ -153,8 +159,13 @@ def _values(rank: int, turn: int, numel: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_gathers_put_every_ranks_piece_in_its_place(tmp_path: Path, num_ranks: int, in_place: bool) -> None:
+@pytest.mark.parametrize("shards_lie", ["in place", "elsewhere", "in another dtype", "in another dtype, and are large"])
+def test_gathers_put_every_ranks_piece_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, shards_lie: str
+) -> None:
+    if "large" in shards_lie:
+        monkeypatch.setattr(_copy_engines, "_WORTH_TWO_STREAMS", 1)
+
     def check() -> None:
         transport, windows = _transport(tmp_path)
         buffers = [windows.create(num_ranks * sum(NUMELS), torch.bfloat16, CPU) for _ in range(2)]
@@ -168,10 +179,16 @@ def test_gathers_put_every_ranks_piece_in_its_place(tmp_path: Path, num_ranks: i
             wholes = torch.split(buffer, [num_ranks * numel for numel in NUMELS])
             own = [whole.view(num_ranks, -1)[dist.get_rank()] for whole in wholes]
             shards = [_values(dist.get_rank(), turn, numel) for numel in NUMELS]
-            if in_place:
-                torch._foreach_copy_(own, shards)
-                shards = own
-            transport.all_gather([Payload(a, b) for a, b in zip(shards, wholes, strict=True)]).wait()
+            if "dtype" in shards_lie:
+                # One is there already, as the shards of a group in the wire's dtype are.
+                own[0].copy_(shards[0])
+                payloads = [Payload(a, b) for a, b in zip(own, wholes, strict=True)]
+                transport.cast_and_gather(payloads, [None, *(shard.double() for shard in shards[1:])]).wait()
+            else:
+                if shards_lie == "in place":
+                    torch._foreach_copy_(own, shards)
+                    shards = own
+                transport.all_gather([Payload(a, b) for a, b in zip(shards, wholes, strict=True)]).wait()
             _late(turn + 1)
             for whole, numel in zip(wholes, NUMELS, strict=True):
                 expected = torch.cat([_values(rank, turn, numel) for rank in range(num_ranks)])

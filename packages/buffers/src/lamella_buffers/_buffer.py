@@ -53,6 +53,16 @@ class ShardedBuffer:
         places = _shards(self.layout, self.rank)
         return tuple([flat.as_strided(shape, stride, start + offset) for shape, stride, offset in places])
 
+    def cast_to(self, dtype: torch.dtype) -> ShardedBuffer:
+        """The same values in another dtype.
+
+        Effects: allocates them, and one multi-tensor copy, on the current stream.
+        """
+        cast = ShardedBuffer.empty(self.layout, self.rank, dtype, self.flat.device)
+        # Not `Tensor.to`, whose kernel keeps all multiprocessors from compute, and takes half as long again.
+        torch._foreach_copy_([cast.flat], [self.flat])
+        return cast
+
     @classmethod
     def empty(cls, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
         """A buffer whose contents are undefined.
@@ -93,10 +103,12 @@ class GatherPayloads(NamedTuple):
         in_place: What lands where it belongs.
         beside: What comes in another order than it lies in: shard, slot, and a view of the slot in the order in which
             it comes.
+        sources: Of those in place, and then of the others, what each shard is a cast of; None where it is there.
     """
 
     in_place: list[Payload]
     beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    sources: list[torch.Tensor | None]
 
 
 class UnshardedBuffer:
@@ -164,7 +176,7 @@ class UnshardedBuffer:
         self._prepared = slots, self._new_payloads(slots)
 
     def payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
-        """What a gather moves from `slots`.
+        """What a gather moves from `slots`: they themselves, or if they are of another dtype what they are in `own`.
 
         Effects: none.
         """
@@ -173,14 +185,18 @@ class UnshardedBuffer:
         return self._new_payloads(slots)
 
     def _new_payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
-        found, layout = GatherPayloads([], []), self.layout
-        for i, (shard, full) in enumerate(zip(slots, self.slots, strict=True)):
-            if shard.numel() == 0:
+        found, layout, sources_beside = GatherPayloads([], [], []), self.layout, []
+        for i, (slot, full) in enumerate(zip(slots, self.slots, strict=True)):
+            if slot.numel() == 0:
                 continue
+            shard, source = (slot, None) if slot.dtype == full.dtype else (self.own[i], slot)
             if isinstance(layout, FlatLayout) or layout.is_contiguous(i):
                 found.in_place.append(Payload(shard, full))
+                found.sources.append(source)
             else:
                 found.beside.append((shard, full, by_rank(self.tensors[i], layout, i)))
+                sources_beside.append(source)
+        found.sources.extend(sources_beside)
         return found
 
     @property

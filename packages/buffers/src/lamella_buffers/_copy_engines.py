@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import accumulate, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,17 +23,19 @@ import torch.distributed as dist
 from lamella_buffers import _driver as driver
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for
 from lamella_buffers._payload import Payload
-from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, copy_missing
+from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, cast_into_place, copy_missing
 from lamella_buffers._windows import SMALL, PeerWindow, WindowAllocator, new_peer_window, over_ranks
 
 _FLAG_NBYTES = 4
+_WORTH_TWO_STREAMS = 32 << 20  # bytes, which take 20 us to cast
 
 
 class _Channel:
     """Moves of one kind between the ranks of a group, one after another.
 
     Note [Flags]. On the stream of a move each rank tells every peer that its memory may be written, waits until all
-    have told it the same, pushes, tells every peer that it has, and waits until all have told it that. A flag is a word
+    have told it the same, pushes, tells every peer that it has, and waits until all have told it that. What it pushes
+    may still be made after it has told them: nobody writes there. A flag is a word
     in the memory of the rank that waits. A peer writes it (by a copy, after the copies before it), and the rank that
     waited for it makes it 0. A peer writes it again only after it heard from this rank once more, which this rank says
     after it has made the flag 0.
@@ -60,35 +63,21 @@ class _Channel:
         self._signals: dict[int, _Signal] = {}
         self._last_stream: torch.cuda.Stream | None = None
 
-    def open(self, name: int) -> int:
-        """Begin a move: what comes next on the current stream may write to peers.
+    def begin(self, name: int) -> _Move:
+        """Begin a move: peers may write this rank's memory.
 
         Args:
             name: The move's, not 0.
 
-        Returns:
-            The stream, as the driver has it.
-
-        Effects: the stream waits for the last move's, if that was another, and for all peers.
+        Effects: the current stream waits for the last move's, if that was another, and tells all peers.
         """
         stream = torch.cuda.current_stream()
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
-        self._meet(name, 0, stream.cuda_stream)
-        return stream.cuda_stream
-
-    def close(self, name: int, stream: int) -> None:
-        """End a move: what comes next on the stream may read what peers wrote, and peers what this rank did.
-
-        Effects: the stream waits for all peers.
-        """
-        self._meet(name, 1, stream)
-
-    def _meet(self, name: int, kind: int, stream: int) -> None:
         signal = self._signals.get(name) or self._new_signal(name)
-        signal.tells[kind].enqueue(stream)
-        signal.waits[kind].enqueue(stream)
+        signal.tells[0].enqueue(stream.cuda_stream)
+        return _Move(stream.cuda_stream, signal)
 
     def _new_signal(self, name: int) -> _Signal:
         # On this stream, which the next move's waits for.
@@ -109,16 +98,48 @@ class _Signal(NamedTuple):
     waits: list[driver.FlagOps]
 
 
+class _Move(NamedTuple):
+    """A move that has begun, on a stream as the driver has it."""
+
+    stream: int
+    signal: _Signal
+
+    def open(self) -> None:
+        """Let what comes next on the stream write to peers.
+
+        Effects: the stream waits for all peers.
+        """
+        self.signal.waits[0].enqueue(self.stream)
+
+    def close(self) -> None:
+        """End it: what comes next on the stream may read what peers wrote, and peers what this rank did.
+
+        Effects: the stream tells all peers, and waits for them.
+        """
+        self.signal.tells[1].enqueue(self.stream)
+        self.signal.waits[1].enqueue(self.stream)
+
+
 def _name_of(places: Iterable[tuple[int, int, int]]) -> int:
     """A move's name: the number of each window that it goes to, where in it, and how many bytes. Not 0, and 31 bits."""
     return zlib.crc32(repr(list(places)).encode()) >> 1 | 1
 
 
 class _Push(NamedTuple):
-    """A gather into one place: where this rank's pieces lie in it, and the copies of them to every peer."""
+    """A gather into one place: this rank's pieces of it, and the copies of them to every peer.
 
-    sources: list[int]
-    copies: driver.Copies
+    Attributes:
+        own: The addresses of the pieces.
+        num_first: How many of them are pushed while the others are still being cast.
+        first: Their copies.
+        rest: The others'.
+        name: The move's.
+    """
+
+    own: list[int]
+    num_first: int
+    first: driver.Copies
+    rest: driver.Copies
     name: int
 
 
@@ -154,6 +175,7 @@ class CopyEngineTransport(NcclTransport):
         self._arrivals = arrivals
         self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], _Arrivals] = {}
         self._pushes: dict[tuple[tuple[int, int], ...], _Push] = {}
+        self._casts: torch.cuda.Stream | None = None
         self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
@@ -163,14 +185,43 @@ class CopyEngineTransport(NcclTransport):
             peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
             NCCL's, if some `full` lies in no window.
         """
+        return self.cast_and_gather(payloads, [None] * len(payloads))
+
+    def cast_and_gather(self, payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> Pending:
+        """Gather shards of which some are first cast from their sources, in the time that peers take to be ready.
+
+        Most are cast while the first are being pushed, on a stream of their own.
+
+        Effects: those of `all_gather`, and one or two multi-tensor copies.
+        """
         if (push := self.push_into([full for _, full in payloads])) is None:
+            cast_into_place(payloads, sources)
             return super().all_gather(payloads)
-        if push.sources != [shard.data_ptr() for shard, _ in payloads]:
+        if push.own != [shard.data_ptr() for shard, _ in payloads]:
+            cast_into_place(payloads, sources)
             copy_missing([self._own(full) for _, full in payloads], [shard for shard, _ in payloads])
-        stream = self._gathers.open(push.name)
-        push.copies.enqueue(stream)
-        self._gathers.close(push.name, stream)
+            sources = [None] * len(payloads)
+        move, num_first = self._gathers.begin(push.name), push.num_first
+        cast_into_place(payloads[:num_first], sources[:num_first])
+        rest_is_there = self._cast_beside(payloads[num_first:], sources[num_first:])
+        move.open()
+        push.first.enqueue(move.stream)
+        rest_is_there()
+        push.rest.enqueue(move.stream)
+        move.close()
         return Done()
+
+    def _cast_beside(self, payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> Callable[[], object]:
+        """Cast beside what comes next on the current stream; gives what makes that stream wait for it."""
+        if all(source is None for source in sources):
+            return _nothing
+        current = torch.cuda.current_stream()
+        if self._casts is None:
+            self._casts = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._casts.wait_stream(current)
+        with torch.cuda.stream(self._casts):
+            cast_into_place(payloads, sources)
+        return partial(current.wait_stream, self._casts)
 
     def push_into(self, wholes: Sequence[torch.Tensor]) -> _Push | None:
         """How this rank's pieces get to every peer, prepared the first time; None if one of the wholes is in no window.
@@ -184,13 +235,17 @@ class CopyEngineTransport(NcclTransport):
             if len(pairs) < len(wholes):
                 return None
             own = [(self._own(whole), window) for whole, window in pairs]
-            moves = [
-                (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
-                for piece, window in own
-                for peer in self._gathers.peers
-            ]
+            num_first = _num_first([piece.nbytes for piece, _ in own])
+            first, rest = (
+                driver.Copies(
+                    (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
+                    for piece, window in some
+                    for peer in self._gathers.peers
+                )
+                for some in (own[:num_first], own[num_first:])
+            )
             name = _name_of((window.number, self._offset_of(whole, window), whole.nbytes) for whole, window in pairs)
-            self._pushes[key] = _Push([piece.data_ptr() for piece, _ in own], driver.Copies(moves), name)
+            self._pushes[key] = _Push([piece.data_ptr() for piece, _ in own], num_first, first, rest, name)
         return self._pushes[key]
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
@@ -207,14 +262,15 @@ class CopyEngineTransport(NcclTransport):
         window = self._arrivals.window_of(buffer)
         assert isinstance(window, PeerWindow)
         name = _name_of([(window.number, buffer.nbytes, len(own))])
-        stream = self._exchanges.open(name)
+        move = self._exchanges.begin(name)
+        move.open()
         for mine, (_, full) in zip(own, payloads, strict=True):
             # By addresses: a view for each piece would cost the host more than the copies.
             offset, source, nbytes = self._offset_of(mine, window), full.data_ptr(), mine.nbytes
             for peer in self._exchanges.peers:
-                driver.copy(window.addresses[peer] + offset, source + peer * nbytes, nbytes, stream)
+                driver.copy(window.addresses[peer] + offset, source + peer * nbytes, nbytes, move.stream)
         torch._foreach_copy_(own, [self._own(full) for _, full in payloads])
-        self._exchanges.close(name, stream)
+        move.close()
         add_up(places, [shard for shard, _ in payloads], op)
         self._arrivals.free(buffer)
 
@@ -233,6 +289,21 @@ class CopyEngineTransport(NcclTransport):
         offset = mine.data_ptr() - window.addresses[self.rank]
         assert 0 <= offset <= window.nbytes - mine.nbytes, "a buffer lies outside of its window"
         return offset
+
+
+def _num_first(nbytes: Sequence[int]) -> int:
+    """How many pieces to push while the others are being cast: about a third of the bytes, which take as long.
+
+    All of them where they are so few that a second stream would cost more.
+    """
+    total = sum(nbytes)
+    if total < _WORTH_TWO_STREAMS:
+        return len(nbytes)
+    num_small = sum(1 for end in accumulate(nbytes) if 3 * end <= total)
+    return max(1, num_small)
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)

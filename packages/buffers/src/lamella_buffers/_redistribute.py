@@ -18,7 +18,7 @@ import torch
 
 from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer, by_rank
 from lamella_buffers._payload import Payload
-from lamella_buffers._transport import Done, Pending, ReduceOp, Transport
+from lamella_buffers._transport import CastAndGather, Done, Pending, ReduceOp, Transport, cast_into_place
 from lamella_layout import EvenLayout, FlatLayout, Range
 
 
@@ -26,28 +26,39 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
     """Fill unsharded buffers from every rank's slots.
 
     Args:
-        moves: For each buffer the slots to send, of the buffer's dtype: those of a `ShardedBuffer`, or the buffer's
-            own pieces (`UnshardedBuffer.own`) written beforehand, which makes the gather in place. The buffers must
-            have their bytes.
+        moves: For each buffer the slots to send: those of a `ShardedBuffer`, or the buffer's own pieces
+            (`UnshardedBuffer.own`) written beforehand. Slots of another dtype than the buffer's are cast into those
+            pieces first. The buffers must have their bytes.
         transport: The axis.
 
-    Effects: one collective on the axis for all moves, on the current stream. No copy on either side, but for tensors
-        whose chunks are not contiguous: those are gathered beside their place and copied there, and the call waits.
+    Effects: one collective on the axis for all moves, on the current stream, after the casts, or beside them if the
+        transport has a `cast_and_gather`. No other copy on either side, but for tensors whose chunks are not
+        contiguous: those are gathered beside their place and copied there, and the call waits.
     """
     payloads: list[Payload] = []
+    sources: list[torch.Tensor | None] = []
     copies = []
     for slots, into in moves:
-        in_place, beside = into.payloads(slots)
+        in_place, beside, cast = into.payloads(slots)
         payloads += in_place
+        sources += cast
         for shard, full, place in beside:
             gathered = torch.empty_like(full)
             payloads.append(Payload(shard, gathered))
             copies.append((place, gathered.view(place.shape)))
-    pending = transport.all_gather(payloads) if payloads else Done()
+    pending = _gather(payloads, sources, transport) if payloads else Done()
     if copies:
         pending.wait()
         torch._foreach_copy_([place for place, _ in copies], [gathered for _, gathered in copies])
     return pending
+
+
+def _gather(payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None], transport: Transport) -> Pending:
+    gather: CastAndGather | None = getattr(transport, "cast_and_gather", None)
+    if gather is not None:
+        return gather(payloads, sources)
+    cast_into_place(payloads, sources)
+    return transport.all_gather(payloads)
 
 
 def reduce_scatter(

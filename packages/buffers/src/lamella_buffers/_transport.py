@@ -78,6 +78,10 @@ class Transport(Protocol):
         ...
 
 
+CastAndGather = Callable[[Sequence[Payload], Sequence[torch.Tensor | None]], Pending]
+"""What a transport may have too: gathers shards that are each a cast of a source, or there already (None)."""
+
+
 class Done:
     """The handle of a collective that is over, or whose order the stream already keeps."""
 
@@ -314,3 +318,13 @@ def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
         torch._foreach_copy_([a.view(-1) for a, _ in moves], [b.view(-1) for _, b in moves])
+
+
+def cast_into_place(payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> None:
+    """Fill each payload's shard with its source, if it has one.
+
+    Effects: one multi-tensor copy at most, on the current stream.
+    """
+    moves = [(payload.shard, source) for payload, source in zip(payloads, sources, strict=True) if source is not None]
+    if moves:
+        torch._foreach_copy_([into for into, _ in moves], [source for _, source in moves])

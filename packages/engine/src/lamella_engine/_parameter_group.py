@@ -159,7 +159,7 @@ class ParameterGroup:
             whole = parameter.sharding.wrap(self._recipe.decode([tensor.view(-1)], tensor.shape))
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
-        if self._sends_main and self.offload is None and self.outer is None:
+        if self.offload is None and self.outer is None:
             self.unsharded_weight.prepare(self.main_weight.slots)
         self.unsharded_weight.free()
         # They belong to the gather stream, and so come in now only. A unit that was moved off its mesh has none.
@@ -267,11 +267,11 @@ class ParameterGroup:
     # -- verbs ------------------------------------------------------------------------------------------------------
 
     def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
-        """Allocate the unsharded buffer, and put this rank's part on the wire.
+        """Allocate the unsharded buffer, and find this rank's part of it.
 
         Returns:
             What `lamella_buffers.all_gather` moves. In the main weights' own dtype they are sent from where they lie;
-            in another they are cast into this rank's slice of the buffer, and the gather is in place.
+            in another it casts them into this rank's slice of the buffer, and gathers in place.
 
         Effects: on the current stream, which allocates the buffer. Where main weights rest on the CPU, one copy of
             this rank's to the device, into memory of its own that goes with what is returned.
@@ -280,10 +280,7 @@ class ParameterGroup:
         into.allocate()
         if self.outer is not None:
             return self._gathered_over_outer(self.outer).slots, into
-        if self._sends_main:
-            return self._slots_on_device(into), into
-        self._recipe.encode(self._slots_on_device(), [into.own])
-        return into.own, into
+        return self._slots_on_device(into if self._sends_main else None), into
 
     def _slots_on_device(self, into: UnshardedBuffer | None = None) -> Sequence[torch.Tensor]:
         """This rank's main weights: where they lie, or a copy of those that rest on the CPU.
@@ -435,7 +432,7 @@ class ParameterGroup:
         if self.reduce_op is not dist.ReduceOp.AVG:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
-            shards = ShardedBuffer(shards.layout, shards.rank, shards.flat.to(self.main_weight.dtype))
+            shards = shards.cast_to(self.main_weight.dtype)
         fresh, totals = [], {}
         for i, (parameter, wanted) in enumerate(zip(self.parameters, present, strict=True)):
             if not wanted:
