@@ -264,11 +264,17 @@ class CopyEngineTransport(NcclTransport):
         name = _name_of([(window.number, buffer.nbytes, len(own))])
         move = self._exchanges.begin(name)
         move.open()
-        for mine, (_, full) in zip(own, payloads, strict=True):
-            # By addresses: a view for each piece would cost the host more than the copies.
-            offset, source, nbytes = self._offset_of(mine, window), full.data_ptr(), mine.nbytes
-            for peer in self._exchanges.peers:
-                driver.copy(window.addresses[peer] + offset, source + peer * nbytes, nbytes, move.stream)
+        # By addresses: a view for each piece would cost the host more than the copies.
+        pieces = [
+            (self._offset_of(mine, window), full.data_ptr(), mine.nbytes)
+            for mine, (_, full) in zip(own, payloads, strict=True)
+        ]
+        pushes = driver.Copies(
+            (window.addresses[peer] + offset, source + peer * nbytes, nbytes)
+            for offset, source, nbytes in pieces
+            for peer in self._exchanges.peers
+        )
+        pushes.enqueue(move.stream)
         torch._foreach_copy_(own, [self._own(full) for _, full in payloads])
         move.close()
         add_up(places, [shard for shard, _ in payloads], op)

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 _LAZY_PEER_ACCESS = 1
 _EQUAL = 1
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
-_COPY = "cuMemcpyDtoDAsync_v2"
+_COPY, _BATCH = "cuMemcpyDtoDAsync_v2", "cuMemcpyBatchAsync_v2"
 
 
 class DriverError(RuntimeError):
@@ -31,6 +33,15 @@ class _MemoryOp(ctypes.Structure):
         ("flags", ctypes.c_uint),
         ("rest", ctypes.c_uint64 * 2),
     )
+
+
+class _CopyAttributes(ctypes.Structure):
+    """When a batch's sources are read, and hints that are left out."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
+_IN_STREAM_ORDER = _CopyAttributes(order=1)
 
 
 class Shared(NamedTuple):
@@ -69,35 +80,43 @@ def map_shared(shared: Shared) -> int:
     return address.value + shared.offset
 
 
-def copy(into: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy device memory, on this device or between two.
-
-    Effects: one copy on the stream, by a copy engine where the two are on different devices.
-    """
-    _call(_COPY, into, source, nbytes, stream)
-
-
 class Copies:
-    """Copies that are made again and again, with their arguments as the driver takes them: a third of the host's time.
+    """Copies of device memory, on one device or between two, with their arguments as the driver takes them.
 
     Args:
-        moves: For each copy where to, where from, and how many bytes.
+        moves: For each copy where to, where from, and how many bytes. None reads or writes what another writes.
     """
 
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
-        self._arguments = [
-            (ctypes.c_uint64(into), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)) for into, source, nbytes in moves
-        ]
+        self._moves = list(moves)
+        into, sources, nbytes = zip(*self._moves, strict=True) if self._moves else ((), (), ())
+        num = len(self._moves)
+        self._batch = (
+            (ctypes.c_uint64 * num)(*into),
+            (ctypes.c_uint64 * num)(*sources),
+            (ctypes.c_size_t * num)(*nbytes),
+            ctypes.c_size_t(num),
+            ctypes.byref(_IN_STREAM_ORDER),
+            ctypes.byref(ctypes.c_size_t(0)),  # the first copy to which that applies
+            ctypes.c_size_t(1),
+        )
 
     def enqueue(self, stream: int) -> None:
-        """Put them on a stream, one after another.
+        """Put them on a stream, which must be torch's current one.
 
-        Effects: those of `copy`.
+        As one batch, which costs the host a tenth of as many calls and leaves copy engines no gaps, if the driver has
+        that; it cannot be captured in a graph.
+
+        Effects: copies by copy engines where the two are on different devices; together they come after what came
+            before on the stream, and before what comes after.
         """
-        function, handle = _function(_COPY), ctypes.c_void_p(stream)
-        for arguments in self._arguments:
-            if code := function(*arguments, handle):
-                _refuse(_COPY, code)
+        if not self._moves:
+            return
+        if _has_batches() and not torch.cuda.is_current_stream_capturing():
+            _call(_BATCH, *self._batch, stream)
+            return
+        for into, source, nbytes in self._moves:
+            _call(_COPY, into, source, nbytes, stream)
 
 
 class FlagOps:
@@ -126,8 +145,28 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuIpcGetMemHandle": [ctypes.c_void_p, ctypes.c_uint64],
     "cuIpcOpenMemHandle_v2": [ctypes.c_void_p, _Handle, ctypes.c_uint],
     _COPY: [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
+    _BATCH: [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ],
     "cuStreamBatchMemOp_v2": [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint],
 }
+
+
+@cache
+def _has_batches() -> bool:
+    """Drivers of CUDA 13 have them."""
+    try:
+        _function(_BATCH)
+    except DriverError:
+        return False
+    return True
 
 
 @cache

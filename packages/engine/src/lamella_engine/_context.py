@@ -140,8 +140,9 @@ class Context:
        memory: a gather cannot run ahead of the compute that frees its place.
     3. The reduce stream waits for the compute stream before it reads gradients (and before it adds to earlier ones).
     4. What is reduced once more, over replicas or the outer axis, is so on the all-reduce stream, which waits for each
-       reduction. The reduce stream waits for an older one before what that read is freed, and the compute stream for
-       all of them at the end of the step's last backward.
+       reduction; and what is only cast is cast there, so that the next reduction does not wait for it. The reduce
+       stream waits for an older one before what that read is freed, and the compute stream for all of them at the end
+       of the step's last backward.
     5. Shards that rest on the CPU are copied from there on the gather stream, and their gradients to there on the
        stream that reduced them. What the copies have on the device is allocated and read on these streams alone. The
        host waits once: at the end of backward, for the compute stream, which has waited for both by then. After it
@@ -217,12 +218,12 @@ class Context:
 
     @cached_property
     def reduce_scatter_stream(self) -> torch.Stream:
-        """Where gradients are staged, reduced and cast."""
+        """Where gradients are staged and reduced."""
         return self._new_stream()
 
     @cached_property
     def all_reduce_stream(self) -> torch.Stream:
-        """Where reduced gradients are reduced again, over replicas or the outer axis."""
+        """Where reduced gradients are reduced again, over replicas or the outer axis, and cast."""
         return self._new_stream()
 
     @cached_property

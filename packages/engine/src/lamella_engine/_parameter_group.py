@@ -374,6 +374,11 @@ class ParameterGroup:
         return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
 
     @property
+    def casts_gradients(self) -> bool:
+        """Whether gradients are reduced in another dtype than the main weights'."""
+        return self.reduce_dtype != self.main_weight.dtype
+
+    @property
     def reduce_op(self) -> ReduceOp:
         """How the ranks' gradients become one: their mean where the divisor is their number, else their sum."""
         is_mean = self.divisor == self.axes.num_ranks and not self.sums_only

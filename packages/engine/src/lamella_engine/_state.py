@@ -627,7 +627,7 @@ class FSDPState:
             group.partial = reduced
             return None
         stream = context.reduce_scatter_stream
-        if has_outer or self.all_reduce_hook is not None:
+        if has_outer or self.all_reduce_hook is not None or group.casts_gradients:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
         if has_outer:
