@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_engine import Rows, fully_shard
+from lamella_engine import Rows, fully_shard, step_in_backward
 from lamella_engine._plain_steps import _ELEMENTWISE
 from lamella_testing import run_ranks
 
@@ -296,6 +296,24 @@ def test_a_step_keeps_neither_gradients_nor_an_optimizer_nor_weights() -> None:
         assert dead() is None
         del model, first
         assert shard() is None
+
+    run_ranks(check, 2)
+
+
+def test_steps_inside_backward_are_below_dtensors_too_and_keep_no_gradients() -> None:
+    def check() -> None:
+        model, optimizer = _pair()[0]
+        step_in_backward(optimizer)
+        _train(model, optimizer, 1)
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        with _Seen() as seen:
+            loss.backward()
+        assert seen.num_dtensors == 0
+        optimizer.step()
+        gradients = [weakref.ref(p.grad._local_tensor) for p in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None] * len(gradients)
 
     run_ranks(check, 2)
 

@@ -364,8 +364,9 @@ class ParameterGroup:
         Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
         """
         own, *others = {getattr(p.unsharded, "grad_dtype", p.unsharded.dtype) for p in self.parameters}
-        fits = own is not None and not others and torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype
-        return own if fits else self.reduce_dtype
+        if own is None or others or own == self.reduce_dtype:
+            return self.reduce_dtype
+        return own if torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype else self.reduce_dtype
 
     def gradient_nbytes(self, members: Iterable[int], wire: torch.dtype) -> int:
         """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""

@@ -247,9 +247,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _has_other_hooks(optimizer: Optimizer) -> bool:
-    """Whether something that is not this package's is called before the step."""
-    hooks: Any = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
-    return any(not getattr(hook, "__module__", "").startswith(f"{__package__}.") for hook in hooks)
+    """Whether something is called before the step that may change what it finds."""
+    hooks = _global_optimizer_pre_hooks.values()
+    foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(f"{__package__}.")]
+    return bool(foreign or optimizer._optimizer_step_pre_hooks)
 
 
 # After the one of `_optimizers`, which exchanges parameters.
