@@ -46,7 +46,7 @@ def of_one_dtype(payloads: Sequence[Payload]) -> Sequence[Payload]:
 
     Effects: none.
     """
-    dtypes = {tensor.dtype for payload in payloads for tensor in payload}
+    dtypes = {full.dtype for _, full in payloads}
     return payloads if len(dtypes) == 1 else [payload.as_bytes() for payload in payloads]
 
 

@@ -7,10 +7,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,8 +84,7 @@ class Member(Gatherable, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """A collective that was put on a stream, and the tensors of other streams that it reads.
 
     They are held here, and dropped only after the streams that allocated them were made to wait for `event`: freed
@@ -106,7 +104,8 @@ def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
 
     Effects: none unless a profiler runs or the log is on: a range that nobody sees costs several microseconds.
     """
-    log(phase, unit)
+    if _logger.isEnabledFor(logging.DEBUG):
+        log(phase, unit)
     return record_function(_name(phase, unit)) if torch._C._autograd._profiler_enabled() else _NOTHING
 
 

@@ -41,6 +41,11 @@ class DelayedGradients:
         return tuple(self._num_arrived)
 
     @property
+    def are_expected(self) -> bool:
+        """Whether any gradient comes late."""
+        return bool(self._num_arrived)
+
+    @property
     def missing(self) -> list[str]:
         """The names of those that a backward waits for."""
         return [p.name for p, num in self._num_arrived.items() if num == 0] if self.num_due else []

@@ -158,6 +158,7 @@ class ExtendedGroup(ParameterGroup):
 
     def build_unsharded(self) -> None:
         """Forget what was gathered into; the next gather makes it anew."""
+        self.is_meta = self.main_weight.device.type == "meta"
         shapes = self.layout.shapes
         self._extensions = [
             _Extension(p, s, self.axes.num_shards) for p, s in zip(self.parameters, shapes, strict=True)

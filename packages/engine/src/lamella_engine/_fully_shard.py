@@ -161,7 +161,8 @@ def fully_shard(
     flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
     state = FSDPState(groups, context, policy, flag, strategy)
     for below, name in inner.items():
-        below.name, below.is_outermost = name, False
+        below.name = name
+        below.become_inner()
         if below not in read:
             context.add(below)
     taken = [each for below in read for each in _modules_of(below, modules)]
@@ -170,7 +171,7 @@ def fully_shard(
 
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
-        each.register_forward_hook(explain_undeclared, always_call=True)
+        state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
     attach_state(modules, state, besides=taken)
     register_hooks(modules, owners, state)
     note_in_unit(owners)

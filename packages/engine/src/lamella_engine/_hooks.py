@@ -154,5 +154,11 @@ def _cast(tree: T, dtype: torch.dtype | None, phase: str) -> T:
     """Cast the floating-point tensors of a nest; None leaves all as it is."""
     if dtype is None:
         return tree
+
+    def is_other(tensor: torch.Tensor) -> bool:
+        return tensor.dtype != dtype and tensor.is_floating_point()
+
     with label(phase):
-        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+        if not any(is_other(tensor) for tensor in tensors_in(tree)):
+            return tree
+        return map_tensors(lambda tensor: tensor.to(dtype) if is_other(tensor) else tensor, tree)

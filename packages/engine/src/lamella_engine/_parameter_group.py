@@ -77,6 +77,7 @@ class ParameterGroup:
         parts: This rank's of those parts, while there are any.
         partial: Gradients that still have to be reduced over `replicas` or `outer`.
         computes_with_main: The unsharded parameters are the main weights themselves, and not a copy.
+        is_meta: The shards still have to be given storage, and an unsharded buffer is made when they are.
 
     `build_unsharded` must follow, when nobody holds the candidates any more.
 
@@ -122,6 +123,7 @@ class ParameterGroup:
         self.offload = offload
         self.model_weight: ShardedBuffer | None = None
         self.computes_with_main = False
+        self.is_meta = False
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         num_shards = self.axes.num_shards
@@ -145,6 +147,7 @@ class ParameterGroup:
 
         Effects: allocates the buffer for a moment, on the current stream.
         """
+        self.is_meta = self.main_weight.device.type == "meta"
         if self.is_meta:
             return
         main_dtype = self.main_weight.dtype
@@ -175,11 +178,6 @@ class ParameterGroup:
     def is_at_home(self) -> bool:
         """Whether the shards lie where they are to rest."""
         return self.offload is None or self.main_weight.device.type == "cpu"
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether the shards still have to be given storage."""
-        return self.main_weight.device.type == "meta"
 
     def meta_names(self) -> list[str]:
         """The members that have no storage yet."""
@@ -363,8 +361,9 @@ class ParameterGroup:
         Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
         """
         own, *others = {getattr(p.unsharded, "grad_dtype", p.unsharded.dtype) for p in self.parameters}
-        fits = own is not None and not others and torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype
-        return own if fits else self.reduce_dtype
+        if own is None or others or own == self.reduce_dtype:
+            return self.reduce_dtype
+        return own if torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype else self.reduce_dtype
 
     def gradient_nbytes(self, members: Iterable[int], wire: torch.dtype) -> int:
         """What a reduction of these members' gradients carries, by their indices; all of a flat layout travels."""
@@ -460,7 +459,8 @@ class ParameterGroup:
 
     def hooks(self, present: Sequence[bool]) -> list[Callable[[], None]]:
         """What calls the hooks of members that were given a gradient and have some."""
-        return [parameter.run_hooks for parameter in self.members(present) if parameter.has_hooks]
+        members = zip(self.parameters, present, strict=True)
+        return [parameter.run_hooks for parameter, wanted in members if wanted and parameter.has_hooks]
 
 
 class _Borrowed:

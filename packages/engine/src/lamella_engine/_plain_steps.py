@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 )
 
 from lamella_engine._optimizers import held_by
-from lamella_engine._ragged import dtensor_over, lie_alike
+from lamella_engine._ragged import dtensor_over
 from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._sharding import local_of
 
@@ -206,7 +206,10 @@ def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
     """Whether a tensor's local part, and a plain one, is to be used with a parameter's."""
     if not isinstance(tensor, DTensor) or type(tensor._local_tensor) is not torch.Tensor:
         return False
-    return tensor._spec is whole._spec or (tensor.shape == whole.shape and lie_alike(tensor, whole))
+    if tensor._spec is whole._spec:
+        return True
+    mine, others = ((each.shape, each.device_mesh, each.placements) for each in (tensor, whole))
+    return mine == others
 
 
 _views: WeakKeyDictionary[Optimizer, PlainView] = WeakKeyDictionary()
@@ -244,9 +247,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _has_other_hooks(optimizer: Optimizer) -> bool:
-    """Whether something that is not this package's is called before the step."""
-    hooks: Any = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
-    return any(not getattr(hook, "__module__", "").startswith(f"{__package__}.") for hook in hooks)
+    """Whether something is called before the step that may change what it finds."""
+    hooks = _global_optimizer_pre_hooks.values()
+    foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(f"{__package__}.")]
+    return bool(foreign or optimizer._optimizer_step_pre_hooks)
 
 
 # After the one of `_optimizers`, which exchanges parameters.

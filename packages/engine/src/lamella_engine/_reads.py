@@ -170,10 +170,10 @@ def _check_alike(name: str, state: FSDPState, strategy: Strategy, num_neighbours
 def explain_undeclared(module: nn.Module, *_: object) -> None:
     """Add to an exception that is on its way out of the outermost unit which parameters were met as shards.
 
-    A forward hook that torch calls after an exception too.
+    A forward hook of outermost units, which torch calls after an exception too.
     """
     error, state = sys.exc_info()[1], find_state(module)
-    if error is None or state is None or not state.is_outermost or "mixed torch.Tensor and DTensor" not in str(error):
+    if error is None or state is None or "mixed torch.Tensor and DTensor" not in str(error):
         return
     reader = _innermost_module(error)
     below = [] if reader is None else list(_parameters_below(reader))

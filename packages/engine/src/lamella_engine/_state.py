@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from lamella_buffers import Done, Pending, all_gather, reduce_scatter
 from lamella_engine import _stepping as stepping
@@ -91,6 +92,7 @@ class FSDPState:
         self.context = context
         self.index = -1
         self.is_outermost = True
+        self.hooks_of_outermost: list[RemovableHandle] = []
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
         self.reshard_after_forward = reshard_after_forward
@@ -137,6 +139,13 @@ class FSDPState:
     def unit(self) -> FSDPState:
         """The unit that has the parameters: this one, or one that reads them and took them over."""
         return self if self._reader is None else self._reader.unit
+
+    def become_inner(self) -> None:
+        """Be a unit inside of another, without the hooks that are the outermost unit's."""
+        self.is_outermost = False
+        for hook in self.hooks_of_outermost:
+            hook.remove()
+        self.hooks_of_outermost.clear()
 
     def take_over(self, other: FSDPState) -> None:
         """Communicate another unit's parameters from now on, with this one's own. Both must be at rest.
@@ -425,6 +434,8 @@ class FSDPState:
         self.order_after_gather()
 
     def _check_materialized(self) -> None:
+        if not any(group.is_meta for group in self.groups):
+            return
         names = [self._full_name(name) for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
@@ -612,7 +623,7 @@ class FSDPState:
     def _may_be_stepped(self) -> bool:
         """Whether nobody but backwards that are to come reads main weights: see Note [When a unit is stepped]."""
         is_last = self.context.is_in_backward and self.context.is_last_backward
-        return is_last and not (self.num_holds or self.delayed.parameters or self.is_unsharding)
+        return is_last and not (self.num_holds or self.delayed.are_expected or self.is_unsharding)
 
     def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> torch.Stream | None:
         """Reduce over the axes that are left, and install the gradients; or keep that for a later microbatch.
@@ -716,7 +727,7 @@ class FSDPState:
 
     def _note_end(self) -> bool:
         """Whether all gradients are there. If not, the modules hold the parameters that get them until they are."""
-        if not self.delayed.parameters or self.delayed.end(self.context.compute_stream):
+        if not self.delayed.are_expected or self.delayed.end(self.context.compute_stream):
             return True
         if self._residency is Residency.UNSHARDED:
             self._holders.add(self.delayed)

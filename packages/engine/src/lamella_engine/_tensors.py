@@ -53,17 +53,29 @@ def hides_tensors(tree: object) -> bool:
     return any(not isinstance(leaf, _PLAIN) for leaf in _leaves(tree))
 
 
-def _leaves(tree: Any) -> list[object]:
-    if isinstance(tree, _PLAIN):
-        return [tree]
-    kind = type(tree)
+def _leaves(tree: object) -> list[object]:
+    found: list[object] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(node: Any, found: list[object]) -> None:
+    kind = type(node)
     if kind is tuple or kind is list:
-        return [leaf for each in tree for leaf in _leaves(each)]
-    if kind is dict:
-        return [leaf for each in tree.values() for leaf in _leaves(each)]
-    if not pytree.tree_is_leaf(tree):
-        return _leaves(pytree.tree_leaves(tree, is_leaf=lambda each: each is not tree))
-    return _leaves(_fields(tree)) if _is_record(tree) else [tree]
+        for each in node:
+            _collect(each, found)
+    elif kind is dict:
+        for each in node.values():
+            _collect(each, found)
+    elif isinstance(node, _PLAIN):
+        found.append(node)
+    elif not pytree.tree_is_leaf(node):
+        for each in pytree.tree_leaves(node, is_leaf=lambda each: each is not node):
+            _collect(each, found)
+    elif _is_record(node):
+        _collect(_fields(node), found)
+    else:
+        found.append(node)
 
 
 def _is_record(leaf: object) -> bool:

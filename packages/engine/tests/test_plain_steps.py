@@ -1,0 +1,352 @@
+"""torch's elementwise optimizers step below DTensor's dispatch, and nobody can tell but by the time it takes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine_models import case, inputs, twins
+from test_every_optimizer import OPTIMIZERS, Short, _flavours
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamella_engine import Rows, fully_shard, step_in_backward
+from lamella_engine._plain_steps import _ELEMENTWISE
+from lamella_testing import run_ranks
+
+X = inputs()
+NAMES = sorted(kind.__name__ for kind in _ELEMENTWISE)
+DTENSORS_CANNOT = "Rprop"  # it writes through boolean indices
+
+Change = Callable[[Optimizer], object]
+
+
+@contextmanager
+def _on_dtensors() -> Iterator[None]:
+    with patch("lamella_engine._plain_steps._has_other_hooks", return_value=True):
+        yield
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_dtensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.num_dtensors += sum(isinstance(leaf, DTensor) for leaf in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+def _sharded(module: nn.Module, **options: Any) -> nn.Module:
+    for child in module.children():
+        fully_shard(child, **options)
+    return fully_shard(module, **options)
+
+
+def _pair(name: str = "AdamW", *, keep: bool = False, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
+    """The same model and optimizer twice: what steps on DTensors, and what does not."""
+    how = {"keep": lambda parameter: Rows(1)} if keep else {}
+    models = [twins(Short, lambda module: _sharded(module, **how))[1] for _ in range(2)]
+    return [(model, OPTIMIZERS[name](model.parameters(), **{"lr": 1e-2, **options})) for model in models]
+
+
+def _train(model: nn.Module, optimizer: Optimizer, num_steps: int = 2, *, before_step: Change = lambda _: None) -> int:
+    """Train.
+
+    Returns:
+        How many DTensors the operators of the last step were given.
+    """
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        before_step(optimizer)
+        with _Seen() as seen:
+            optimizer.step()
+    return seen.num_dtensors
+
+
+def _assert_equal(pair: list[tuple[nn.Module, Optimizer]]) -> None:
+    """To the bit: weights, and state, which lies as they do."""
+    found = []
+    for model, optimizer in pair:
+        parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+        states = [optimizer.state[p] for p in parameters]
+        assert list(optimizer.state) == parameters == [p for g in optimizer.param_groups for p in g["params"]]
+        found.append((parameters, states, optimizer.state_dict()))
+    ones, others = (pytree.tree_flatten(each) for each in found)
+    assert ones[1] == others[1]
+    for one, other in zip(ones[0], others[0], strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, DTensor):
+            assert one.placements == other.placements
+            assert one.shape == other.shape
+            one, other = one.to_local(), other.to_local()
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _check_alike(pair: list[tuple[nn.Module, Optimizer]], before_step: Change = lambda _: None) -> tuple[int, int]:
+    """Train one on DTensors and the other not, and compare.
+
+    Returns:
+        How many DTensors the operators of a step were given in each.
+    """
+    (model, optimizer), other = pair
+    with _on_dtensors():
+        num = _train(model, optimizer, before_step=before_step)
+    nums = num, _train(*other, before_step=before_step)
+    _assert_equal(pair)
+    return nums
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != DTENSORS_CANNOT])
+def test_every_one_takes_the_steps_that_it_takes_on_dtensors(name: str) -> None:
+    def check() -> None:
+        for flavour in _flavours(name):
+            with case(f"{name} {flavour}"):
+                on_dtensors, below = _check_alike(_pair(name, **flavour))
+                assert on_dtensors > 0
+                assert below == 0
+
+    run_ranks(check, 4)
+
+
+def test_what_dtensors_cannot_do_is_done() -> None:
+    def check() -> None:
+        model, optimizer = _pair(DTENSORS_CANNOT)[0]
+        assert _train(model, optimizer) == 0
+
+    run_ranks(check, 2)
+
+
+def test_parameters_in_the_flat_layout_are_stepped_alike() -> None:
+    def check() -> None:
+        assert _check_alike(_pair(keep=True, foreach=True))[1] == 0
+
+    run_ranks(check, 3)
+
+
+def test_gradients_that_a_hook_exchanges_are_the_ones_that_count() -> None:
+    def exchange(optimizer: Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad * -2.0
+
+    def check() -> None:
+        pair = _pair("SGD")
+        for _, optimizer in pair:
+            optimizer.register_step_pre_hook(exchange)
+        assert _check_alike(pair)[1] > 0
+        pair = _pair("SGD")
+        handle = register_optimizer_step_pre_hook(exchange)
+        try:
+            assert _check_alike(pair)[1] > 0
+        finally:
+            handle.remove()
+
+    run_ranks(check, 2)
+
+
+def test_closures_and_subclasses_step_on_dtensors() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def check() -> None:
+        model, _ = _pair()[0]
+        assert _train(model, Mine(model.parameters())) > 0
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(X).square().mean()
+            loss.backward()
+            return loss
+
+        with _Seen() as seen:
+            optimizer.step(closure)
+        assert seen.num_dtensors > 0
+
+    run_ranks(check, 2)
+
+
+def test_state_that_somebody_exchanged_is_the_one_that_counts() -> None:
+    def exchange(optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"] * 3.0
+
+    def reload(optimizer: Optimizer) -> None:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    def start_again(optimizer: Optimizer) -> None:
+        optimizer.state.clear()
+
+    def move(optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"]._local_tensor = state["exp_avg"]._local_tensor * 0.5
+
+    def check() -> None:
+        for change in (exchange, reload, start_again, move):
+            with case(change.__name__):
+                assert _check_alike(_pair(), change)[1] == 0
+
+    run_ranks(check, 3)
+
+
+def test_options_and_groups_may_change_between_steps() -> None:
+    def halve(optimizer: Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    def check() -> None:
+        assert _check_alike(_pair(), halve)[1] == 0
+        pair = _pair()
+        for model, optimizer in pair:
+            first, *rest = model.parameters()
+            optimizer.param_groups[0]["params"] = [first]
+            optimizer.add_param_group({"params": rest, "lr": 3e-2})
+        assert _check_alike(pair)[1] == 0
+
+    run_ranks(check, 2)
+
+
+def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
+    def drop(optimizer: Optimizer) -> None:
+        optimizer.param_groups[0]["params"][1].grad = None
+
+    def check() -> None:
+        for model, optimizer in _pair():
+            assert _train(model, optimizer, before_step=drop) == 0
+            assert optimizer.param_groups[0]["params"][1] not in optimizer.state
+
+    run_ranks(check, 2)
+
+
+def test_a_gradient_that_lies_otherwise_is_left_to_dtensors() -> None:
+    """Which refuse it, or redistribute it."""
+
+    def check() -> None:
+        model, optimizer = _pair("SGD", foreach=False)[0]
+        model(X).square().mean().backward()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+        with _Seen() as seen, suppress(RuntimeError):
+            optimizer.step()
+        assert seen.num_dtensors > 0
+
+    run_ranks(check, 2)
+
+
+def test_parameters_beside_units_are_stepped_too() -> None:
+    def check() -> None:
+        for _ in range(2):
+            pair = _pair(foreach=False)
+            beside = [nn.Parameter(torch.ones(3)) for _ in pair]
+            for (_, optimizer), parameter in zip(pair, beside, strict=True):
+                optimizer.add_param_group({"params": [parameter]})
+            for (model, optimizer), parameter in zip(pair, beside, strict=True):
+
+                def step(optimizer: Optimizer, parameter: nn.Parameter = parameter) -> None:
+                    parameter.grad = torch.full((3,), 0.5)
+
+                with patch("lamella_engine._plain_steps._has_other_hooks", return_value=parameter is beside[0]):
+                    num = _train(model, optimizer, before_step=step)
+                assert (num > 0) == (parameter is beside[0])
+            assert torch.equal(*beside)
+            assert torch.equal(*(o.state[p]["exp_avg"] for (_, o), p in zip(pair, beside, strict=True)))
+
+    run_ranks(check, 2)
+
+
+def test_what_a_step_that_failed_has_done_is_what_it_would_have_done_on_dtensors() -> None:
+    def check() -> None:
+        pair = _pair(foreach=False)
+        for i, (model, optimizer) in enumerate(pair):
+            with patch("lamella_engine._plain_steps._has_other_hooks", return_value=i == 0):
+                optimizer.param_groups[0]["weight_decay"] = None
+                with pytest.raises(TypeError):
+                    _train(model, optimizer, 1)
+                optimizer.param_groups[0]["weight_decay"] = 0.1
+        _check_alike(pair)
+
+    run_ranks(check, 2)
+
+
+def test_a_step_keeps_neither_gradients_nor_an_optimizer_nor_weights() -> None:
+    def check() -> None:
+        model, optimizer = _pair()[0]
+        assert _train(model, optimizer) == 0
+        first = optimizer.param_groups[0]["params"][0]
+        gradient, shard = (weakref.ref(tensor._local_tensor) for tensor in (first.grad, first))
+        optimizer.zero_grad()
+        assert gradient() is None
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+        optimizer.state.pop(first)
+        _train(model, optimizer, 1)  # from which on it knows nothing of the first
+        dead = weakref.ref(optimizer)
+        del optimizer
+        assert dead() is None
+        del model, first
+        assert shard() is None
+
+    run_ranks(check, 2)
+
+
+def test_steps_inside_backward_are_below_dtensors_too_and_keep_no_gradients() -> None:
+    def check() -> None:
+        model, optimizer = _pair()[0]
+        step_in_backward(optimizer)
+        _train(model, optimizer, 1)
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        with _Seen() as seen:
+            loss.backward()
+        assert seen.num_dtensors == 0
+        optimizer.step()
+        gradients = [weakref.ref(p.grad._local_tensor) for p in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+        assert [gradient() for gradient in gradients] == [None] * len(gradients)
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_that_something_on_it_refers_to_goes_too() -> None:
+    def check() -> bool:
+        model, optimizer = _pair()[0]
+        optimizer.scheduler = [optimizer]  # type: ignore[attr-defined]
+        assert _train(model, optimizer) == 0
+        dead = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        return dead() is None
+
+    assert all(run_ranks(check, 1))
+
+
+def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
+    def check() -> None:
+        model, optimizer = _pair()[0]
+        noted: list[Any] = []
+        own = torch.optim.AdamW._init_group
+
+        def init_group(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.was_stepped = True
+            return own(self, *args, **kwargs)
+
+        optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, "note", len(noted)))
+        with patch.object(torch.optim.Adam, "_init_group", init_group):
+            for _ in range(2):
+                noted.append(None)
+                assert _train(model, optimizer, 1) == 0
+                assert vars(optimizer)["was_stepped"]
+                assert vars(optimizer)["note"] == len(noted)
+
+    run_ranks(check, 1)
