@@ -115,7 +115,7 @@ def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> No
     num_gathers = 3 * 2  # each before forward, and again before backward
     for (pushed, rings), (pushed_too, rings_too) in run_ranks(check, num_ranks, device="cuda"):
         assert rings == 0
-        assert pushed >= num_gathers * (num_ranks - 1) * 3  # a piece and two flags a peer
+        assert pushed >= num_gathers * 3  # pieces, and flags twice: a batch each, or one a peer
         assert pushed_too == 0
         assert rings_too >= num_gathers
 
@@ -129,7 +129,7 @@ def test_training_is_that_of_rings(num_ranks: int) -> None:
         from lamella_integration.repeatable import use_repeatable_kernels
 
         use_repeatable_kernels()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for name, task in TASKS.items():
             device = torch.device("cuda", torch.cuda.current_device())
             pushed, rung = (

@@ -13,6 +13,7 @@ from lamella_buffers import (
     Allocator,
     CachingAllocator,
     CopyEngines,
+    CopyEngineTransport,
     LocalTransport,
     Payload,
     ReduceOp,
@@ -40,7 +41,7 @@ from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
 
 class Reduced(NamedTuple):
-    """Gradients that were reduced over the shard axis, in the reduce dtype."""
+    """Gradients that were reduced over the shard axis."""
 
     shards: ShardedBuffer
     present: list[bool]  # which members have one; the others' are not installed
@@ -373,9 +374,16 @@ class ParameterGroup:
         return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
 
     @property
-    def casts_gradients(self) -> bool:
-        """Whether gradients are reduced in another dtype than the main weights'."""
-        return self.reduce_dtype != self.main_weight.dtype
+    def sum_dtype(self) -> torch.dtype:
+        """What gradients are added up in over the shard axis: the reduce dtype, or one that is wider and costs less.
+
+        Copy engines leave the sum to a kernel that may as well write the main weights' dtype, which spares a cast.
+        """
+        pushes = isinstance(self.reduce_transport or self.transport, CopyEngineTransport)
+        main = self.main_weight.dtype
+        is_last = self.replicas is None and self.outer is None  # another axis would carry what is wider
+        widens = pushes and is_last and torch.promote_types(self.reduce_dtype, main) == main
+        return main if widens else self.reduce_dtype
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -383,15 +391,16 @@ class ParameterGroup:
         is_mean = self.divisor == self.axes.num_ranks and not self.sums_only
         return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
 
-    def new_reduced(self, present: Mapping[int, bool]) -> Reduced:
-        """A buffer for reduced gradients, in the reduce dtype.
+    def new_reduced(self, present: Mapping[int, bool], dtype: torch.dtype) -> Reduced:
+        """A buffer for reduced gradients.
 
         Args:
             present: Of the members that take part in the reduction, which have a gradient.
+            dtype: What they are added up in.
 
         Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
-        shards = ShardedBuffer.empty(self.layout, self._rank, self.reduce_dtype, self.device)
+        shards = ShardedBuffer.empty(self.layout, self._rank, dtype, self.device)
         if len(present) < len(self.parameters):
             shards.flat.zero_()
         return Reduced(shards, [present.get(i, False) for i in range(len(self.parameters))])

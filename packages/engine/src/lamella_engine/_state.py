@@ -573,7 +573,10 @@ class FSDPState:
         with label("post_backward_reduce", self.name), torch.no_grad():
             reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
             with context.on(stream):
-                reduced = {group: group.new_reduced(self._present(taken)) for group, taken in gradients.items()}
+                reduced = {
+                    group: group.new_reduced(self._present(taken), self._sum_dtype_of(group))
+                    for group, taken in gradients.items()
+                }
                 for same in _by_axes(groups):
                     moves = [(gradients[group], wires[group], reduced[group].shards) for group in same]
                     reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
@@ -587,6 +590,10 @@ class FSDPState:
         if self._has_sums or any(grads.group is group for grads in self.main_grads):
             return group.reduce_dtype
         return group.wire_dtype
+
+    def _sum_dtype_of(self, group: ParameterGroup) -> torch.dtype:
+        """What a group's gradients are added up in. A hook is shown what the policy says."""
+        return group.sum_dtype if self.all_reduce_hook is None else group.reduce_dtype
 
     def _reduction(self, event: torch.Event, reads: list[torch.Tensor], compute: torch.Stream) -> Reduction:
         """What keeps a reduction's gradients alive, wherever they were made."""
@@ -638,7 +645,7 @@ class FSDPState:
             group.partial = reduced
             return None
         stream = context.reduce_scatter_stream
-        if has_outer or self.all_reduce_hook is not None or group.casts_gradients:
+        if has_outer or self.all_reduce_hook is not None or reduced.shards.dtype != group.main_weight.dtype:
             stream = self.all_reduce_hook_stream or context.all_reduce_stream
             stream.wait_event(event)
         if has_outer:
