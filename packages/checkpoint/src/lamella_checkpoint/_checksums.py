@@ -39,7 +39,7 @@ class Checksums:
         """The checksums of a checkpoint; None where its writer kept none (plain torch, or lamella before it did).
 
         Raises:
-            CheckpointDamaged: The manifest names them, and they are absent or unreadable; or the manifest is unreadable.
+            CheckpointDamaged: The manifest is unreadable, or it names them and they are absent or unreadable.
 
         Effects: reads two small files; no collective.
         """

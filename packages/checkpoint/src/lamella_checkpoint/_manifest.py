@@ -37,7 +37,7 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of `lamella.json`. `extra` is the caller's; `checksums` names the file that holds them, if any does."""
+    """The contents of `lamella.json`. `extra` is the caller's; `checksums` is the name of the file that holds them."""
 
     extra: Mapping[str, Any]
     num_ranks: int
