@@ -57,6 +57,7 @@ class Job:
         digests: Of what this rank shares with whom.
         manifest: Rank 0's is written.
         retention: What to remove once the checkpoint is there; None removes nothing.
+        is_first: Whether no save of this session came before.
     """
 
     target: Path
@@ -68,6 +69,7 @@ class Job:
     digests: Mapping[Ranks, str]
     manifest: Manifest
     retention: Retention | None
+    is_first: bool
 
 
 def serve(connection: Connection, memory: Memory) -> None:
@@ -111,16 +113,19 @@ def is_settled(staged: Path) -> bool:
     return not staged.exists() or (staged / "failed-0").exists()
 
 
+def is_published(target: Path, staged: Path) -> bool:
+    """Whether the staged directory has become the target."""
+    try:
+        return not staged.exists() and staged.name.endswith(f"-{Manifest.read(target).save_id}")
+    except CheckpointDamaged:
+        return False
+
+
 def outcome(target: Path, staged: Path) -> Failures:
     """What became of a save that is settled."""
-    if staged.exists():
-        return _marked(staged)
-    try:
-        if staged.name.endswith(f"-{Manifest.read(target).save_id}"):
-            return {}
-    except CheckpointDamaged:
-        pass
-    return {0: "the staged directory was removed, and its checkpoint is not there"}
+    if is_published(target, staged):
+        return {}
+    return _marked(staged) or {0: "the staged directory was removed, and its checkpoint is not there"}
 
 
 def part_name(rank: int) -> str:
@@ -179,7 +184,8 @@ def _write_part(job: Job, memory: Memory) -> None:
     if job.rank == 0:
         check_replaceable(job.target)
         job.target.parent.mkdir(parents=True, exist_ok=True)
-        _clean(job)
+        if job.is_first:  # Later: other ranks may still have to see why the last save failed.
+            _clean(job)
     job.staged.mkdir(parents=True, exist_ok=True)
     memory.map(job.memory_nbytes)
     placed = write_items(job.staged, job.rank, [_over(memory, item) for item in job.items])

@@ -18,7 +18,16 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import nn
 
-from lamella_checkpoint._async_process import Failures, Job, describe, is_settled, mark_failed, outcome, part_name
+from lamella_checkpoint._async_process import (
+    Failures,
+    Job,
+    describe,
+    is_published,
+    is_settled,
+    mark_failed,
+    outcome,
+    part_name,
+)
 from lamella_checkpoint._contents import Contents, Ranks
 from lamella_checkpoint._directories import staging_path
 from lamella_checkpoint._errors import CheckpointFailed
@@ -217,6 +226,7 @@ class AsyncSaver:
                     digests={ranks: digest for ranks, digest in share.digests.items() if ranks not in session.apart},
                     manifest=replace(contents.manifest, save_id=token),
                     retention=retention,
+                    is_first=self._num_saves == 1,
                 )
                 self._process = self._process or _Process(self._memory)
                 handle._sender = self._process.send_after(events, job, handle._fail)
@@ -264,7 +274,7 @@ class AsyncSaver:
         assert self._process is not None
         exit_code = self._process.close()
         self._process = None
-        if not outcome(handle.path, handle._staged):
+        if is_published(handle.path, handle._staged):
             return {}
         if rank() == 0 or not (handle._staged / part_name(rank())).exists():
             text = f"the process that writes checkpoints died (exit code {exit_code})"

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import nn
@@ -33,6 +35,15 @@ class CheckpointDirectory:
         self.root = Path(os.path.realpath(root))
         self.keep = keep
         self._saver: AsyncSaver | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, or would."""
