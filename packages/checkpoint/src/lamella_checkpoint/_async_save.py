@@ -33,7 +33,7 @@ from lamella_checkpoint._directories import staging_path
 from lamella_checkpoint._errors import CheckpointFailed
 from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._retention import Retention
-from lamella_checkpoint._shares import Share, differing
+from lamella_checkpoint._shares import Share, Tables, differing
 from lamella_checkpoint._staging import Memory, stage
 
 _PAUSE_S: Final = 0.1
@@ -123,6 +123,7 @@ class AsyncSaver:
         self._memory = Memory()
         self._process: _Process | None = _Process(self._memory)
         self._session: _Session | None = None
+        self._tables = Tables()
         self._num_saves = 0
         self._last: SaveHandle | None = None
 
@@ -214,7 +215,7 @@ class AsyncSaver:
             self._last = handle = SaveHandle(self, target, staging_path(target, token))
             try:
                 contents = Contents.of(model, optimizer, extra)
-                share = Share.of(contents, rank())
+                share = Share.of(contents, rank(), self._tables)
                 items, events = stage(share.items(session.apart), self._memory)
                 job = Job(
                     target=target,
