@@ -9,7 +9,7 @@ Note [What becomes of optimizer state]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -80,7 +80,7 @@ def translate(
     if rest == "keep":
         for name in left_over:
             _add(plan, name, _Same((name,)), source)
-    return Translated(source, plan, left_over)
+    return Translated(source, _in_stored_order(plan, source), left_over)
 
 
 def rename(source: Source, names: Callable[[str], str | None]) -> "Translated":
@@ -308,6 +308,23 @@ def _claim(plan: _Plan, name: str, made_of: Iterable[str]) -> None:
             f"the rules are for other names, or the checkpoint has names of both sides."
         )
     plan.used.update(made_of)
+
+
+def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
+    """What is made of the source's first tensors comes first, so that reading along the names runs along the files."""
+    positions = {name: position for position, name in enumerate([*source.tensors, *source.objects])}
+
+    def first(made_of: _Same | _Cut) -> int:
+        names = made_of.names if isinstance(made_of, _Same) else [piece.left.name for piece in made_of.pieces]
+        return min((positions[name] for name in names), default=-1)
+
+    tensors = sorted(plan.tensors, key=lambda name: first(plan.made_of[name]))
+    objects = sorted(plan.objects, key=lambda name: first(plan.objects[name]))
+    return replace(
+        plan,
+        tensors={name: plan.tensors[name] for name in tensors},
+        objects={name: plan.objects[name] for name in objects},
+    )
 
 
 def _check_shapes(source: Source, each: Correspondence, prefix: str, suffix: str) -> None:
