@@ -255,13 +255,13 @@ def _raise_not_found():
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(tmp_path, monkeypatch):
     path = tmp_path / "a"
     save(path, model=filled(1.0))
-    read_data = _dcp_read._Reader.read_data
+    read_tensors = _dcp_read.read_tensors
 
     def replace_and_read(*args):
         save(path, model=filled(2.0))
-        return read_data(*args)
+        return read_tensors(*args)
 
-    monkeypatch.setattr(_dcp_read._Reader, "read_data", replace_and_read)
+    monkeypatch.setattr(_dcp_read, "read_tensors", replace_and_read)
     with pytest.raises(CheckpointDamaged, match="replaced while it was being read"):
         load(path, model=filled(0.0))
 
