@@ -1,9 +1,12 @@
 """Checkpoints of sharded models that open on any number of ranks, and in plain PyTorch."""
 
+from lamella_checkpoint._async_save import AsyncSaver as AsyncSaver
+from lamella_checkpoint._async_save import SaveHandle as SaveHandle
 from lamella_checkpoint._checkpoint_directory import CheckpointDirectory as CheckpointDirectory
 from lamella_checkpoint._errors import CheckpointDamaged as CheckpointDamaged
 from lamella_checkpoint._errors import CheckpointFailed as CheckpointFailed
 from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
+from lamella_checkpoint._errors import CheckpointUntrusted as CheckpointUntrusted
 from lamella_checkpoint._errors import Differences as Differences
 from lamella_checkpoint._errors import NameDifference as NameDifference
 from lamella_checkpoint._errors import OptionConflict as OptionConflict
