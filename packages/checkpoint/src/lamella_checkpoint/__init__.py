@@ -11,4 +11,7 @@ from lamella_checkpoint._errors import OptionConflict as OptionConflict
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
+from lamella_checkpoint._open import Format as Format
+from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
+from lamella_checkpoint._open import open_checkpoint as open_checkpoint
 from lamella_checkpoint._save import save as save
