@@ -10,4 +10,5 @@ from lamella_checkpoint._errors import OptionConflict as OptionConflict
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
+from lamella_checkpoint._safetensors_save import save_safetensors as save_safetensors
 from lamella_checkpoint._save import save as save
