@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lamella_checkpoint import CheckpointDamaged, _boxes
+from lamella_checkpoint import CheckpointDamaged, _file_boxes
 from lamella_checkpoint._safetensors import DTYPES, SafetensorsSource
 from lamella_checkpoint._source import Wanted
 from lamella_layout import Chunk
@@ -69,8 +69,8 @@ def cut(tensor, chunk):
 
 @pytest.mark.parametrize(("buffer", "gap"), [(8 << 20, 32 << 10), (40, 0), (16, 12), (8, 0)])
 def test_any_box_is_read_whatever_the_buffer(tmp_path, monkeypatch, buffer, gap):
-    monkeypatch.setattr(_boxes, "BUFFER_NBYTES", buffer)
-    monkeypatch.setattr(_boxes, "_GAP_NBYTES", gap)
+    monkeypatch.setattr(_file_boxes, "BUFFER_NBYTES", buffer)
+    monkeypatch.setattr(_file_boxes, "_GAP_NBYTES", gap)
 
     @settings(max_examples=60, deadline=None)
     @given(boxes(), st.sampled_from([torch.float32, torch.float64]), st.booleans())
@@ -93,7 +93,7 @@ def test_any_box_is_read_whatever_the_buffer(tmp_path, monkeypatch, buffer, gap)
 def test_pieces_are_a_box_once_in_the_order_of_its_memory(box, max_numel):
     shape, chunk = box
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    cuts = list(_boxes.pieces(chunk, max_numel))
+    cuts = list(_file_boxes.pieces(chunk, max_numel))
     assert all(0 < each.numel <= max_numel for each in cuts)
     found = [index for each in cuts for index in cut(tensor, each).flatten().tolist()]
     assert found == cut(tensor, chunk).flatten().tolist()

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 
-from lamella_checkpoint._boxes import Stored, write_box
+from lamella_checkpoint._file_boxes import Stored, write_box
 from lamella_checkpoint._safetensors import DTYPES, INDEX_FILE, WEIGHTS_FILE
 from lamella_layout import Chunk
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint._boxes import pieces
+from lamella_checkpoint._file_boxes import pieces
 from lamella_checkpoint._source import Source, Wanted
 from lamella_layout import Chunk
 
