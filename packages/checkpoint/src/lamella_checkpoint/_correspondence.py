@@ -4,7 +4,9 @@ Fused projections that one side splits, experts that one side stacks, halves tha
 side interleaves: each is a table of boxes, equal on both sides, and reads from left to right as well as back.
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from lamella_layout import Chunk
@@ -37,9 +39,115 @@ class Correspondence:
         pieces: The boxes that are equal.
         shift: What is added from left to right, and subtracted on the way back: norms whose weights are stored around
             zero have -1 where the others are on the left.
+
+    Raises:
+        ValueError: The pieces do not cover a tensor once, or the boxes of one are not of one size.
     """
 
-    left: dict[str, tuple[int, ...]]
-    right: dict[str, tuple[int, ...]]
+    left: Mapping[str, tuple[int, ...]]
+    right: Mapping[str, tuple[int, ...]]
     pieces: tuple[Piece, ...]
     shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            if _without_ones(piece.left.chunk.sizes) != _without_ones(piece.right.chunk.sizes):
+                raise ValueError(f"Expected boxes of one size, but for 1s, got {piece.left!r} and {piece.right!r}.")
+        _check_cover(self.left, [piece.left for piece in self.pieces])
+        _check_cover(self.right, [piece.right for piece in self.pieces])
+
+    @classmethod
+    def rename(cls, left: str, right: str, shape: Sequence[int], *, shift: float = 0.0) -> "Correspondence":
+        """One tensor under two names."""
+        whole = whole_chunk(shape)
+        piece = Piece(Place(left, whole), Place(right, whole))
+        return cls(left={left: tuple(shape)}, right={right: tuple(shape)}, pieces=(piece,), shift=shift)
+
+    @property
+    def is_rename(self) -> bool:
+        """Whether it is one tensor on both sides, of one shape and in one order."""
+        return len(self.pieces) == 1 and list(self.left.values()) == list(self.right.values())
+
+    @property
+    def inverse(self) -> "Correspondence":
+        """The same, with the sides exchanged."""
+        pieces = tuple(Piece(piece.right, piece.left) for piece in self.pieces)
+        return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift)
+
+
+def whole_chunk(shape: Sequence[int]) -> Chunk:
+    """The box that is all of a tensor."""
+    return Chunk((0,) * len(shape), tuple(shape))
+
+
+def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
+    """Where a part of one box lies in another that holds the same numbers.
+
+    Args:
+        chunk: Inside `origin`, and not empty.
+        origin: A box.
+        goal: One of the same sizes, but for 1s. May have another number of dims.
+    """
+    along = zip(chunk.offsets, chunk.sizes, origin.offsets, origin.sizes, strict=True)
+    moves = iter([(offset - start, size) for offset, size, start, span in along if span != 1])
+    moved = [(0, 1) if span == 1 else next(moves) for span in goal.sizes]
+    offsets = tuple(start + step for start, (step, _) in zip(goal.offsets, moved, strict=True))
+    return Chunk(offsets, tuple(size for _, size in moved))
+
+
+def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[int, int, Chunk]]:
+    """Which boxes of two lists meet, by their indices, and in what.
+
+    Boxes are compared along dim 0 first, so that thousands of experts do not cost their square.
+    """
+    mine, theirs = _by_start(some), _by_start(others)
+    open_boxes: list[tuple[int, Chunk]] = []
+    upcoming = 0
+    for index, box in mine:
+        start, stop = _along_dim0(box)
+        while upcoming < len(theirs) and _along_dim0(theirs[upcoming][1])[0] < stop:
+            open_boxes.append(theirs[upcoming])
+            upcoming += 1
+        open_boxes = [each for each in open_boxes if _along_dim0(each[1])[1] > start]
+        for other_index, other in open_boxes:
+            shared = box.intersection(other)
+            if shared.numel:
+                yield index, other_index, shared
+
+
+def _by_start(boxes: Iterable[Chunk]) -> list[tuple[int, Chunk]]:
+    return sorted(enumerate(boxes), key=lambda each: _along_dim0(each[1])[0])
+
+
+def _along_dim0(box: Chunk) -> tuple[int, int]:
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
+
+
+def _without_ones(sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size != 1]
+
+
+def _check_cover(shapes: Mapping[str, tuple[int, ...]], places: Iterable[Place]) -> None:
+    """Every element of each tensor is in one box, and no box is outside."""
+    boxes: dict[str, list[Chunk]] = {name: [] for name in shapes}
+    for place in places:
+        if place.name not in boxes:
+            raise ValueError(f"Expected pieces of {sorted(shapes)!r}, got one of {place.name!r}.")
+        boxes[place.name].append(place.chunk)
+    for name, shape in shapes.items():
+        _check_boxes(name, shape, boxes[name])
+
+
+def _check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Chunk]) -> None:
+    whole = whole_chunk(shape)
+    for box in boxes:
+        if len(box.sizes) != len(shape) or whole.intersection(box) != box:
+            raise ValueError(f"Expected boxes inside {name!r} of shape {tuple(shape)!r}, got {box!r}.")
+    # As many elements as there are, and each box meets itself alone: then none is missing and none is there twice.
+    num_covered = sum(box.numel for box in boxes)
+    if num_covered != prod(shape):
+        raise ValueError(f"Expected pieces of all {prod(shape)} elements of {name!r}, got {num_covered}.")
+    if len(boxes) > 1:
+        for first, second, shared in meetings(boxes, boxes):
+            if first != second:
+                raise ValueError(f"Expected each element of {name!r} in one piece, got {shared!r} in two.")
