@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from lamella_checkpoint._file_boxes import pieces
 from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._file_boxes import pieces
 from lamella_checkpoint._source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk, Range
 

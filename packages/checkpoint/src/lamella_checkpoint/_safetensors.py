@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 
-from lamella_checkpoint._file_boxes import Stored, read_box
 from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._file_boxes import Stored, read_box
 from lamella_checkpoint._source import TensorInfo, Wanted
 from lamella_layout import Chunk
 

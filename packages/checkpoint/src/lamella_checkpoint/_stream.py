@@ -3,18 +3,22 @@
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from math import prod
 from typing import Final, NamedTuple
 
 import torch
 
 from lamella_checkpoint._file_boxes import pieces
-from lamella_checkpoint._source import Source, Wanted
+from lamella_checkpoint._source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk
 
 BUFFER_NBYTES: Final = 256 << 20
 """What a conversion holds of tensors by default."""
 
 _PIECES_A_BATCH: Final = 8  # A source reads the boxes of one call several at a time.
+
+
+_Batch = list[tuple[str, Chunk, torch.dtype]]
 
 
 class Piece(NamedTuple):
@@ -29,7 +33,8 @@ def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int
     """The named tensors piece by piece, in the order of `dtypes`; the next pieces are read while one is in hand.
 
     Args:
-        source: What to read. Pieces lie within its chunks, along which reading is cheapest.
+        source: What to read. Pieces lie within its chunks, along which reading is cheapest; a tensor without elements
+            is one piece.
         dtypes: Names, and the dtypes that they are wanted in.
         buffer_nbytes: What the pieces that are alive take together. A piece has one element at least.
 
@@ -50,23 +55,29 @@ def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int
 
 def _batches(
     source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int
-) -> Iterator[list[tuple[str, Chunk, torch.dtype]]]:
+) -> Iterator[_Batch]:
     """Pieces that are read together, of at most `nbytes` together."""
-    batch: list[tuple[str, Chunk, torch.dtype]] = []
+    batch: _Batch = []
     left = nbytes
     for name, dtype in dtypes.items():
-        for chunk in source.tensors[name].chunks:
-            for piece in pieces(chunk, nbytes // _PIECES_A_BATCH // dtype.itemsize):
-                if piece.numel * dtype.itemsize > left and batch:
-                    yield batch
-                    batch, left = [], nbytes
-                batch.append((name, piece, dtype))
-                left -= piece.numel * dtype.itemsize
+        for piece in _pieces_of(source.tensors[name], nbytes // _PIECES_A_BATCH // dtype.itemsize):
+            if piece.numel * dtype.itemsize > left and batch:
+                yield batch
+                batch, left = [], nbytes
+            batch.append((name, piece, dtype))
+            left -= piece.numel * dtype.itemsize
     if batch:
         yield batch
 
 
-def _read(source: Source, batch: list[tuple[str, Chunk, torch.dtype]]) -> list[Piece]:
+def _pieces_of(info: TensorInfo, max_numel: int) -> Iterator[Chunk]:
+    if not prod(info.shape):
+        yield Chunk((0,) * len(info.shape), info.shape)
+    for chunk in info.chunks:
+        yield from pieces(chunk, max_numel)
+
+
+def _read(source: Source, batch: _Batch) -> list[Piece]:
     read = [Piece(name, chunk, torch.empty(chunk.sizes, dtype=dtype)) for name, chunk, dtype in batch]
     source.read([Wanted(*piece) for piece in read])
     return read
