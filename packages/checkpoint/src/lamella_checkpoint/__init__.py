@@ -4,6 +4,7 @@ from lamella_checkpoint._checkpoint_directory import CheckpointDirectory as Chec
 from lamella_checkpoint._errors import CheckpointDamaged as CheckpointDamaged
 from lamella_checkpoint._errors import CheckpointFailed as CheckpointFailed
 from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
+from lamella_checkpoint._errors import CheckpointUntrusted as CheckpointUntrusted
 from lamella_checkpoint._errors import Differences as Differences
 from lamella_checkpoint._errors import NameDifference as NameDifference
 from lamella_checkpoint._errors import OptionConflict as OptionConflict
