@@ -2,17 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from lamella_checkpoint._contents import Contents, Ranks
 from lamella_checkpoint._directories import publish, stage
 from lamella_checkpoint._hf_files import copy_side_files
-from lamella_checkpoint._model import LiveModel
-from lamella_checkpoint._ranks import everywhere, exchange, num_ranks, on_device_of, on_rank_zero, rank
+from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, on_rank_zero, rank
 from lamella_checkpoint._safetensors_write import (
     MAX_SHARD_NBYTES,
     Blank,
@@ -23,7 +22,7 @@ from lamella_checkpoint._safetensors_write import (
     stored_dtype,
     write_index,
 )
-from lamella_checkpoint._shards import own_boxes
+from lamella_checkpoint._shares import Item, Share, differing
 
 
 def save_safetensors(
@@ -58,17 +57,16 @@ def save_safetensors(
         TypeError: Safetensors lack a tensor's dtype.
         ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype.
 
-    Effects: collective on the default group, if there is one (six small object exchanges); every rank writes its own
-        shards; copies to the host buffer by buffer; waits until the files are on the disk.
+    Effects: collective on the default group, if there is one (four small object exchanges); every rank writes its own
+        shards, and a part of what several have alike; copies to the host buffer by buffer; waits until the files are on
+        the disk.
     """
     with on_device_of(model.parameters()):
-        tensors = everywhere("collect its state", lambda: LiveModel.of(model).tensors)
-        blanks, mine = _agree(tensors, dtype)
-        files = plan_files(blanks, max_shard_nbytes)
+        blanks, items = _agree(model, dtype)
+        files = plan_files({_own_name(name): blank for name, blank in blanks.items()}, max_shard_nbytes)
         target, staged = on_rank_zero("make the files", lambda: _make(path, files, like))
         try:
-            everywhere("write its shards", lambda: _write(staged, files, {name: tensors[name] for name in mine}))
-            on_rank_zero("put the files in place", lambda: _finish(staged, target, files))
+            exchange("write its shards", lambda: _write(staged, files, items), lambda _: _finish(staged, target, files))
         except BaseException:
             if rank() == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -76,33 +74,51 @@ def save_safetensors(
     return target
 
 
-def _agree(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[dict[str, Blank], list[str]]:
-    """All ranks' tensors, in one order; and those of which this rank writes what it has.
+def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Blank], list[Item]]:
+    """What the files hold, in one order on all ranks; and what this rank writes into them.
 
-    A plain tensor is the first rank's that has it: rank 0's, unless ranks have different parts of a model. So ranks
-    tell no more than what rank 0 lacks.
+    Ranks have the same names, unless they have different parts of a model: they tell rank 0 what it lacks.
     """
-    blanks = {name: Blank(tuple(tensor.shape), stored_dtype(tensor.dtype, dtype)) for name, tensor in tensors.items()}
-    of_zero = on_rank_zero("name its tensors", lambda: blanks)
+    mine: list[tuple[dict[str, Blank], Share]] = []
 
-    def differences() -> dict[str, Blank]:
-        return {name: blank for name, blank in blanks.items() if of_zero.get(name) != blank}
+    def collect() -> dict[str, Blank]:
+        contents = Contents.of(model, None, None)
+        mine.append((_blanks(contents, dtype), Share.of(contents, rank())))
+        return mine[0][0]
 
-    def unite(of_ranks: list[dict[str, Blank]]) -> list[tuple[dict[str, Blank], dict[str, int]]]:
-        united, owners = dict(of_zero), dict.fromkeys(of_zero, 0)
-        for index, found in enumerate(of_ranks):
-            for name, blank in found.items():
-                owners.setdefault(name, index)
-                if united.setdefault(name, blank) != blank:
-                    raise ValueError(
-                        f"Expected ranks to agree on {name!r}, got {united[name]} on rank {owners[name]} and {blank} "
-                        f"on rank {index}."
-                    )
-        return [(united, {name: owner for name, owner in owners.items() if owner})] * num_ranks()
+    of_zero = exchange("collect its state", collect, lambda of_ranks: [of_ranks[0]] * num_ranks())
+    blanks, share = mine[0]
 
-    united, owners = exchange("agree on the tensors", differences, unite)
-    mine = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor) or owners.get(name, 0) == rank()]
-    return united, mine
+    def difference() -> tuple[dict[str, Blank], dict[Ranks, str]]:
+        return {name: blank for name, blank in blanks.items() if of_zero.get(name) != blank}, share.digests
+
+    def unite(
+        of_ranks: list[tuple[dict[str, Blank], dict[Ranks, str]]],
+    ) -> list[tuple[dict[str, Blank], frozenset[Ranks]]]:
+        united = _united(of_zero, [lacking for lacking, _ in of_ranks])
+        return [(united, differing([digests for _, digests in of_ranks]))] * num_ranks()
+
+    united, apart = exchange("agree on the tensors", difference, unite)
+    return united, share.items(apart)
+
+
+def _blanks(contents: Contents, dtype: torch.dtype | None) -> dict[str, Blank]:
+    return {
+        name: Blank(tuple(value.shape), stored_dtype(value.dtype, dtype))
+        for name, value in contents.values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _united(first: Mapping[str, Blank], others: Sequence[Mapping[str, Blank]]) -> dict[str, Blank]:
+    united = dict(first)
+    for index, blanks in enumerate(others):
+        for name, blank in blanks.items():
+            if united.setdefault(name, blank) != blank:
+                raise ValueError(
+                    f"Expected ranks to agree on {name!r}, got {blank} on rank {index} and {united[name]} before it."
+                )
+    return united
 
 
 def _make(
@@ -120,14 +136,20 @@ def _make(
     return target, staged
 
 
-def _write(staged: Path, files: tuple[PlannedFile, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(staged: Path, files: Sequence[PlannedFile], items: Sequence[Item]) -> None:
     with Filling(staged, files) as filling:
-        for name, tensor in tensors.items():
-            for chunk, values in own_boxes(tensor):
-                filling.write(name, chunk, values)
+        for item in items:
+            if isinstance(item.value, torch.Tensor) and item.chunk is not None:
+                filling.write(_own_name(item.names[0]), item.chunk, item.value)
         filling.sync()
 
 
-def _finish(staged: Path, target: Path, files: tuple[PlannedFile, ...]) -> None:
+def _own_name(name: str) -> str:
+    """The model's name for what a checkpoint calls `model.<name>`."""
+    return name.removeprefix("model.")
+
+
+def _finish(staged: Path, target: Path, files: Sequence[PlannedFile]) -> list[None]:
     write_index(staged, files)
     publish(staged, target)
+    return [None] * num_ranks()

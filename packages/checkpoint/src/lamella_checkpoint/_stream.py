@@ -53,9 +53,7 @@ def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int
             del read
 
 
-def _batches(
-    source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int
-) -> Iterator[_Batch]:
+def _batches(source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int) -> Iterator[_Batch]:
     """Pieces that are read together, of at most `nbytes` together."""
     batch: _Batch = []
     left = nbytes
