@@ -7,45 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from sources import Memory, cut, read
 
 from lamella_checkpoint import CheckpointDamaged, _float8
 from lamella_checkpoint._float8 import Dequantised, Quantised, block_of, is_quantised, linear_weights, quantised_config
 from lamella_checkpoint._safetensors import SafetensorsSource
-from lamella_checkpoint._source import TensorInfo, Wanted
+from lamella_checkpoint._source import TensorInfo
 from lamella_layout import Chunk
 
 FLOAT8 = torch.float8_e4m3fn
-
-
-class Memory:
-    """A source of tensors in memory."""
-
-    path = "memory"
-    objects = ()
-
-    def __init__(self, **tensors):
-        self.values = tensors
-        self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype, (whole(t.shape),)) for name, t in tensors.items()}
-
-    def read(self, wanted):
-        for each in wanted:
-            each.into.copy_(cut(self.values[each.name], each.chunk))
-
-
-def whole(shape):
-    return Chunk((0,) * len(shape), tuple(shape))
-
-
-def cut(tensor, chunk):
-    return tensor[tuple(slice(each.start, each.stop) for each in chunk.ranges)]
-
-
-def read(source, name, chunk=None, dtype=None):
-    info = source.tensors[name]
-    chunk = chunk or whole(info.shape)
-    into = torch.empty(chunk.sizes, dtype=dtype or info.dtype)
-    source.read([Wanted(name, chunk, into)])
-    return into
 
 
 def by_hand(weight, scales, block):

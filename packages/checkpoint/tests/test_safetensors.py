@@ -8,34 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from sources import cut, random_bits, read, same_bits, whole
 
 from lamella_checkpoint import CheckpointDamaged, _file_boxes
 from lamella_checkpoint._safetensors import DTYPES, SafetensorsSource
 from lamella_checkpoint._source import Wanted
 from lamella_layout import Chunk
-
-
-def whole(shape):
-    return Chunk((0,) * len(shape), tuple(shape))
-
-
-def read(source, name, chunk=None, dtype=None):
-    info = source.tensors[name]
-    chunk = chunk or whole(info.shape)
-    into = torch.empty(chunk.sizes, dtype=dtype or info.dtype)
-    source.read([Wanted(name, chunk, into)])
-    return into
-
-
-def same_bits(one, other):
-    assert one.dtype == other.dtype and one.shape == other.shape
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8))
-
-
-def random_bits(shape, dtype):
-    numel = torch.Size(shape).numel() * dtype.itemsize
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (numel,), dtype=torch.uint8)
-    return bits.view(dtype).reshape(shape)
 
 
 def write_raw(path, header, data=b"", *, nbytes=None):
@@ -61,10 +39,6 @@ def boxes(draw):
     ends = [draw(st.integers(start, size)) for start, size in zip(starts, shape, strict=True)]
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return tuple(shape), Chunk(tuple(starts), sizes)
-
-
-def cut(tensor, chunk):
-    return tensor[tuple(slice(each.start, each.stop) for each in chunk.ranges)]
 
 
 @pytest.mark.parametrize(("buffer", "gap"), [(8 << 20, 32 << 10), (40, 0), (16, 12), (8, 0)])

@@ -78,7 +78,7 @@ def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Place
     """
     _await_accelerator(items)
     bins = _bins(items)
-    with _without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
+    with without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
         files = [directory / f"__{rank}_{index}.distcp" for index in range(len(bins))]
         return [placed for of_file in pool.map(_write_file, files, bins) for placed in of_file]
 
@@ -166,7 +166,7 @@ def _await_accelerator(items: Sequence[Item]) -> None:
 
 
 @contextmanager
-def _without_archive_checksums() -> Iterator[None]:
+def without_archive_checksums() -> Iterator[None]:
     """Note [Two checksums]."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -1,6 +1,6 @@
 """A source from one end to the other, piece by piece, through a bounded buffer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import prod
@@ -17,6 +17,9 @@ BUFFER_NBYTES: Final = 256 << 20
 
 _PIECES_A_BATCH: Final = 8  # A source reads the boxes of one call several at a time.
 
+
+OnBytes = Callable[[int], None]
+"""Told how many bytes have been written since the last call."""
 
 _Batch = list[tuple[str, Chunk, torch.dtype]]
 
