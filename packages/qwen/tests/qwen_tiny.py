@@ -59,7 +59,8 @@ def make_config(kind):
         case "moe":
             return AutoConfig.for_model("qwen3_5_moe_text", **MOE)
         case "vision":
-            return Qwen3_5Config(text_config=DENSE, vision_config=VISION, tie_word_embeddings=True)
+            text = DENSE | {"tie_word_embeddings": True}
+            return Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
         case "vision-moe":
             return Qwen3_5MoeConfig(text_config=MOE, vision_config=VISION)
 
@@ -126,6 +127,11 @@ def whole(shape):
     return Chunk((0,) * len(shape), tuple(shape))
 
 
+def held(source):
+    """A checkpoint as one in memory."""
+    return MemorySource(read_all(source), {name: source.read_object(name) for name in source.objects})
+
+
 def read_all(source):
     """Every tensor of a source."""
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
@@ -133,9 +139,8 @@ def read_all(source):
     return tensors
 
 
-def translated(tensors, rules, to, objects=()):
-    """A checkpoint of `tensors` (`model.<name>` and so on), to the other side of the rules."""
-    source = MemorySource(tensors, objects)
+def translated(source, rules, to):
+    """A checkpoint under the names of the other side."""
     found = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
     return translate(source, found, to=to)
 
@@ -150,7 +155,7 @@ def to_hugging_face(tensors, rules):
 
 def _moved(weights, rules, to):
     """A model's tensors by their names on the other side; all of them, and nothing lost."""
-    source = translated({f"model.{name}": tensor for name, tensor in weights.items()}, rules, to)
+    source = translated(MemorySource({f"model.{name}": tensor for name, tensor in weights.items()}), rules, to)
     tensors = read_all(source)
     assert not source.left_over and not source.inexact
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}

@@ -7,24 +7,27 @@ over the ranks where its row-parallel projections do.
 import pytest
 import torch
 import torch.nn.functional as F
-from qwen_tiny import config_of, make_model, to_megatron, weights_of
+from qwen_tiny import MemorySource, config_of, make_model, read_all, translated, weights_of
 
-from lamella_qwen import megatron_rules
+from lamella_checkpoint._megatron import RELEASE_0_19, write_fsdp_dtensor
+from lamella_qwen import megatron_rules, megatron_sizes
 
 NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 8
 NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM, VALUE_DIM = 4, 8, 4, 6
 TOKENS = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(3))
 
 
-def make_pair(kind, prefix, tensor_parallel_size=1, dialect="release-0.19"):
-    """A transformers model, and the tensors below `prefix` that Megatron would load."""
+def make_pair(kind, prefix, tensor_parallel_size=1):
+    """A transformers model, and the tensors below `prefix` that megatron-core 0.19 would load."""
     model = make_model(kind)
     weights = weights_of(model)
     model.load_state_dict(weights, strict=False)
-    rules = megatron_rules(config_of(kind), tensor_parallel_size=tensor_parallel_size, dialect=dialect)
-    tensors = to_megatron(weights, rules)
-    below = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return model, below
+    source = MemorySource({f"model.{name}": tensor for name, tensor in weights.items()})
+    ours = translated(source, megatron_rules(config_of(kind)), "right")
+    sizes = megatron_sizes(config_of(kind), tensor_parallel_size=tensor_parallel_size)
+    tensors = read_all(write_fsdp_dtensor(ours, RELEASE_0_19, sizes=sizes))
+    prefix = f"model.module.{prefix}"
+    return model, {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
 def rank_rows(tensors, rank, num_ranks, *, column_parallel=(), row_parallel=()):

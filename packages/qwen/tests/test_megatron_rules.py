@@ -4,10 +4,22 @@ from math import prod
 
 import pytest
 import torch
-from qwen_tiny import KINDS, config_of, make_model, read_all, to_hugging_face, to_megatron, translated, weights_of
+from qwen_tiny import (
+    KINDS,
+    MemorySource,
+    config_of,
+    held,
+    make_model,
+    read_all,
+    to_hugging_face,
+    to_megatron,
+    translated,
+    weights_of,
+)
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from lamella_qwen import megatron_rules
+from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, read_fsdp_dtensor, write_fsdp_dtensor
+from lamella_qwen import megatron_rules, megatron_sizes
 
 MODELS = {kind: weights_of(make_model(kind)) for kind in KINDS}
 
@@ -42,14 +54,38 @@ def assert_same(some, others):
         assert torch.equal(tensor, others[name]), name
 
 
-@pytest.mark.parametrize("dialect", ["bridge", "release-0.19"])
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_of_a_model_comes_back_bit_equal(kind, tensor_parallel_size, dialect):
-    rules = megatron_rules(config_of(kind), tensor_parallel_size=tensor_parallel_size, dialect=dialect)
+def test_every_weight_of_a_model_comes_back_bit_equal(kind):
+    rules = megatron_rules(config_of(kind))
     tensors = to_megatron(MODELS[kind], rules)
     assert not set(tensors) & set(MODELS[kind])
     assert_same(to_hugging_face(tensors, rules), MODELS[kind])
+
+
+@pytest.mark.parametrize("dialect", [BRIDGE, RELEASE_0_19], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_with_its_optimizer_comes_back_bit_equal_from_every_dialect(kind, tensor_parallel_size, dialect):
+    rules = megatron_rules(config_of(kind))
+    sizes = megatron_sizes(config_of(kind), tensor_parallel_size=tensor_parallel_size)
+    source = with_optimizer(MODELS[kind])
+    ours = translated(source, rules, "right")
+    theirs = held(write_fsdp_dtensor(ours, dialect, sizes=sizes))
+    assert all(name.partition(".")[2].startswith("module.") for name in theirs.tensors if name.startswith("model."))
+    back = translated(read_fsdp_dtensor(theirs, sizes=sizes), rules, "left")
+    assert not ours.left_over and set(back.left_over) == {"iteration", "checkpoint_version"}
+    assert_same(read_all(back), source.held)
+    assert {name: back.read_object(name) for name in source.objects} == source.values
+
+
+def with_optimizer(weights):
+    """A checkpoint of a model and its AdamW, each slot with values of its own."""
+    torch.manual_seed(2)
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        tensors |= {f"optimizer.state.{name}.{slot}": torch.rand_like(tensor) for slot in ("exp_avg", "exp_avg_sq")}
+        tensors[f"optimizer.state.{name}.step"] = torch.tensor(7.0)
+    return MemorySource(tensors, {f"optimizer.param_groups.{name}.lr": 1e-3 for name in weights})
 
 
 @pytest.mark.parametrize(("packed", "packed_mtp"), [(True, True), (True, False), (False, True), (False, False)])
@@ -65,74 +101,77 @@ def test_experts_are_the_same_for_megatron_whether_they_were_packed_or_not(kind,
     assert_same(to_hugging_face(tensors, rules), weights)
 
 
-@pytest.mark.parametrize("mtp_layer", ["mtp_model_layer", "transformer_layer"])
 @pytest.mark.parametrize(("kind", "outer"), [("dense", ""), ("vision", "language_model.")])
-def test_the_layer_that_predicts_further_tokens_has_either_of_megatrons_names(kind, outer, mtp_layer):
-    rules = megatron_rules(config_of(kind), mtp_layer=mtp_layer)
+def test_the_layer_that_predicts_further_tokens_is_megatrons(kind, outer):
+    rules = megatron_rules(config_of(kind))
     weights = make_mtp(kind, "model.language_model." if outer else "model.", packed=True)
     tensors = to_megatron(weights, rules)
-    assert_same(to_hugging_face(tensors, megatron_rules(config_of(kind))), weights)
-    block = f"{outer}mtp.layers.0."
+    assert_same(to_hugging_face(tensors, rules), weights)
     for theirs, ours in {
         "eh_proj": "fc",
         "enorm": "pre_fc_norm_embedding",
         "hnorm": "pre_fc_norm_hidden",
         "final_layernorm": "norm",
-        f"{mtp_layer}.mlp.linear_fc2": "layers.0.mlp.down_proj",
-        f"{mtp_layer}.self_attention.linear_proj": "layers.0.self_attn.o_proj",
+        "mtp_model_layer.mlp.linear_fc2": "layers.0.mlp.down_proj",
+        "mtp_model_layer.self_attention.linear_proj": "layers.0.self_attn.o_proj",
     }.items():
-        assert torch.equal(tensors[f"{block}{theirs}.weight"], weights[f"mtp.{ours}.weight"])
+        assert torch.equal(tensors[f"{outer}mtp.layers.0.{theirs}.weight"], weights[f"mtp.{ours}.weight"])
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
 def test_a_component_that_a_checkpoint_stores_is_hugging_faces(tensor_parallel_size):
     weights = MODELS["dense"]
-    rules = megatron_rules(config_of("dense"), tensor_parallel_size=tensor_parallel_size)
-    tensors = to_megatron(weights, rules)
-    theirs, ours = "decoder.layers.0.self_attention.", "model.layers.0.linear_attn."
+    tensors = stored(weights, BRIDGE, tensor_parallel_size)
+    layer, ours = "model.module.decoder.layers.0.", "model.layers.0."
     for right, left in {"in_proj": "in_proj_qkv", "conv1d": "conv1d"}.items():
-        parts = weights[f"{ours}{left}.weight"].split([16, 16, 48])
+        parts = weights[f"{ours}linear_attn.{left}.weight"].split([16, 16, 48])
         for part, rows in zip(("query", "key", "value"), parts, strict=True):
-            assert torch.equal(tensors[f"{theirs}{right}.weight.{part}"], rows)
-    for part, left in {"z": "in_proj_z", "beta": "in_proj_b", "alpha": "in_proj_a"}.items():
-        assert torch.equal(tensors[f"{theirs}in_proj.weight.{part}"], weights[f"{ours}{left}.weight"])
-    assert torch.equal(
-        tensors["decoder.layers.0.mlp.linear_fc1.weight_w"], weights["model.layers.0.mlp.gate_proj.weight"]
-    )
-    assert torch.equal(
-        tensors["decoder.layers.0.mlp.linear_fc1.weight_v"], weights["model.layers.0.mlp.up_proj.weight"]
-    )
+            assert torch.equal(tensors[f"{layer}self_attention.{right}.weight.{part}"], rows)
+    for right, left in {
+        "self_attention.in_proj.weight.z": "linear_attn.in_proj_z",
+        "self_attention.in_proj.weight.beta": "linear_attn.in_proj_b",
+        "self_attention.in_proj.weight.alpha": "linear_attn.in_proj_a",
+        "mlp.linear_fc1.weight_w": "mlp.gate_proj",
+        "mlp.linear_fc1.weight_v": "mlp.up_proj",
+    }.items():
+        assert torch.equal(tensors[f"{layer}{right}"], weights[f"{ours}{left}.weight"])
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
 def test_a_fused_projection_has_each_ranks_components_one_after_another(tensor_parallel_size):
-    bridge = to_megatron(MODELS["dense"], megatron_rules(config_of("dense")))
-    rules = megatron_rules(config_of("dense"), tensor_parallel_size=tensor_parallel_size, dialect="release-0.19")
-    release = to_megatron(MODELS["dense"], rules)
+    bridge = stored(MODELS["dense"], BRIDGE, tensor_parallel_size)
+    release = stored(MODELS["dense"], RELEASE_0_19, tensor_parallel_size)
+    layer = "model.module.decoder.layers.1.self_attention."
     for name, kinds in {
-        "decoder.layers.1.self_attention.in_proj.weight": ["query", "key", "value", "z", "beta", "alpha"],
-        "decoder.layers.1.self_attention.conv1d.weight": ["query", "key", "value"],
+        "in_proj.weight": ["query", "key", "value", "z", "beta", "alpha"],
+        "conv1d.weight": ["query", "key", "value"],
     }.items():
-        parts = [bridge[f"{name}.{kind}"].chunk(tensor_parallel_size) for kind in kinds]
+        parts = [bridge[f"{layer}{name}.{kind}"].chunk(tensor_parallel_size) for kind in kinds]
         expected = torch.cat([part[rank] for rank in range(tensor_parallel_size) for part in parts])
-        assert torch.equal(release[name], expected)
+        assert torch.equal(release[f"{layer}{name}"], expected)
+
+
+def stored(weights, dialect, tensor_parallel_size):
+    """A dense model's tensors by their names in an `fsdp_dtensor` checkpoint."""
+    sizes = megatron_sizes(config_of("dense"), tensor_parallel_size=tensor_parallel_size)
+    source = MemorySource({f"model.{name}": tensor for name, tensor in weights.items()})
+    ours = translated(source, megatron_rules(config_of("dense")), "right")
+    return read_all(write_fsdp_dtensor(ours, dialect, sizes=sizes))
 
 
 def test_the_vector_of_the_fused_projection_is_in_the_order_of_its_ranks():
     """Components of 4, 4, 8, 8, 4 and 4 rows on two ranks, values counted off in the fused order."""
-    config = config_of("dense") | {"hidden_size": 1, "linear_key_head_dim": 1, "linear_num_value_heads": 4}
-    config |= {"linear_value_head_dim": 2, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-    rules = megatron_rules(config, tensor_parallel_size=2, dialect="release-0.19")
+    config = config_of("dense") | {"linear_key_head_dim": 1, "linear_num_value_heads": 4, "linear_value_head_dim": 2}
     name = "decoder.layers.0.self_attention.in_proj.weight"
-    weights = to_hugging_face({name: torch.arange(32.0)[:, None]}, rules)
-    rows = {
-        name.removeprefix("model.layers.0.linear_attn."): tensor.flatten().tolist() for name, tensor in weights.items()
-    }
+    fused = MemorySource({f"model.module.{name}": torch.arange(32.0)[:, None]})
+    sizes = megatron_sizes(config, tensor_parallel_size=2)
+    source = translated(read_fsdp_dtensor(fused, sizes=sizes), megatron_rules(config), "left")
+    rows = {name.rpartition(".in_proj_")[2]: tensor.flatten().tolist() for name, tensor in read_all(source).items()}
     assert rows == {
-        "in_proj_qkv.weight": [0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23],
-        "in_proj_z.weight": [8, 9, 10, 11, 24, 25, 26, 27],
-        "in_proj_b.weight": [12, 13, 28, 29],
-        "in_proj_a.weight": [14, 15, 30, 31],
+        "qkv.weight": [0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23],
+        "z.weight": [8, 9, 10, 11, 24, 25, 26, 27],
+        "b.weight": [12, 13, 28, 29],
+        "a.weight": [14, 15, 30, 31],
     }
 
 
@@ -145,61 +184,45 @@ def test_the_published_sizes_give_megatrons_shapes():
     with torch.device("meta"):
         model = Qwen3_5ForConditionalGeneration(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    rules = megatron_rules(config.to_dict(), tensor_parallel_size=2, dialect="release-0.19")
-    found = rules.match(shapes)
-    assert {name for each in found for name in each.left} == set(shapes)
-    theirs = {name: shape for each in found for name, shape in each.right.items()}
-    assert sum(prod(shape) for shape in theirs.values()) == 852_985_920
+    source = MemorySource({f"model.{name}": tensor for name, tensor in model.named_parameters()})
+    ours = translated(source, megatron_rules(config.to_dict()), "right")
+    assert not ours.left_over
+    theirs = write_fsdp_dtensor(ours, RELEASE_0_19, sizes=megatron_sizes(config.to_dict(), tensor_parallel_size=2))
+    shapes = {name.removeprefix("model.module."): info.shape for name, info in theirs.tensors.items()}
+    assert sum(prod(shape) for shape in shapes.values()) == 852_985_920
     layers = "language_model.decoder.layers."
-    assert theirs[f"{layers}0.self_attention.in_proj.weight"] == (8224, 1024)
-    assert theirs[f"{layers}0.self_attention.conv1d.weight"] == (6144, 1, 4)
-    assert theirs[f"{layers}3.self_attention.linear_qkv.weight"] == (4096 + 2 * 512, 1024)
-    assert theirs[f"{layers}23.mlp.linear_fc1.weight_w"] == (3584, 1024)
-    assert theirs["vision_model.decoder.layers.11.self_attention.linear_qkv.weight"] == (3 * 768, 768)
-    assert theirs["vision_model.merger.linear_fc1.weight"] == (3072, 3072)
-    assert "language_model.output_layer.weight" not in theirs
+    assert shapes[f"{layers}0.self_attention.in_proj.weight"] == (8224, 1024)
+    assert shapes[f"{layers}0.self_attention.conv1d.weight"] == (6144, 1, 4)
+    assert shapes[f"{layers}3.self_attention.linear_qkv.weight"] == (4096 + 2 * 512, 1024)
+    assert shapes[f"{layers}23.mlp.linear_fc1.weight_w"] == (3584, 1024)
+    assert shapes["vision_model.decoder.layers.11.self_attention.linear_qkv.weight"] == (3 * 768, 768)
+    assert shapes["vision_model.merger.linear_fc1.weight"] == (3072, 3072)
+    assert "language_model.output_layer.weight" not in shapes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_an_optimizer_goes_along_but_moments_are_not_shifted(kind):
-    torch.manual_seed(2)
-    weights = MODELS[kind]
-    state = {f"model.{name}": tensor for name, tensor in weights.items()}
-    for name, tensor in weights.items():
-        state |= {f"optimizer.state.{name}.{slot}": torch.rand_like(tensor) for slot in ("exp_avg", "exp_avg_sq")}
-        state[f"optimizer.state.{name}.step"] = torch.tensor(7.0)
-    options = {f"optimizer.param_groups.{name}.lr": 1e-3 for name in weights}
-    rules = megatron_rules(config_of(kind), tensor_parallel_size=2, dialect="release-0.19")
-    megatron = translated(state, rules, "right", options)
-    assert not megatron.left_over
-    norm = "decoder.layers.0.self_attention.out_norm.weight"
-    norm = f"language_model.{norm}" if "vision" in kind else norm
-    held = read_all(megatron)
-    ours = "model.language_model." if "vision" in kind else "model."
-    assert torch.equal(
-        held[f"optimizer.state.{norm}.exp_avg"],
-        state[f"optimizer.state.{ours}layers.0.linear_attn.norm.weight.exp_avg"],
-    )
-    back = translated(held, rules, "left", {name: megatron.read_object(name) for name in megatron.objects})
-    assert not back.left_over
-    assert_same(read_all(back), state)
-    assert {name: back.read_object(name) for name in back.objects} == options
+def test_weights_are_shifted_and_their_moments_are_not():
+    source = with_optimizer(MODELS["dense"])
+    tensors = read_all(translated(source, megatron_rules(config_of("dense")), "right"))
+    ours, theirs = "model.layers.0.linear_attn.norm.weight", "decoder.layers.0.self_attention.out_norm.weight"
+    assert torch.equal(tensors[f"model.{theirs}"], source.held[f"model.{ours}"] - 1)
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(tensors[f"optimizer.state.{theirs}.{slot}"], source.held[f"optimizer.state.{ours}.{slot}"])
 
 
 def test_a_norm_that_loses_bits_around_zero_is_reported():
     name = "model.layers.0.linear_attn.norm.weight"
     kept, lost = torch.tensor([0.5, 1.0, 1.5, 2**-16, 0.75, 1.25]), torch.tensor([0.5, 1e-9, 1.5, 1.0, 0.75, 1.25])
     for weights, expected in ((kept, set()), (lost, {"model.decoder.layers.0.self_attention.out_norm.weight"})):
-        source = translated({f"model.{name}": weights}, megatron_rules(config_of("dense")), "right")
+        source = translated(MemorySource({f"model.{name}": weights}), megatron_rules(config_of("dense")), "right")
         read_all(source)
         assert set(source.inexact) == expected
 
 
-def test_sizes_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="tensor_parallel_size that divides the 4 query heads, got 3"):
-        megatron_rules(config_of("dense"), tensor_parallel_size=3)
-    with pytest.raises(ValueError, match="divides the 2 key heads of a gated delta net, got 4"):
-        megatron_rules(config_of("dense") | {"linear_num_key_heads": 2}, tensor_parallel_size=4)
+def test_heads_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="tensor_parallel_size that divides the 4 key heads of .*, got 3"):
+        megatron_sizes(config_of("dense"), tensor_parallel_size=3)
+    with pytest.raises(ValueError, match="divides the 6 value heads of a gated delta net, got 4"):
+        megatron_sizes(config_of("dense") | {"linear_num_value_heads": 6}, tensor_parallel_size=4)
 
 
 def test_a_tensor_that_does_not_fit_the_config_is_refused_by_name():

@@ -10,6 +10,9 @@ from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
 from lamella_checkpoint._errors import Differences as Differences
 from lamella_checkpoint._errors import NameDifference as NameDifference
 from lamella_checkpoint._errors import OptionConflict as OptionConflict
+from lamella_checkpoint._families import Family as Family
+from lamella_checkpoint._families import find_family as find_family
+from lamella_checkpoint._families import known_model_types as known_model_types
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load

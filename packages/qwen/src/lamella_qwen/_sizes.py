@@ -57,6 +57,16 @@ class QwenSizes:
             num_vision_heads=None if model_type in _TEXT else whole.part("vision_config").number("num_heads"),
         )
 
+    @property
+    def net_query_width(self) -> int:
+        """Rows of a gated delta net's queries, and of its keys."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def net_value_width(self) -> int:
+        """Rows of a gated delta net's values, and of its output gate."""
+        return self.num_value_heads * self.value_head_dim
+
 
 @dataclass(frozen=True)
 class _Values:
