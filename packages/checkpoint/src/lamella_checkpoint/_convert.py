@@ -140,7 +140,7 @@ def convert(
     staged = stage(target, replace=False)
     try:
         copied = _copy_side_files(plan, to, beside, staged)
-        manifest = replace(opened.manifest or _NO_MANIFEST, side_files=SIDE_FILES if copied else None)
+        manifest = replace(opened.manifest or _NO_MANIFEST, save_id=None, side_files=SIDE_FILES if copied else None)
         _write(plan, to, staged, target.name, manifest, max_shard_nbytes, options)
         _publish(staged, target, is_file=to == "torch")
     except BaseException:
@@ -178,9 +178,7 @@ def _open(path: Path, *, trust: bool) -> _Opened:
     path = find(path)
     if not (path / METADATA_FILE).is_file():
         source = SafetensorsSource(path)
-        return _Opened(
-            rename(source, lambda name: f"{_OF_MODEL}{name}"), side_files=path if path.is_dir() else None
-        )
+        return _Opened(rename(source, lambda name: f"{_OF_MODEL}{name}"), side_files=path if path.is_dir() else None)
     stored = StoredCheckpoint(path, trust=trust, verify=False)
     side_files = path / SIDE_FILES if (path / SIDE_FILES).is_dir() else None
     manifest = Manifest.read(path) if stored.is_own else None
