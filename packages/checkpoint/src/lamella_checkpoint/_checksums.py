@@ -43,9 +43,10 @@ class Checksums:
 
         Effects: reads two small files; no collective.
         """
-        if not (directory / MANIFEST_FILE).exists() or (name := Manifest.read(directory).checksums) is None:
+        file = directory / FILE
+        is_named = (directory / MANIFEST_FILE).exists() and Manifest.read(directory).checksums is not None
+        if not is_named and not file.exists():
             return None
-        file = directory / name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             if content["algorithm"] != _ALGORITHM:
