@@ -40,8 +40,8 @@ class Manifest:
     """The contents of `lamella.json`.
 
     `extra` is the caller's; `checksums` is the name of the file that holds them; `save_id` tells a save in the
-    background from all others; `side_files` is the folder with what lay beside the weights in the Hugging Face directory
-    that this was converted from.
+    background from all others; `side_files` is the folder with what lay beside the weights in the Hugging Face
+    directory that this was converted from.
     """
 
     extra: Mapping[str, Any]
