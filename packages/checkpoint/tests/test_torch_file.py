@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, _items, _torch_file, load, open_checkpoint
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, _items, load, open_checkpoint
 from lamella_checkpoint._boxes import whole_box
 from lamella_checkpoint._source import Wanted
 from lamella_checkpoint._torch_file import TorchFile
