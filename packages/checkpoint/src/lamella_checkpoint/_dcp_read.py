@@ -38,6 +38,7 @@ class StoredCheckpoint:
         self._trust = trust
         self._verify = verify
         self._values: dict[Item, object] = {}
+        self._verified: set[Item] = set()
         self._identity = _identity(directory)
         _check_directory(directory)
         with self._unless_replaced():
@@ -88,6 +89,7 @@ class StoredCheckpoint:
             self._add(reads, each)
         with self._unless_replaced():
             read_tensors(self.path, reads.values(), self._expected if self._verify else None, on_item)
+        self._verified.update(reads)
 
     def read_object(self, name: str) -> object:
         """The value of an object; names that share a place share the value, and it is read once."""
@@ -131,7 +133,10 @@ class StoredCheckpoint:
                 continue
             num_found += common.numel
             item = self.metadata.items[wanted.name, chunk.offsets]
-            read = reads.setdefault(item, ItemRead(name=wanted.name, item=item, sizes=chunk.sizes))
+            is_verified = item in self._verified
+            read = reads.setdefault(
+                item, ItemRead(name=wanted.name, item=item, sizes=chunk.sizes, is_verified=is_verified)
+            )
             target = common.relative_to(wanted.chunk)
             slices = tuple(slice(along.start, along.stop) for along in target.ranges)
             read.copies.append(Copy(common.relative_to(chunk), into[slices]))

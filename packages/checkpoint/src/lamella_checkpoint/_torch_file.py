@@ -59,6 +59,7 @@ class TorchFile:
         self._held: dict[str, StoredTensor | torch.Tensor] = {}
         self._values: dict[str, object] = {}
         self.paths: dict[str, Keys] = {}
+        self._verified: set[Record] = set()
         root, self._files = self._open()
         try:
             for keys, value in _leaves(self._dict_of(root), self._files):
@@ -93,8 +94,10 @@ class TorchFile:
                     Copy(each.chunk, each.into.detach())
                 )
         read_tensors(self.path.parent, reads.values(), self._expected)
+        self._verified.update(record for record, _ in reads)
         for each, held in views:
             self._read_view(each, held)
+            self._verified.add(held.record)
 
     def read_object(self, name: str) -> object:
         """The value of an object."""
@@ -155,7 +158,8 @@ class TorchFile:
 
     def _item_read(self, name: str, found: TensorRecord) -> ItemRead:
         item = Item(self.path.name, 0, found.record.start + found.record.length)
-        return ItemRead(name=name, item=item, sizes=found.shape, found=found)
+        is_verified = found.record in self._verified
+        return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
 
     def _read_view(self, wanted: Wanted, held: StoredTensor) -> None:
         """A tensor that is a part of its storage, or lies in another order: the storage is read, and looked at so."""
