@@ -188,7 +188,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointDamaged(str(directory), "not a directory")
-    _size(directory, METADATA_FILE)
+    file_size(directory, METADATA_FILE)
 
 
 def _check_files(directory: Path, metadata: StoredMetadata) -> None:
@@ -197,14 +197,23 @@ def _check_files(directory: Path, metadata: StoredMetadata) -> None:
     for item in metadata.items.values():
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
     for file, end in ends.items():
-        if Path(file).name != file or file == "..":
-            raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")
-        size = _size(directory, file)
+        check_place(directory, file)
+        size = file_size(directory, file)
         if size < end:
             raise CheckpointDamaged(str(directory / file), f"expected {end} bytes or more, got {size}")
 
 
-def _size(directory: Path, file: str) -> int:
+def check_place(directory: Path, file: str) -> None:
+    """Refuse a name that leads out of the directory whose metadata has it.
+
+    Raises:
+        CheckpointDamaged: It does.
+    """
+    if Path(file).name != file or file == "..":
+        raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")
+
+
+def file_size(directory: Path, file: str) -> int:
     """The size of a file that lies in the directory itself, whatever links say, and is one."""
     path = directory / file
     try:

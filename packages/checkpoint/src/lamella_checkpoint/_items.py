@@ -125,6 +125,12 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
         CheckpointDamaged: It cannot be read, or differs from its checksum.
         CheckpointUntrusted: It holds other types, without `trust`.
     """
+    content = check_object(directory, name, item, expected)
+    return unpickle(content, directory / item.file, name, trust=trust)
+
+
+def check_object(directory: Path, name: str, item: Item, expected: Expected | None) -> bytes:
+    """Read an object's bytes and hold them against their checksum. Arguments and errors are those of `read_object`."""
     file = directory / item.file
     try:
         with file.open("rb") as stream:
@@ -134,7 +140,7 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
         raise damaged(file, name, error) from error
     if expected is not None:
         check_content(file, name, item, content, expected)
-    return unpickle(content, file, name, trust=trust)
+    return content
 
 
 def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:

@@ -109,6 +109,12 @@ class TorchFile:
             whole = whole[key]
         return whole
 
+    def whole_records(self) -> Iterator[ItemRead]:
+        """A read of each storage that a tensor lies in, of which nothing is wanted."""
+        held = {each.record: (name, each) for name, each in self._held.items() if isinstance(each, StoredTensor)}
+        for record, (name, each) in held.items():
+            yield self._item_read(name, _elements(record, each.dtype))
+
     @property
     def _expected(self) -> Expected | None:
         return (lambda _: None) if self._verify else None
@@ -163,8 +169,8 @@ class TorchFile:
 
     def _read_view(self, wanted: Wanted, held: StoredTensor) -> None:
         """A tensor that is a part of its storage, or lies in another order: the storage is read, and looked at so."""
-        elements = torch.empty(held.record.length // held.dtype.itemsize, dtype=held.dtype)
-        whole = TensorRecord(tuple(elements.shape), held.dtype, held.record)
+        whole = _elements(held.record, held.dtype)
+        elements = torch.empty(whole.shape, dtype=held.dtype)
         read = self._item_read(wanted.name, whole)
         read.copies.append(Copy(whole_box(whole.shape), elements))
         read_tensors(self.path.parent, [read], self._expected)
@@ -172,6 +178,11 @@ class TorchFile:
 
     def _damaged(self, error: Exception) -> CheckpointDamaged:
         return CheckpointDamaged(str(self.path), f"{type(error).__name__}: {error}")
+
+
+def _elements(record: Record, dtype: torch.dtype) -> TensorRecord:
+    """All that a storage holds, as one row of elements."""
+    return TensorRecord((record.length // dtype.itemsize,), dtype, record)
 
 
 def _copy(wanted: Wanted, held: torch.Tensor) -> None:
