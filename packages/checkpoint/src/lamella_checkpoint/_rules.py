@@ -114,7 +114,7 @@ class Rules:
     Attributes:
         rules: The first one that fits takes the names.
         sizes: By name: of a model's configuration, and of its parallelism ("tp"). Needed only where a rule that names
-            them applies.
+            them applies, and not to join what shows them.
     """
 
     rules: tuple[Rule, ...]
@@ -229,6 +229,7 @@ def _correspondence(
     side: Side,
 ) -> Correspondence:
     known = {name: tuple(shapes[name]) for name in instance.names}
+    sizes = dict(sizes)  # Those that `near` shows are added, and `far` may need them.
     try:
         made = _make(near, instance.captures, instance.counts, known, sizes)
         derived, counts = _shapes_of(far, instance.captures, made.shape, sizes)
@@ -256,7 +257,7 @@ def _make(
     captures: Mapping[str, str],
     counts: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
-    sizes: Mapping[str, int],
+    sizes: dict[str, int],
 ) -> _Made:
     """Put a term together of tensors of known shapes."""
     if isinstance(term, str):
@@ -273,9 +274,12 @@ def _make(
     return _ungrouped(_make(term.term, captures, counts, shapes, sizes), term, sizes)
 
 
-def _joined(made: list[_Made], term: Join, sizes: Mapping[str, int]) -> _Made:
+def _joined(made: list[_Made], term: Join, sizes: dict[str, int]) -> _Made:
     dim = term.dim
     spans = [each.shape[dim] for each in made]
+    for size, span in zip(term.sizes, spans, strict=True):
+        if isinstance(size, str):
+            sizes.setdefault(size, span)
     _resolve(term.sizes, sum(spans), sizes, expected=spans)
     rest = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in made}
     if len(rest) != 1:

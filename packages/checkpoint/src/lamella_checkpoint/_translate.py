@@ -88,10 +88,10 @@ def rename(source: Source, names: Callable[[str], str | None]) -> "Translated":
 
     Args:
         source: Any names.
-        names: The new name of each; None drops it. Names that share one must hold equal values.
+        names: The new name of each; None drops it.
 
     Raises:
-        ValueError: Two tensors, or a tensor and an object, would share a name.
+        ValueError: Two names would become one.
 
     Effects: reads nothing.
     """
@@ -195,6 +195,37 @@ class Translated:
                 f"{shift:+g} in {_short(into.dtype)} cannot be undone to {_short(stored.dtype)} for {num_lost} "
                 f"of the elements read"
             )
+
+
+class WithObjects:
+    """A `Source` with more objects, whose values are given: what a format asks for and another does not have."""
+
+    def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
+        self._source = source
+        self._given = dict(objects)
+
+    @property
+    def path(self) -> Path:
+        """The underlying file or directory."""
+        return self._source.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The underlying tensors."""
+        return self._source.tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """The underlying objects, and those that are given."""
+        return (*self._source.objects, *self._given)
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Read the underlying tensors."""
+        self._source.read(wanted)
+
+    def read_object(self, name: str) -> object:
+        """The given value, or the underlying one."""
+        return self._given[name] if name in self._given else self._source.read_object(name)
 
 
 def shifted(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:

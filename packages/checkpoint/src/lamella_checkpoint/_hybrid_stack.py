@@ -1,0 +1,76 @@
+"""Grouped hybrid stacks: nested layers as modules have them, and the logical layers that checkpoints name.
+
+A pattern such as `M[M*]-` has a symbol for each layer; brackets group layers that are one layer of the stack. The
+group's layers are `decoder.layers.1.layers.0` and so on; their logical names leave the inner number out, which is
+possible while a group has one layer of a kind.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+_NESTED: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.\d+)\.layers\.\d+\.")
+_LOGICAL: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.(\d+)\.((\w+)\..+)$")
+_FINAL_NORM: Final = re.compile(r"(^|\.)decoder\.final_norm\.")
+
+_MODULES: Final = {
+    "M": ("mixer", "norm"),
+    "G": ("self_attention", "input_layernorm"),
+    "D": ("self_attention", "input_layernorm", "pre_mlp_layernorm"),
+    "*": ("self_attention", "input_layernorm"),
+    "+": ("self_attention", "input_layernorm"),
+    "-": ("mlp", "pre_mlp_layernorm"),
+    "E": ("mlp", "pre_mlp_layernorm"),
+}
+"""The parameters' first names in a layer, by its symbol in a pattern."""
+
+
+def logical_name(name: str) -> str:
+    """A nested layer's parameter under its logical name; another's as it is."""
+    return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(r"\1.", name))
+
+
+def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
+    """Logical names of parameters that a grouped stack's modules name otherwise, and what they are there.
+
+    Args:
+        names: Of parameters.
+        pattern: Of the main stack; what follows a "/" is of other stacks, and pipes only part it.
+
+    Raises:
+        ValueError: The pattern is malformed, has other layers than the names, or a group with two layers of a kind.
+    """
+    layers = layer_symbols(pattern)
+    return {name: nested for name in names if (nested := _nested_name(name, layers, pattern)) != name}
+
+
+def layer_symbols(pattern: str) -> list[str]:
+    """The symbols of each logical layer; one of a layer by itself is a string of one symbol, of a group in brackets.
+
+    Raises:
+        ValueError: Brackets are nested, empty or not closed, or a symbol is unknown.
+    """
+    main = pattern.split("/")[0].replace("|", "")
+    layers = re.findall(r"\[[^\[\]]+\]|[^\[\]]", main)
+    if "".join(layers) != main or set(main) - {*_MODULES, "[", "]"}:
+        raise ValueError(
+            f"Expected a pattern of {''.join(_MODULES)!r}, groups in brackets and none in another, got {pattern!r}."
+        )
+    return layers
+
+
+def _nested_name(name: str, layers: list[str], pattern: str) -> str:
+    if any(layer.startswith("[") for layer in layers) and ".final_layernorm." in name:
+        return re.sub(r"(^|\.)decoder\.final_layernorm\.", r"\1decoder.final_norm.", name)
+    match = _LOGICAL.match(name)
+    if match is None:
+        return name
+    if int(match[1]) >= len(layers):
+        raise ValueError(f"Expected the {len(layers)} layers of {pattern!r}, got {name!r}.")
+    layer = layers[int(match[1])]
+    if not layer.startswith("["):
+        return name
+    inner = [index for index, symbol in enumerate(layer[1:-1]) if match[3] in _MODULES[symbol]]
+    if len(inner) != 1:
+        raise ValueError(f"Expected one layer of {layer!r} to have {match[3]!r}, got {len(inner)}, for {name!r}.")
+    return f"{name[: match.start(2)]}layers.{inner[0]}.{match[2]}"
