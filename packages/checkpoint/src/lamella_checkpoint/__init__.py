@@ -1,6 +1,13 @@
 """Checkpoints of sharded models that open on any number of ranks, and in plain PyTorch."""
 
+from lamella_checkpoint._async_save import AsyncSaver as AsyncSaver
+from lamella_checkpoint._async_save import SaveHandle as SaveHandle
 from lamella_checkpoint._checkpoint_directory import CheckpointDirectory as CheckpointDirectory
+from lamella_checkpoint._convert import Conversion as Conversion
+from lamella_checkpoint._convert import convert as convert
+from lamella_checkpoint._correspondence import Correspondence as Correspondence
+from lamella_checkpoint._correspondence import Piece as Piece
+from lamella_checkpoint._correspondence import Place as Place
 from lamella_checkpoint._errors import CheckpointDamaged as CheckpointDamaged
 from lamella_checkpoint._errors import CheckpointFailed as CheckpointFailed
 from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
@@ -8,7 +15,22 @@ from lamella_checkpoint._errors import CheckpointUntrusted as CheckpointUntruste
 from lamella_checkpoint._errors import Differences as Differences
 from lamella_checkpoint._errors import NameDifference as NameDifference
 from lamella_checkpoint._errors import OptionConflict as OptionConflict
+from lamella_checkpoint._families import Family as Family
+from lamella_checkpoint._families import find_family as find_family
+from lamella_checkpoint._families import known_model_types as known_model_types
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
+from lamella_checkpoint._rules import Grouped as Grouped
+from lamella_checkpoint._rules import Join as Join
+from lamella_checkpoint._rules import Rule as Rule
+from lamella_checkpoint._rules import Rules as Rules
+from lamella_checkpoint._rules import Stack as Stack
+from lamella_checkpoint._safetensors_save import save_safetensors as save_safetensors
 from lamella_checkpoint._save import save as save
+from lamella_checkpoint._source import Source as Source
+from lamella_checkpoint._source import TensorInfo as TensorInfo
+from lamella_checkpoint._source import Wanted as Wanted
+from lamella_checkpoint._translate import Translated as Translated
+from lamella_checkpoint._translate import parameter_shapes as parameter_shapes
+from lamella_checkpoint._translate import translate as translate

@@ -43,26 +43,36 @@ def leftovers(parent: Path) -> Iterator[Leftover]:
             yield Leftover(path, match["target"], match["kind"])
 
 
-def stage(target: Path) -> Path:
+def stage(target: Path, *, replace: bool = True) -> Path:
     """An empty directory to write in, which `publish` turns into `target`.
 
+    Args:
+        target: What is to appear.
+        replace: Whether it may take a checkpoint's place. Formats in whose directories people keep files of their own
+            may not.
+
     Raises:
-        FileExistsError: `target` is something else than a checkpoint, and a save would delete it.
+        FileExistsError: `target` is something else than a checkpoint that may be replaced, and a save would delete it.
 
     Effects: creates the parents of `target`; removes the leftovers of killed saves to it.
     """
-    _check_replaceable(target)
+    check_replaceable(target, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
-    staged = _sibling(target, "saving")
+    staged = staging_path(target, secrets.token_hex(4))
     staged.mkdir()
     return staged
 
 
-def recover(target: Path) -> None:
-    """Put back the checkpoint that an interrupted save moved aside; remove what else such saves left."""
+def staging_path(target: Path, token: str) -> Path:
+    """Where a save writes before it is published; `token` is eight hexadecimal digits of its own."""
+    return target.with_name(f"{target.name}.saving-{token}")
+
+
+def recover(target: Path, *, spare: Path | None = None) -> None:
+    """Put back the checkpoint that an interrupted save moved aside; remove what else they left, but for `spare`."""
     for leftover in leftovers(target.parent):
-        if leftover.target != target.name:
+        if leftover.target != target.name or leftover.path == spare:
             continue
         if leftover.kind == "replaced" and not target.exists():
             leftover.path.rename(target)
@@ -151,14 +161,18 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.with_name(f"{target.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def _check_replaceable(target: Path) -> None:
-    """A save deletes what it replaces: that must be a checkpoint, or nothing."""
-    if not target.exists() or (target / METADATA_FILE).is_file():
+def check_replaceable(target: Path, *, replace: bool = True) -> None:
+    """A save deletes what it replaces: that must be a checkpoint (with `replace`), or nothing.
+
+    Raises:
+        FileExistsError: It is something else.
+    """
+    if not target.exists() or (replace and (target / METADATA_FILE).is_file()):
         return
     if not target.is_dir() or any(target.iterdir()):
         raise FileExistsError(
             errno.EEXIST,
-            "Expected a checkpoint, an empty directory or nothing to replace, got other files. "
+            f"Expected {'a checkpoint, ' if replace else ''}an empty directory or nothing to replace, got other files. "
             "Save to a path of its own",
             str(target),
         )

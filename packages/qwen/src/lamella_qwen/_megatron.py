@@ -1,0 +1,251 @@
+"""Where each tensor of a Qwen3.5 lies in a Megatron checkpoint: the family's rules, as data.
+
+On the left are Hugging Face's names, on the right Megatron's canonical ones (those of megatron-core's modules at a
+tensor-parallel size of 1, with gated delta nets by component), from which every dialect is written.
+
+Note [How the two sides differ]
+    Attention: Megatron keeps queries, output gates, keys and values in one tensor, group by group: the queries that
+    share a key, the gates of these queries, the key, the value. In Hugging Face's `q_proj` each query is followed by
+    its gate. The vision tower has no gates and as many keys as queries; its `qkv` has all queries, then all keys, then
+    all values.
+
+    Gated delta nets: what a component's name stands for is what Hugging Face has, whole heads in order. Only the first
+    three are together there, in `in_proj_qkv` and in the convolution.
+
+    Feed-forward: gate and up are one tensor in Megatron. The vision tower's feed-forward parts have no gate.
+
+    Norms: Megatron stores a norm with the projection behind it. Both sides store weights around zero (1 is added before
+    they multiply), but for the norm at the end of a gated delta net, which Hugging Face stores around one.
+
+    Source: the mappings of Megatron-Bridge; `SelfAttention` and `GatedDeltaNet` of megatron-core; `modeling_qwen3_5.py`
+    and `modeling_qwen3_5_moe.py` of transformers. Tests compute from the right side, in megatron-core's order, what
+    transformers computes from the left.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from lamella_checkpoint import Grouped, Join, Rule, Rules, Stack
+from lamella_qwen._sizes import QwenSizes
+
+
+def megatron_rules(
+    config: Mapping[str, object], *, packed_experts: bool = True, packed_mtp_experts: bool = False
+) -> Rules:
+    """What corresponds between Hugging Face's names of a Qwen3.5 (left) and Megatron's canonical ones (right).
+
+    Text models and those with vision, dense and mixtures of experts, with or without the layer that predicts further
+    tokens (which checkpoints hold and transformers' modules do not). Hugging Face's experts are read however they are
+    stored; the arguments say how they are written. The defaults are what is published.
+
+    Args:
+        config: The values of a `config.json`.
+        packed_experts: Whether experts are stacked in one tensor, as in transformers' modules; else they are stored one
+            by one, as `save_pretrained` stores them.
+        packed_mtp_experts: The same for the layer that predicts further tokens: Qwen3.6 packs them, Qwen3.5 does not.
+
+    Raises:
+        ValueError: The config is not a whole Qwen3.5's.
+    """
+    sizes = QwenSizes.of(config)
+    left, right = ("model.", "") if sizes.num_vision_heads is None else ("model.language_model.", "language_model.")
+    layers = f"{left}layers.{{layer}}.", f"{right}decoder.layers.{{layer}}."
+    rules = [
+        *_renames(left, right, _ENDS),
+        *([] if sizes.tied else [Rule("lm_head.weight", f"{right}output_layer.weight")]),
+        *_attention(*layers),
+        *_delta_net(*layers),
+        *_feed_forward(*layers, packed_experts=packed_experts),
+        *_mtp("mtp.", f"{right}mtp.layers.", packed_experts=packed_mtp_experts),
+        *_vision("model.visual.", "vision_model."),
+    ]
+    return Rules(tuple(rules), sizes=_named(sizes))
+
+
+def megatron_sizes(config: Mapping[str, object], *, tensor_parallel_size: int) -> dict[str, int]:
+    """The sizes that tell the tensors apart which Megatron's dialects fuse in the order of tensor-parallel ranks.
+
+    Args:
+        config: The values of a `config.json`.
+        tensor_parallel_size: Of the ranks that wrote the Megatron checkpoint, or will read it.
+
+    Returns:
+        What lamella-checkpoint's readers and writers of Megatron's formats take as `sizes`.
+
+    Raises:
+        ValueError: The config is not a whole Qwen3.5's, or the heads of its gated delta nets cannot be dealt out.
+    """
+    sizes = QwenSizes.of(config)
+    for kind, num in (("key heads", sizes.num_key_heads), ("value heads", sizes.num_value_heads)):
+        if tensor_parallel_size < 1 or num % tensor_parallel_size:
+            raise ValueError(
+                f"Expected a tensor_parallel_size that divides the {num} {kind} of a gated delta net, "
+                f"got {tensor_parallel_size!r}."
+            )
+    return {
+        "tp": tensor_parallel_size,
+        "qk": sizes.net_query_width,
+        "v": sizes.net_value_width,
+        "nvh": sizes.num_value_heads,
+    }
+
+
+def _named(sizes: QwenSizes) -> dict[str, int]:
+    """The sizes by the names that the rules use."""
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        "heads": sizes.num_heads,
+        "groups": sizes.num_kv_heads,
+        "query": query,
+        "query and gate": 2 * query,
+        "key": key,
+        "net query": sizes.net_query_width,
+        "net value": sizes.net_value_width,
+        "vision heads": sizes.num_vision_heads or 1,
+    }
+
+
+def _renames(left: str, right: str, names: Mapping[str, str]) -> Iterable[Rule]:
+    return [Rule(f"{left}{mine}", f"{right}{theirs}") for mine, theirs in names.items()]
+
+
+_ENDS: Final = {
+    "embed_tokens.weight": "embedding.word_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+}
+
+_ATTENTION: Final = {
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+}
+
+
+def _attention(left: str, right: str) -> Iterable[Rule]:
+    query, key, value = (f"{left}self_attn.{part}_proj.weight" for part in "qkv")
+    fused = f"{right}self_attention.linear_qkv"
+    return [
+        Rule(f"{left}input_layernorm.weight", f"{fused}.layer_norm_weight", left_beside=query),
+        Rule(
+            Join((Grouped(query, groups="heads", sizes=(1, 1)), key, value), sizes=("query and gate", "key", "key")),
+            Grouped(f"{fused}.weight", groups="groups", sizes=("query", "query", "key", "key")),
+        ),
+        *_renames(left, right, _ATTENTION),
+    ]
+
+
+_DELTA_NET: Final = {
+    "linear_attn.in_proj_z.weight": "self_attention.in_proj.weight.z",
+    "linear_attn.in_proj_b.weight": "self_attention.in_proj.weight.beta",
+    "linear_attn.in_proj_a.weight": "self_attention.in_proj.weight.alpha",
+    "linear_attn.A_log": "self_attention.A_log",
+    "linear_attn.dt_bias": "self_attention.dt_bias",
+    "linear_attn.out_proj.weight": "self_attention.out_proj.weight",
+}
+
+
+def _delta_net(left: str, right: str) -> Iterable[Rule]:
+    projected, convolved = f"{right}self_attention.in_proj", f"{right}self_attention.conv1d"
+    qkv, convolution = f"{left}linear_attn.in_proj_qkv.weight", f"{left}linear_attn.conv1d.weight"
+    return [
+        Rule(f"{left}input_layernorm.weight", f"{projected}.layer_norm_weight", left_beside=qkv),
+        Rule(qkv, _query_key_value(f"{projected}.weight")),
+        Rule(convolution, _query_key_value(f"{convolved}.weight")),
+        Rule(f"{left}linear_attn.norm.weight", f"{right}self_attention.out_norm.weight", shift=-1.0),
+        *_renames(left, right, _DELTA_NET),
+    ]
+
+
+def _query_key_value(name: str) -> Join:
+    terms = f"{name}.query", f"{name}.key", f"{name}.value"
+    return Join(terms, sizes=("net query", "net query", "net value"))
+
+
+_MIXTURE: Final = {
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+}
+
+
+def _feed_forward(left: str, right: str, *, packed_experts: bool) -> Iterable[Rule]:
+    norm, gate = f"{left}post_attention_layernorm.weight", f"{left}mlp.gate_proj.weight"
+    packed = _packed_experts(f"{left}mlp.experts.", f"{right}mlp.experts.")
+    single = _gated(f"{left}mlp.experts.{{expert}}.", f"{right}mlp.experts.", number="{expert}")
+    return [
+        Rule(norm, f"{right}mlp.linear_fc1.layer_norm_weight", left_beside=gate),
+        *_gated(f"{left}mlp.", f"{right}mlp."),
+        *_renames(left, right, _MIXTURE),
+        *_gated(f"{left}mlp.shared_expert.", f"{right}mlp.shared_experts."),
+        # The first that fits takes the names: from the right that is the preferred spelling.
+        *((*packed, *single) if packed_experts else (*single, *packed)),
+    ]
+
+
+def _gated(left: str, right: str, number: str = "") -> Iterable[Rule]:
+    halves = f"{left}gate_proj.weight", f"{left}up_proj.weight"
+    return [
+        Rule(Join(halves, sizes=(1, 1)), f"{right}linear_fc1.weight{number}"),
+        Rule(f"{left}down_proj.weight", f"{right}linear_fc2.weight{number}"),
+    ]
+
+
+def _packed_experts(left: str, right: str) -> Iterable[Rule]:
+    names = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+    return [
+        Rule(f"{left}{mine}", Stack(f"{right}{theirs}.weight{{expert}}", index="expert"))
+        for mine, theirs in names.items()
+    ]
+
+
+_MTP: Final = {
+    "fc.weight": "eh_proj.weight",
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "norm.weight": "final_layernorm.weight",
+}
+
+
+def _mtp(left: str, right: str, *, packed_experts: bool) -> Iterable[Rule]:
+    """The one published layer: an attention layer, between norms and a projection of its own."""
+    layer = f"{left}layers.{{layer}}.", f"{right}{{layer}}.mtp_model_layer."
+    return [
+        *_renames(left, f"{right}0.", _MTP),
+        *_attention(*layer),
+        *_feed_forward(*layer, packed_experts=packed_experts),
+    ]
+
+
+_VISION: Final = {
+    "patch_embed.proj.weight": "patch_embed.proj.weight",
+    "patch_embed.proj.bias": "patch_embed.proj.bias",
+    "pos_embed.weight": "pos_embed.weight",
+    "merger.norm.weight": "merger.patch_norm.weight",
+    "merger.norm.bias": "merger.patch_norm.bias",
+    "merger.linear_fc1.weight": "merger.linear_fc1.weight",
+    "merger.linear_fc1.bias": "merger.linear_fc1.bias",
+    "merger.linear_fc2.weight": "merger.linear_fc2.weight",
+    "merger.linear_fc2.bias": "merger.linear_fc2.bias",
+}
+
+_VISION_BLOCK: Final = {
+    "norm1.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "norm1.bias": "self_attention.linear_qkv.layer_norm_bias",
+    "attn.proj.weight": "self_attention.linear_proj.weight",
+    "attn.proj.bias": "self_attention.linear_proj.bias",
+    "norm2.weight": "mlp.linear_fc1.layer_norm_weight",
+    "norm2.bias": "mlp.linear_fc1.layer_norm_bias",
+    "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias": "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight": "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias": "mlp.linear_fc2.bias",
+}
+
+
+def _vision(left: str, right: str) -> Iterable[Rule]:
+    block = f"{left}blocks.{{layer}}.", f"{right}decoder.layers.{{layer}}."
+    yield from _renames(left, right, _VISION)
+    yield from _renames(*block, _VISION_BLOCK)
+    for part in ("weight", "bias"):
+        fused = f"{block[1]}self_attention.linear_qkv.{part}"
+        yield Rule(f"{block[0]}attn.qkv.{part}", Grouped(fused, groups="vision heads", sizes=(1, 1, 1)))

@@ -1,0 +1,66 @@
+"""The family is declared for all its model types, and its rules turn files of every spelling into modules."""
+
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from qwen_tiny import KINDS, MemorySource, make_model, read_all, translated
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lamella_qwen import FAMILY
+from lamella_qwen._sizes import MODEL_TYPES
+
+
+def test_the_package_declares_every_model_type_of_the_family():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["lamella.families"]
+    assert set(declared) == MODEL_TYPES
+    for name, value in declared.items():
+        assert EntryPoint(name, value, "lamella.families").load() is FAMILY
+
+
+def as_saved(model, directory):
+    model.save_pretrained(directory)
+    return MemorySource(
+        {f"model.{name}": tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    )
+
+
+def assert_loads(source, model):
+    """Every parameter of the model is there, under its name, with its values."""
+    tensors = read_all(source)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(tensors[f"model.{name}"], parameter), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_save_pretrained_become_the_modules_that_were_saved(kind, tmp_path):
+    model = make_model(kind)
+    source = translated(as_saved(model, tmp_path), FAMILY.modules, "right")
+    assert_loads(source, model)
+    assert set(source.tensors) == {f"model.{name}" for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_model_is_found_in_files_of_any_model(kind, tmp_path):
+    model = make_model(kind)
+    source = translated(as_saved(model, tmp_path), FAMILY.text_modules, "right")
+    assert_loads(source, AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert any(".visual." in name for name in source.tensors) == ("vision" in kind)
+
+
+def test_files_of_a_text_model_that_came_out_of_one_with_vision_are_read_too(tmp_path):
+    make_model("vision").save_pretrained(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    saved = as_saved(model, tmp_path / "text")
+    assert "model.model.language_model.norm.weight" in saved.tensors
+    assert_loads(translated(saved, FAMILY.text_modules, "right"), model)
+
+
+def test_packed_experts_stay_as_they_are():
+    model = make_model("moe")
+    weights = MemorySource({f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
+    assert_loads(translated(weights, FAMILY.modules, "right"), model)
