@@ -1,4 +1,4 @@
-"""Checkpoints go from megatron-core's own code to lamella and back: `fsdp_dtensor`, as release 0.19 reads and writes it.
+"""Checkpoints go from megatron-core's own code to lamella and back: `fsdp_dtensor`, as its release 0.19 has it.
 
 Four ranks, two data-parallel by two tensor-parallel, hold a gated layer, a row-parallel one and a gated delta net's
 fused projection, cut between rows unevenly. Values are flat indices, so that whatever is misplaced shows.
