@@ -91,6 +91,22 @@ class TestTorchDist:
         assert read("optimizer.state.decoder.layers.0.mlp.experts.linear_fc2.weight1.step") == 12
         assert read("optimizer.optimizer.param_groups.1.lr") == 0.25
 
+    def test_newer_releases_keep_the_same_in_an_object(self, tmp_path):
+        common = {"args": Namespace(tensor_model_parallel_size=2), "iteration": 12}
+        save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2), "common_state/shard_0_1": (common,)})
+        (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        opened = open_megatron(tmp_path)
+        assert (opened.format, opened.sizes, opened.counters.found) == ("torch_dist", {"tp": 2}, {"iteration": 12})
+        assert list(opened.source.tensors) == [f"model.decoder.layers.{layer}.mlp.router.weight" for layer in range(2)]
+
+    def test_a_model_alone_is_known_by_its_format(self, tmp_path):
+        save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2)})
+        (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        assert open_megatron(tmp_path).format == "torch_dist"
+        (tmp_path / "metadata.json").write_text("{")
+        with pytest.raises(CheckpointDamaged, match=r"metadata\.json"):
+            open_megatron(tmp_path)
+
     def test_nothing_in_it_runs(self, tmp_path):
         class Harm:
             def __reduce__(self):
