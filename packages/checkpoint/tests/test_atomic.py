@@ -58,10 +58,11 @@ def in_child(fn):
 
 
 MOMENTS = {
-    "before the data": (_dcp_write._Writer, "write_data", False),
-    "after the data": (_dcp_write._Writer, "write_data", True),
-    "after the metadata": (_dcp_write._Writer, "finish", True),
+    "before the data": (_save, "write_items", False),
+    "after the data": (_save, "write_items", True),
+    "after the metadata": (_dcp_write, "_write_metadata", True),
     "after the manifest": (_manifest.Manifest, "write", True),
+    "after the checksums": (_save, "complete", True),
     "before publishing": (_save, "publish", False),
 }
 
@@ -114,7 +115,7 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path, monkeypatch):
         save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 1})
         kit.train(model, optimizer)
         if dist.get_rank() == 1:
-            killed_at(monkeypatch, _dcp_write._Writer, "write_data")
+            killed_at(monkeypatch, _save, "write_items")
         save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
 
     with pytest.raises(RankFailure, match="SIGKILL"):
@@ -134,7 +135,7 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint
         model, optimizer = kit.build(sharded=True)
         save(tmp_path / "a", model=model, optimizer=optimizer)
         if dist.get_rank() == failing_rank:
-            monkeypatch.setattr(_dcp_write._Writer, "write_data", no_space)
+            monkeypatch.setattr(_save, "write_items", no_space)
         try:
             save(tmp_path / "a", model=filled(2.0))
         except (OSError, CheckpointFailed) as error:
@@ -150,7 +151,7 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (_save, "_contents")]
+    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (_save.Contents, "of")]
 )
 def test_a_failure_on_rank_zero_alone_reaches_every_rank(tmp_path, monkeypatch, owner, name):
     def fail(*args):
@@ -173,7 +174,7 @@ def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path, monkeypatch):
 
     def save_and_interrupt():
         if dist.get_rank() == 1:
-            monkeypatch.setattr(_dcp_write._Writer, "write_data", interrupt)
+            monkeypatch.setattr(_save, "write_items", interrupt)
         with pytest.raises((KeyboardInterrupt, CheckpointFailed)) as info:
             save(tmp_path / "a", model=filled(2.0))
         return info.type
@@ -206,7 +207,7 @@ class TestWithoutExchange:
 
             patch.setattr(Path, "rename", rename_and_die)
             # The writer renames its metadata file, which is not meant here.
-            patch.setattr(_dcp_write._Writer, "finish", lambda *_: None)
+            patch.setattr(_save, "complete", lambda *_: None)
             assert in_child(lambda: save(path, model=filled(2.0))) == -signal.SIGKILL
         assert not path.exists()
         assert value_at(path) == 1.0
@@ -254,13 +255,13 @@ def _raise_not_found():
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(tmp_path, monkeypatch):
     path = tmp_path / "a"
     save(path, model=filled(1.0))
-    read_data = _dcp_read._Reader.read_data
+    read_tensors = _dcp_read.read_tensors
 
     def replace_and_read(*args):
         save(path, model=filled(2.0))
-        return read_data(*args)
+        return read_tensors(*args)
 
-    monkeypatch.setattr(_dcp_read._Reader, "read_data", replace_and_read)
+    monkeypatch.setattr(_dcp_read, "read_tensors", replace_and_read)
     with pytest.raises(CheckpointDamaged, match="replaced while it was being read"):
         load(path, model=filled(0.0))
 
@@ -338,7 +339,10 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monke
     monkeypatch.setattr(os, "fsync", record)
     save(tmp_path / "a", model=filled(1.0))
     names = [name.split("-")[0] for name in synced]
-    assert names == ["__0_0.distcp", ".metadata.tmp", "lamella.json", "a.saving", tmp_path.name]
+    assert names == [
+        *("__0_0.distcp", ".metadata.tmp", "lamella.json", "lamella_checksums.json"),
+        *("a.saving", tmp_path.name),
+    ]
 
 
 def test_a_model_on_the_host_wakes_no_gpu(tmp_path, monkeypatch):

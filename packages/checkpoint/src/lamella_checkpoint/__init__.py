@@ -7,6 +7,7 @@ from lamella_checkpoint._correspondence import Place as Place
 from lamella_checkpoint._errors import CheckpointDamaged as CheckpointDamaged
 from lamella_checkpoint._errors import CheckpointFailed as CheckpointFailed
 from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
+from lamella_checkpoint._errors import CheckpointUntrusted as CheckpointUntrusted
 from lamella_checkpoint._errors import Differences as Differences
 from lamella_checkpoint._errors import NameDifference as NameDifference
 from lamella_checkpoint._errors import OptionConflict as OptionConflict

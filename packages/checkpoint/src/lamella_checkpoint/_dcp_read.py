@@ -1,157 +1,147 @@
-"""torch DCP's file format, read through its planners: files that are told, and nothing that runs."""
+"""torch DCP's file format, opened: which tensors and objects a directory holds, read box by box; nothing in it runs."""
 
-import io
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
-
+from lamella_checkpoint._boxes import first_overlap
 from lamella_checkpoint._dcp_write import WRITTEN_BY
 from lamella_checkpoint._directories import METADATA_FILE
 from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._items import Checksums, Copy, ItemRead, read_object, read_tensors
+from lamella_checkpoint._metadata import Item, StoredMetadata
+from lamella_checkpoint._source import TensorInfo, Wanted
 
 
 class StoredCheckpoint:
-    """A checkpoint's names and where their data lies; opened by each rank for itself, with no collective."""
+    """A checkpoint's names and where their data lies, as a `Source`; opened by each rank for itself, no collective."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, trust: bool = False, verify: bool = True) -> None:
         """Read the metadata of the checkpoint in `directory`, and hold it against its files.
 
+        Args:
+            directory: Of the checkpoint.
+            trust: Whether types are made that are neither plain data nor torch's own, which can run anything.
+            verify: Whether what is read is held against its checksum: the one that was saved beside it, or the one in
+                torch's archive.
+
         Raises:
-            CheckpointDamaged: A file is absent, unreadable or shorter than the metadata says.
+            CheckpointDamaged: A file is absent, unreadable, elsewhere, or shorter than the metadata says.
+            CheckpointUntrusted: The metadata holds other types.
         """
-        self.directory = directory
+        self.path = directory
+        self._trust = trust
+        self._verify = verify
+        self._values: dict[Item, object] = {}
         self._identity = _identity(directory)
-        self._metadata = _read_metadata(directory)
-        _check_files(directory, self._metadata)
+        _check_directory(directory)
+        self.metadata = StoredMetadata.read(directory, trust=trust)
+        _check_files(directory, self.metadata)
 
     @property
     def save_id(self) -> str | None:
         """What tells this save from every other, if the writer left it."""
-        meta = self._metadata.storage_meta
-        return None if meta is None else meta.save_id
+        return self.metadata.save_id
 
     @property
     def is_own(self) -> bool:
         """Whether `write` wrote it."""
-        meta = self._metadata.storage_meta
-        return meta is not None and WRITTEN_BY in meta.modules
+        return WRITTEN_BY in self.metadata.modules
 
-    def names(self, section: str) -> Iterator[str]:
-        """The names in a section, without its prefix."""
-        prefix = f"{section}."
-        for name in self._metadata.state_dict_metadata:
-            if name.startswith(prefix):
-                yield name.removeprefix(prefix)
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.metadata.tensors
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._metadata.state_dict_metadata
+    @property
+    def objects(self) -> Sequence[str]:
+        return self.metadata.objects
 
-    def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """The shape and dtype of a tensor; None for an object."""
-        entry = self._metadata.state_dict_metadata[name]
-        return entry if isinstance(entry, TensorStorageMetadata) else None
-
-    def read(self, targets: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
-        """Fill tensors in place, and read objects (whose target is None) that are plain data.
+    def read(self, wanted: Sequence[Wanted], on_item: Callable[[Item], None] = lambda _: None) -> None:
+        """Fill the given memory.
 
         Args:
-            targets: By full name. A tensor must have the stored one's global shape; a DTensor takes its shard. The
-                data is cast to its dtype.
-
-        Returns:
-            The targets, with the objects that were read in place of the None.
+            wanted: What to read, and where to.
+            on_item: Is told of each stored chunk that has been read.
 
         Raises:
-            CheckpointDamaged: A file cannot be read, or the chunks do not cover a tensor, or another checkpoint took
-                this one's place meanwhile (its files have the same names).
-
-        Effects: no collective; reads only files that hold chunks of this rank's shards.
+            CheckpointDamaged: A file cannot be read or differs from its checksum, or the chunks do not cover a box, or
+                another checkpoint took this one's place meanwhile (its files have the same names).
         """
-        for name in targets:
+        reads: dict[Item, ItemRead] = {}
+        for name in dict.fromkeys(each.name for each in wanted):
             self._check_whole(name)
-        values: dict[str, object] = dict(targets)
-        reader = _Reader(self.directory, self._metadata)
-        planner = _PlainDataPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(values, self._metadata, is_coordinator=True)
-        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        with torch.no_grad():
-            reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        if _identity(self.directory) != self._identity:
-            raise CheckpointDamaged(str(self.directory), "it was replaced while it was being read")
-        return values
+        for each in wanted:
+            self._add(reads, each)
+        with self._unless_replaced():
+            read_tensors(self.path, reads.values(), self._checksums, on_item)
 
-    def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
-        """Read plain data, each place once however many names share it."""
-        firsts: dict[object, str] = {}
-        places = {name: self._place(name) for name in names}
-        for name, place in places.items():
-            firsts.setdefault(place, name)
-        values = self.read({name: self._blank(name) for name in firsts.values()})
-        return {name: values[firsts[place]] for name, place in places.items()}
-
-    def _place(self, name: str) -> object:
+    def read_object(self, name: str) -> object:
+        """The value of an object; names that share a place share the value, and it is read once."""
         self._check_whole(name)
-        if self.tensor(name) is not None:
-            return name
-        info = self._metadata.storage_data[MetadataIndex(name)]
-        return info.relative_path, info.offset
+        item = self.metadata.items[name, None]
+        if item not in self._values:
+            with self._unless_replaced():
+                self._values[item] = read_object(self.path, name, item, self._checksums, trust=self._trust)
+        return self._values[item]
 
-    def _blank(self, name: str) -> torch.Tensor | None:
-        entry = self.tensor(name)
-        return None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
+    @cached_property
+    def _checksums(self) -> Checksums | None:
+        return {} if self._verify else None
+
+    def _add(self, reads: dict[Item, ItemRead], wanted: Wanted) -> None:
+        """Add what a box takes of each stored chunk that it meets.
+
+        The target's dims are the box's; DCP writes a chunk of a scalar like any other.
+        """
+        num_found = 0
+        into = wanted.into.detach()
+        for chunk in self.tensors[wanted.name].chunks:
+            common = chunk.intersection(wanted.chunk)
+            if common.numel == 0:
+                continue
+            num_found += common.numel
+            item = self.metadata.items[wanted.name, chunk.offsets]
+            read = reads.setdefault(item, ItemRead(name=wanted.name, item=item, sizes=chunk.sizes))
+            target = common.relative_to(wanted.chunk)
+            slices = tuple(slice(along.start, along.stop) for along in target.ranges)
+            read.copies.append(Copy(common.relative_to(chunk), into[slices]))
+        if num_found != wanted.chunk.numel:
+            raise self._wrong_metadata(
+                f"{num_found} of the {wanted.chunk.numel} elements at {wanted.chunk.offsets} of {wanted.name!r}"
+            )
 
     def _check_whole(self, name: str) -> None:
         """Every chunk has a place, and together they are the tensor; DCP would leave holes as they are."""
-        entry = self.tensor(name)
-        chunks = [] if entry is None else entry.chunks
-        indices = [MetadataIndex(name, chunk.offsets) for chunk in chunks] if entry else [MetadataIndex(name)]
-        if any(index not in self._metadata.storage_data for index in indices):
-            raise CheckpointDamaged(str(self.directory / METADATA_FILE), f"no place in any file for {name!r}")
-        num_held, num_needed = sum(prod(chunk.sizes) for chunk in chunks), prod(entry.size) if entry else 0
-        if num_held < num_needed:
-            raise CheckpointDamaged(
-                str(self.directory / METADATA_FILE), f"{num_held} of the {num_needed} elements of {name!r}"
+        if name in self.metadata.compressed:
+            raise NotImplementedError(
+                f"Expected data as torch.save writes it, got {name!r} of {str(self.path)!r} written through an "
+                f"extension of DCP's writer. Load it with torch and save it again without."
             )
+        info = self.tensors.get(name)
+        indices = [None] if info is None else [chunk.offsets for chunk in info.chunks]
+        if any((name, index) not in self.metadata.items for index in indices):
+            raise self._wrong_metadata(f"no place in any file for {name!r}")
+        if info is not None:
+            num_held = sum(chunk.numel for chunk in info.chunks)
+            if num_held != prod(info.shape):
+                raise self._wrong_metadata(f"{num_held} of the {prod(info.shape)} elements of {name!r}")
+            if overlap := first_overlap(info.chunks):
+                raise self._wrong_metadata(f"chunks of {name!r} that overlap: {overlap[0]} and {overlap[1]}")
 
+    def _wrong_metadata(self, problem: str) -> CheckpointDamaged:
+        return CheckpointDamaged(str(self.path / METADATA_FILE), problem)
 
-class _Reader(FileSystemReader):
-    """DCP's reader, naming the file that it could not read."""
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for file, items in by_file.items():
-            try:
-                super().read_data(replace(plan, items=items), planner)
-            except torch.OutOfMemoryError:
-                raise
-            except (OSError, EOFError, RuntimeError, AssertionError, pickle.UnpicklingError) as error:
-                raise _damaged(Path(self.path) / file, error) from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-class _PlainDataPlanner(DefaultLoadPlanner):
-    """DCP's planner, reading objects as plain data: nothing pickled in a checkpoint's files runs."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+    @contextmanager
+    def _unless_replaced(self) -> Iterator[None]:
+        """Say that the checkpoint was replaced, whatever else that looked like to the reader."""
+        try:
+            yield
+        finally:
+            if _identity(self.path) != self._identity:
+                raise CheckpointDamaged(str(self.path), "it was replaced while it was being read")
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
@@ -163,34 +153,34 @@ def _identity(directory: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _read_metadata(directory: Path) -> Metadata:
-    """Unpickle `.metadata`, which can run code: open checkpoints that you trust.
-
-    An allow-list of the types in it is still to come.
-    """
+def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointDamaged(str(directory), "not a directory")
-    try:
-        return FileSystemReader(directory).read_metadata()
-    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
-        raise _damaged(directory / METADATA_FILE, error) from error
+    _size(directory, METADATA_FILE)
 
 
-def _check_files(directory: Path, metadata: Metadata) -> None:
+def _check_files(directory: Path, metadata: StoredMetadata) -> None:
     """Find absent and truncated files now, not after half of the model has been overwritten."""
     ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for item in metadata.items.values():
+        ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
     for file, end in ends.items():
-        if Path(file).name != file:
+        if Path(file).name != file or file == "..":
             raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")
-        try:
-            size = (directory / file).stat().st_size
-        except OSError as error:
-            raise _damaged(directory / file, error) from error
+        size = _size(directory, file)
         if size < end:
             raise CheckpointDamaged(str(directory / file), f"expected {end} bytes or more, got {size}")
 
 
-def _damaged(file: Path, error: Exception) -> CheckpointDamaged:
-    return CheckpointDamaged(str(file), f"{type(error).__name__}: {error}")
+def _size(directory: Path, file: str) -> int:
+    """The size of a file that lies in the directory itself, whatever links say, and is one."""
+    path = directory / file
+    try:
+        real, status = path.resolve(strict=True), path.stat()
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(str(path), f"{type(error).__name__}: {error}") from error
+    if real.parent != directory.resolve():
+        raise CheckpointDamaged(str(path), f"it leads outside, to {str(real)!r}")
+    if not S_ISREG(status.st_mode):
+        raise CheckpointDamaged(str(path), "not a regular file")
+    return status.st_size

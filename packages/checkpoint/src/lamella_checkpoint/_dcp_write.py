@@ -1,91 +1,257 @@
-"""torch DCP's file format, written through its planners, with names that share data.
+"""torch DCP's file format, written: each rank its files, and one rank the metadata that makes a checkpoint of them.
 
 Note [Names that share data]
     DCP's metadata maps a name to its chunks, and each chunk to a place in a file. Nothing says that two names cannot
     map to one place. A tied tensor is written once and found under each of its names, and an option that all
     parameters of a group share is written once and found under each parameter's name, by plain DCP too.
+
+Note [Two checksums]
+    An archive of `torch.save` holds a CRC-32 of its data, which no reader of torch compares and which costs more than
+    writing the data does. It is left out, and one of the whole item is taken on the way to the file.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lamella_checkpoint._ranks import exchange, rank
+from lamella_checkpoint._checksums import FILE as CHECKSUMS_FILE
+from lamella_checkpoint._checksums import Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._directories import METADATA_FILE
+from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
+from lamella_checkpoint._manifest import Manifest
+from lamella_checkpoint._shares import Item
+from lamella_layout import Chunk
 
 WRITTEN_BY: Final = "lamella_checkpoint"
 """What a checkpoint's metadata carries if it should hold `lamella.json` as well."""
 
-Section = Mapping[str, object]
-"""A part of a checkpoint: values by name. A value is a tensor, or plain data that is written as an object."""
+_NUM_THREADS: Final = 4
+_SPLIT_NBYTES: Final = 64 << 20  # A second file, and a thread for it, pays from about here on.
 
 
-def write(directory: Path, sections: Mapping[str, Section], aliases: Mapping[str, Mapping[str, str]]) -> None:
-    """Write each section's values under `<section>.<name>`, and let aliases share their places.
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """An item that lies in a file: all that the metadata says of it. Pickles small."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    chunk: Chunk | None
+    dtype: torch.dtype | None
+    file: str
+    span: Span
+    checksum: int
+
+
+def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Placed]:
+    """Write a rank's items into files of its own, `__<rank>_<n>.distcp`.
 
     Args:
-        directory: The same, existing directory on every rank.
-        sections: This rank's values. Names that only some ranks hold are written too.
-        aliases: By section, further names of values; rank 0's count.
+        directory: Exists, and holds no file of this rank yet.
+        rank: What tells this rank's files from others'.
+        items: What to write, on any device.
 
-    Effects: collective on the default group (two exchanges); copies what is on an accelerator to the host piece by
-        piece; waits until the files are on the disk.
+    Raises:
+        OSError: The file system refused.
+
+    Effects: no collective; one file, or for more than 64 MiB up to four, a thread each; copies what is on an
+        accelerator to the host item by item, once its current stream has come so far; waits until the files'
+        contents are on the disk.
     """
-    planner = DefaultSavePlanner()
-    tensors = [value for values in sections.values() for value in values.values() if isinstance(value, torch.Tensor)]
-    writer = _Writer(directory, aliases, from_host=all(tensor.device.type == "cpu" for tensor in tensors))
-    metadata: list[Metadata] = []  # rank 0's
-
-    def plan_mine() -> SavePlan:
-        planner.set_up_planner(dict(sections), writer.storage_meta(), is_coordinator=rank() == 0)
-        writer.set_up_storage_writer(rank() == 0, rank=rank())
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, all_metadata = planner.create_global_plan(plans)
-        metadata.append(all_metadata)
-        return writer.prepare_global_plan(plans)
-
-    plan = exchange("plan the checkpoint's files", plan_mine, plan_all)
-
-    def write_mine() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
-
-    def finish(results: list[list[WriteResult]]) -> list[None]:
-        writer.finish(metadata[0], results)
-        return [None] * len(results)
-
-    exchange("write the checkpoint's files", write_mine, finish)
+    _await_accelerator(items)
+    bins = _bins(items)
+    with _without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
+        files = [directory / f"__{rank}_{index}.distcp" for index in range(len(bins))]
+        return [placed for of_file in pool.map(_write_file, files, bins) for placed in of_file]
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer, with Note [Names that share data]."""
+def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manifest) -> None:
+    """Make a checkpoint of the files that all ranks have written: the metadata, the manifest, the checksums.
 
-    def __init__(self, directory: Path, aliases: Mapping[str, Mapping[str, str]], *, from_host: bool) -> None:
-        # Copying ahead takes a stream: on a machine with a GPU that would wake it for a model that is not on it, and
-        # then no process forked from here could use it.
-        super().__init__(directory, sync_files=True, per_thread_copy_ahead=0 if from_host else 10_000_000)
-        self._aliases = [(section, alias, name) for section, names in aliases.items() for alias, name in names.items()]
+    Args:
+        directory: Holds the files.
+        parts: What each rank has placed in them. Of a box that several have written, the first rank's counts.
+        manifest: Without checksums.
+
+    Raises:
+        ValueError: Ranks wrote different data for one box, or together not the whole of a tensor.
+
+    Effects: waits until the three files' contents are on the disk.
+    """
+    places = _first_of_each(parts)
+    _write_metadata(directory, places)
+    replace(manifest, checksums=CHECKSUMS_FILE).write(directory)
+    files: dict[str, dict[Span, int]] = {}
+    for placed in (placed for part in parts for placed in part):
+        files.setdefault(placed.file, {})[placed.span] = placed.checksum
+    own: dict[str, Mapping[Span, int]] = {
+        name: of_whole_file(directory / name) for name in (METADATA_FILE, MANIFEST_FILE)
+    }
+    Checksums(files={**files, **own}).write(directory)
+
+
+# -- a rank's files ---------------------------------------------------------------------------------------------------
+
+
+def _bins(items: Sequence[Item]) -> list[list[Item]]:
+    """The items of each file, of about equally many bytes."""
+    num_files = max(1, min(_NUM_THREADS, sum(item.nbytes for item in items) // _SPLIT_NBYTES))
+    bins: list[list[Item]] = [[] for _ in range(num_files)]
+    loads = [0] * num_files
+    for item in sorted(items, key=lambda item: -item.nbytes):
+        index = loads.index(min(loads))
+        bins[index].append(item)
+        loads[index] += item.nbytes
+    return bins
+
+
+def _write_file(path: Path, items: Sequence[Item]) -> list[Placed]:
+    placed = []
+    with path.open("xb", buffering=1 << 20) as file:
+        stream = ChecksumStream(file)
+        for item in items:
+            value = _on_host(item.value) if isinstance(item.value, torch.Tensor) else item.value
+            torch.save(value, cast(BinaryIO, stream))  # It writes and flushes, no more.
+            span, checksum = stream.end_item()
+            dtype = value.dtype if isinstance(value, torch.Tensor) else None
+            placed.append(
+                Placed(
+                    names=item.names, shape=item.shape, chunk=item.chunk, dtype=dtype,
+                    file=path.name, span=span, checksum=checksum,
+                )
+            )  # fmt: skip
+        file.flush()
+        os.fsync(file.fileno())
+    return placed
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the host, over a storage that holds nothing else: an archive takes all of a storage.
+
+    What is there already is not copied: the result is good for as long as `tensor` lives.
+    """
+    host = tensor.cpu().contiguous()
+    if type(host) is not torch.Tensor or host.untyped_storage().nbytes() == host.nbytes:
+        return host
+    if not host.nbytes:
+        return host.clone()
+    memory = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(host.dtype).view(host.shape)
+
+
+def _await_accelerator(items: Sequence[Item]) -> None:
+    """Let the current stream come to an end: the threads that copy have other current streams."""
+    devices = {item.value.device for item in items if isinstance(item.value, torch.Tensor)}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.current_stream(device).synchronize()
+
+
+@contextmanager
+def _without_archive_checksums() -> Iterator[None]:
+    """Note [Two checksums]."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+# -- the metadata -----------------------------------------------------------------------------------------------------
+
+
+def _first_of_each(parts: Sequence[Sequence[Placed]]) -> list[Placed]:
+    """Each box of each name once, and nothing missing."""
+    firsts: dict[tuple[str, tuple[int, ...]], tuple[int, Placed]] = {}
+    for rank, part in enumerate(parts):
+        for placed in part:
+            key = (placed.names[0], placed.chunk.offsets if placed.chunk else ())
+            first_rank, first = firsts.setdefault(key, (rank, placed))
+            if placed.chunk is not None and _data_of(placed) != _data_of(first):
+                raise ValueError(
+                    f"Expected ranks {first_rank} and {rank} to hold the same data at {list(key[1])} of {key[0]!r}, "
+                    f"got {_text(first)} and {_text(placed)}. If they are parts of one tensor (tensor parallelism), "
+                    f"make it a DTensor on a mesh that has them all."
+                )
+    places = [placed for _, placed in firsts.values()]
+    _check_whole(places)
+    return places
+
+
+def _data_of(placed: Placed) -> tuple[object, ...]:
+    return placed.shape, placed.chunk, placed.dtype, placed.span.length, placed.checksum
+
+
+def _text(placed: Placed) -> str:
+    sizes = placed.chunk and list(placed.chunk.sizes)
+    return f"{sizes} of {list(placed.shape or ())} in {placed.dtype} with checksum {placed.checksum:#010x}"
+
+
+def _check_whole(places: Sequence[Placed]) -> None:
+    num_held: dict[str, int] = {}
+    wholes: dict[str, Placed] = {}
+    for placed in places:
+        if placed.chunk is None:
+            continue
+        name = placed.names[0]
+        whole = wholes.setdefault(name, placed)
+        if (whole.shape, whole.dtype) != (placed.shape, placed.dtype):
+            raise ValueError(f"Expected {name!r} to be alike on all ranks, got {_text(whole)} and {_text(placed)}.")
+        num_held[name] = num_held.get(name, 0) + placed.chunk.numel
+    for name, whole in wholes.items():
+        if num_held[name] != (numel := prod(whole.shape or ())):
+            raise ValueError(f"Expected the ranks to hold the {numel} elements of {name!r}, got {num_held[name]}.")
+
+
+def _write_metadata(directory: Path, places: Sequence[Placed]) -> None:
+    tables: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    results: list[WriteResult] = []
+    paths: dict[str, tuple[str, ...]] = {}
+    for placed in places:
+        for name in placed.names:
+            section, _, rest = name.partition(".")
+            paths[name] = (section, rest)
+            table = tables.setdefault(name, _table(placed))
+            index = MetadataIndex(name)
+            if placed.chunk is not None and isinstance(table, TensorStorageMetadata):
+                offsets, sizes = torch.Size(placed.chunk.offsets), torch.Size(placed.chunk.sizes)
+                index = MetadataIndex(name, offsets, len(table.chunks))
+                table.chunks.append(ChunkStorageMetadata(offsets, sizes))
+            place = _StorageInfo(placed.file, placed.span.offset, placed.span.length)
+            results.append(WriteResult(index=index, size_in_bytes=placed.span.length, storage_data=place))
+    writer = _MetadataWriter(directory, sync_files=True)
+    writer.set_up_storage_writer(True, rank=0)
+    writer.finish(Metadata(state_dict_metadata=tables, planner_data=paths), [results])
+
+
+def _table(placed: Placed) -> TensorStorageMetadata | BytesStorageMetadata:
+    if placed.chunk is None or placed.dtype is None:
+        return BytesStorageMetadata()
+    return TensorStorageMetadata(TensorProperties(dtype=placed.dtype), torch.Size(placed.shape or ()), [])
+
+
+class _MetadataWriter(FileSystemWriter):
+    """DCP's writer, of which only the end is used."""
 
     def storage_meta(self) -> StorageMeta:
         # No checkpoint_id: it would be the staging directory's path, which no longer exists when somebody reads it.
         return StorageMeta(save_id=self.save_id, modules=[WRITTEN_BY])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        by_name: dict[str, list[WriteResult]] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            by_name.setdefault(result.index.fqn, []).append(result)
-        shared: list[WriteResult] = []
-        for section, alias, name in self._aliases:
-            full_alias, full_name = f"{section}.{alias}", f"{section}.{name}"
-            metadata.state_dict_metadata[full_alias] = metadata.state_dict_metadata[full_name]
-            metadata.planner_data[full_alias] = (section, alias)
-            shared += [replace(result, index=replace(result.index, fqn=full_alias)) for result in by_name[full_name]]
-        super().finish(metadata, [*results, shared])

@@ -125,6 +125,26 @@ class CheckpointDamaged(ValueError):
         return f"Expected a whole checkpoint, got a damaged file {self.file!r}: {self.problem}"
 
 
+class CheckpointUntrusted(CheckpointDamaged):
+    """A checkpoint that holds more than data: a type that could run code when it is read. Nothing has run.
+
+    `type_name` is the type's full name, and `entry` the name under which its value is stored, if it is not the file's
+    own.
+    """
+
+    def __init__(self, file: str, type_name: str, entry: str | None = None) -> None:
+        super().__init__(file, f"it holds {type_name}")
+        self.type_name = type_name
+        self.entry = entry
+
+    def __str__(self) -> str:
+        where = repr(self.file) if self.entry is None else f"{self.entry!r} of {self.file!r}"
+        return (
+            f"Expected plain data in {where}, got {self.type_name}, which may run code when it is read. "
+            f"If you trust where the checkpoint comes from, pass trust=True (on the command line --trust)."
+        )
+
+
 class CheckpointFailed(RuntimeError):
     """A save or a load that failed on other ranks; the ranks that failed raise their own errors."""
 

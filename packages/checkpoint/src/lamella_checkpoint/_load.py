@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
 
+from lamella_checkpoint._boxes import local_boxes
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import find
 from lamella_checkpoint._errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
@@ -17,6 +18,7 @@ from lamella_checkpoint._model import LiveModel
 from lamella_checkpoint._optimizer import LiveOptimizer
 from lamella_checkpoint._optimizer_load import OptimizerLoad
 from lamella_checkpoint._ranks import everywhere, exchange, on_device_of
+from lamella_checkpoint._source import Source, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     strict: Literal[True] = True,
+    trust: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]: ...
 @overload
 def load(
@@ -42,6 +46,8 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     strict: Literal[False],
+    trust: bool = False,
+    verify: bool = True,
 ) -> PartialLoad: ...
 def load(
     path: str | os.PathLike[str],
@@ -49,6 +55,8 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = True,
+    trust: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any] | PartialLoad:
     """Read a checkpoint into a model and its optimizer, however many ranks wrote it.
 
@@ -57,7 +65,7 @@ def load(
     is cast to the live tensors' dtypes. Also reads what plain torch DCP wrote under the same names
     (`{"model": ..., "optimizer": <flattened>}`).
 
-    The metadata of a checkpoint is pickled, by torch: open only what you trust.
+    A checkpoint is data from elsewhere. What is pickled in it is read as data, and nothing in it runs.
 
     Args:
         path: The checkpoint's directory. Every rank must see the same one.
@@ -66,6 +74,9 @@ def load(
             step is computed (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
             checkpoint's optimizer alone.
         strict: False loads what fits, and returns the rest.
+        trust: True makes whatever the checkpoint's pickles ask for, which can run anything. Needed for values of types
+            that torch does not know as plain data, among what this load reads.
+        verify: False reads without looking at checksums, and of large chunks only the part that is needed.
 
     Returns:
         The `extra` that was saved; with `strict=False` that and what was left.
@@ -75,19 +86,24 @@ def load(
             only in the data of a tensor: then it is undefined.
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
+        CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: There is no checkpoint.
 
     Effects: collective on the default group, if there is one (four small object exchanges); each rank reads what its
         shards need; allocates the optimizer's state where there is none.
     """
     with on_device_of(model.parameters()):
-        plan = _find(path, model, optimizer, strict=strict)
+        plan = _find(path, model, optimizer, strict=strict, trust=trust, verify=verify)
         everywhere("read its state", plan.run)
     return plan.extra if strict else PartialLoad(extra=plan.extra, left=plan.differences)
 
 
 def check(
-    path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Raise what `load` would raise, and read no tensor.
 
@@ -95,6 +111,7 @@ def check(
         path: The checkpoint's directory. Every rank must see the same one.
         model: As for `load`, or on the meta device: a model that nothing has been allocated for yet.
         optimizer: As for `load`.
+        trust: As for `load`.
 
     Returns:
         The `extra` that was saved.
@@ -103,19 +120,20 @@ def check(
         CheckpointDamaged: A file is absent, unreadable or truncated.
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
+        CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: There is no checkpoint.
 
     Effects: collective on the default group, if there is one (three small object exchanges).
     """
     with on_device_of(model.parameters()):
-        return _find(path, model, optimizer, strict=True, allow_meta=True).extra
+        return _find(path, model, optimizer, strict=True, trust=trust, verify=True, allow_meta=True).extra
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     """A checked load: what is read where, and what does not fit."""
 
-    stored: StoredCheckpoint
+    source: Source
     live: LiveModel
     targets: dict[str, torch.Tensor]
     optimizer: OptimizerLoad | None
@@ -124,17 +142,29 @@ class _Plan:
 
     def run(self) -> None:
         slots = {} if self.optimizer is None else self.optimizer.targets()
-        values = self.stored.read({**self.targets, **slots})
+        self.source.read(
+            [
+                Wanted(name, *box)
+                for name, target in (*self.targets.items(), *slots.items())
+                for box in local_boxes(target)
+            ]
+        )
         # Everything is in place; this runs the hooks with which modules notice that their weights have changed.
         self.live.model.load_state_dict(self.live.state, strict=False)
         if self.optimizer is not None:
-            self.optimizer.assign(values)
+            self.optimizer.assign(slots)
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[StoredCheckpoint, Manifest | None]:
+class _Opened(NamedTuple):
     """A checkpoint that `save` wrote, or one of plain DCP's, which has no manifest."""
-    stored = StoredCheckpoint(find(Path(os.path.realpath(path))))
-    return stored, Manifest.read(stored.directory) if stored.is_own else None
+
+    stored: StoredCheckpoint
+    manifest: Manifest | None
+
+
+def _open(path: str | os.PathLike[str], *, trust: bool, verify: bool) -> _Opened:
+    stored = StoredCheckpoint(find(Path(os.path.realpath(path))), trust=trust, verify=verify)
+    return _Opened(stored, Manifest.read(stored.path) if stored.is_own else None)
 
 
 def _check_same_everywhere(stored: StoredCheckpoint) -> None:
@@ -149,7 +179,7 @@ def _check_same_everywhere(stored: StoredCheckpoint) -> None:
                 )
         return [None] * len(opened)
 
-    exchange("open the same checkpoint", lambda: (str(stored.directory), stored.save_id), compare)
+    exchange("open the same checkpoint", lambda: (str(stored.path), stored.save_id), compare)
 
 
 def _find(
@@ -158,67 +188,66 @@ def _find(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool,
+    trust: bool,
+    verify: bool,
     allow_meta: bool = False,
 ) -> _Plan:
     """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
-    stored, manifest = everywhere("open the checkpoint", lambda: _open(path))
-    _check_same_everywhere(stored)
+    opened = everywhere("open the checkpoint", lambda: _open(path, trust=trust, verify=verify))
+    _check_same_everywhere(opened.stored)
     return everywhere(
         "find its state in the checkpoint",
-        lambda: _plan(stored, manifest, LiveModel.of(model, allow_meta=allow_meta), optimizer, strict),
+        lambda: _plan(opened, LiveModel.of(model, allow_meta=allow_meta), optimizer, strict),
     )
 
 
-def _plan(
-    stored: StoredCheckpoint,
-    manifest: Manifest | None,
-    live: LiveModel,
-    optimizer: torch.optim.Optimizer | None,
-    strict: bool,
-) -> _Plan:
-    targets, names = _match_model(stored, live)
+def _plan(opened: _Opened, live: LiveModel, optimizer: torch.optim.Optimizer | None, strict: bool) -> _Plan:
+    source, manifest = opened
+    targets, names = _match_model(source, live)
     unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
     load: OptimizerLoad | None = None
     conflicts: tuple[OptionConflict, ...] = ()
     kinds: tuple[str, str] | None = None
     if optimizer is not None:
-        found = OptimizerLoad.find(stored, LiveOptimizer.of(optimizer, live), live.all_names())
+        found = OptimizerLoad.find(source, LiveOptimizer.of(optimizer, live), live.all_names())
         names += found.differences()
         conflicts = tuple(found.conflicts())
         kinds = _different_kinds(manifest, optimizer)
         load = None if kinds else found.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
     if strict and differences:
-        raise CheckpointMismatch(str(stored.directory), differences)
+        raise CheckpointMismatch(str(source.path), differences)
     extra = {} if manifest is None else dict(manifest.extra)
-    return _Plan(stored=stored, live=live, targets=targets, optimizer=load, differences=differences, extra=extra)
+    return _Plan(source=source, live=live, targets=targets, optimizer=load, differences=differences, extra=extra)
 
 
-def _match_model(stored: StoredCheckpoint, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
+def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
     """Tensors to fill by their names in the checkpoint, and what differs, in the model's order."""
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
+    held = {*source.tensors, *source.objects}
     for name, names in live.all_names().items():
         tensor = live.tensors[name]
-        found = next((f"model.{each}" for each in names if f"model.{each}" in stored), None)
-        saved, here = found and _shape(stored, found), str(tuple(tensor.shape))
+        found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
+        saved, here = found and _shape(source, found), str(tuple(tensor.shape))
         if found is not None and saved == here:
-            targets[found] = tensor.detach()
+            targets[found] = tensor
         else:
             differences.append(NameDifference(f"model.{name}", saved, here))
-    differences += _unexpected(stored, live)
+    differences += _unexpected(source, live)
     return targets, differences
 
 
-def _unexpected(stored: StoredCheckpoint, live: LiveModel) -> Iterator[NameDifference]:
-    for name in stored.names("model"):
-        if name not in live.tensors and name not in live.aliases:
-            yield NameDifference(f"model.{name}", _shape(stored, f"model.{name}"), None)
+def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:
+    for full in (*source.tensors, *source.objects):
+        section, _, name = full.partition(".")
+        if section == "model" and name and name not in live.tensors and name not in live.aliases:
+            yield NameDifference(full, _shape(source, full), None)
 
 
-def _shape(stored: StoredCheckpoint, full_name: str) -> str:
-    entry = stored.tensor(full_name)
-    return "an object" if entry is None else str(tuple(entry.size))
+def _shape(source: Source, full_name: str) -> str:
+    info = source.tensors.get(full_name)
+    return "an object" if info is None else str(info.shape)
 
 
 def _different_kinds(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:

@@ -37,11 +37,12 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of `lamella.json`. `extra` is the caller's."""
+    """The contents of `lamella.json`. `extra` is the caller's; `checksums` is the name of the file that holds them."""
 
     extra: Mapping[str, Any]
     num_ranks: int
     optimizer: OptimizerKind | None
+    checksums: str | None = None
 
     def write(self, directory: Path) -> None:
         """Write the file, and wait until its contents are on the disk.
@@ -87,6 +88,7 @@ class Manifest:
             "torch": torch.__version__,
             "packages": _packages(),
             "optimizer": kind and {"class": kind.class_name, "options": sorted(kind.options)},
+            "checksums": self.checksums,
             "extra": dict(self.extra),
         }
 
@@ -97,6 +99,7 @@ class Manifest:
             extra=content["extra"],
             num_ranks=content["num_ranks"],
             optimizer=kind and OptimizerKind(class_name=kind["class"], options=frozenset(kind["options"])),
+            checksums=content.get("checksums"),
         )
 
 

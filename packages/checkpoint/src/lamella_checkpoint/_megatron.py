@@ -356,7 +356,7 @@ _MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
 _STATE: Final = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)$")
 _OPTIONS: Final = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(.+)$")
 _MTP: Final = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.")
-_LAYER: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.)(\d+)(\..+)$")
+_LAYER: Final = re.compile(r"^((?:language_model\.)?decoder\.layers\.)(\d+)(\..+)$")
 
 
 def _reads(names: Sequence[str]) -> Callable[[str], str | None]:

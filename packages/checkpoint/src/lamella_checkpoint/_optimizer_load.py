@@ -1,14 +1,15 @@
 """A checkpoint's optimizer state held against a live optimizer, and put into it without a step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._boxes import whole_box
 from lamella_checkpoint._errors import NameDifference, OptionConflict
 from lamella_checkpoint._optimizer import LiveOptimizer, options
+from lamella_checkpoint._source import Source, Wanted
 
 # How a step is computed, not what it computes: that is this run's choice, on this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -25,38 +26,41 @@ class OptimizerLoad:
     """
 
     live: LiveOptimizer
-    stored: StoredCheckpoint
+    source: Source
     slots: ByParam
     options: ByParam
     strangers: tuple[str, ...]
     values: Mapping[str, Any]
 
     @classmethod
-    def find(cls, stored: StoredCheckpoint, live: LiveOptimizer, names: Mapping[str, list[str]]) -> "OptimizerLoad":
+    def find(cls, source: Source, live: LiveOptimizer, names: Mapping[str, list[str]]) -> "OptimizerLoad":
         """Find the parameters of `live` in a checkpoint, by any of their `names`.
+
+        Names in the checkpoint are the native ones.
 
         Effects: reads the options from the checkpoint's files; no collective.
         """
         firsts = {name: first for first, _, _ in live.params() for name in names[first]}
         found: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
         strangers: dict[str, str] = {}
-        for entry in stored.names("optimizer"):
+        for full in (*source.tensors, *source.objects):
+            top, _, entry = full.partition(".")
             section, _, rest = entry.partition(".")
-            if section not in found:
+            if top != "optimizer" or section not in found:
                 continue
             name, tail = _split(rest, firsts)
             if name is None:
                 strangers.setdefault(tail, f"optimizer.{section}.{tail}")
             else:
-                found[section].setdefault(name, {}).setdefault(tail, f"optimizer.{entry}")
+                found[section].setdefault(name, {}).setdefault(tail, full)
         option_names = [full for of_param in found["param_groups"].values() for full in of_param.values()]
         return cls(
             live=live,
-            stored=stored,
+            source=source,
             slots=found["state"],
             options=found["param_groups"],
             strangers=tuple(strangers.values()),
-            values=stored.read_objects(option_names),
+            values=_read_options(source, option_names),
         )
 
     def differences(self) -> Iterator[NameDifference]:
@@ -86,8 +90,8 @@ class OptimizerLoad:
                         conflicting.add(option)
                         yield OptionConflict(option, index, first, first_value, name, value)
 
-    def targets(self) -> dict[str, torch.Tensor | None]:
-        """Where to read each slot, by its full name: the live slot if it fits, else new memory; None for an object.
+    def targets(self) -> dict[str, torch.Tensor]:
+        """Where to read each slot that is a tensor, by its full name: the live slot if it fits, else new memory.
 
         Effects: allocates the optimizer's state where there is none yet.
         """
@@ -95,10 +99,11 @@ class OptimizerLoad:
             full: self._target(param, group, slot, full)
             for name, param, group in self.live.params()
             for slot, full in self.slots.get(name, {}).items()
+            if full in self.source.tensors
         }
 
     def assign(self, slots: Mapping[str, object]) -> None:
-        """Give each parameter its slots (as read into `targets`), and each group its options.
+        """Give each parameter its slots (those in `slots`, and those that are no tensors), and each group its options.
 
         Options on which parameters of one group disagree stay as they are.
 
@@ -115,7 +120,10 @@ class OptimizerLoad:
             if self._knows(name):
                 optimizer.state.pop(param, None)
                 if name in self.slots:
-                    optimizer.state[param] = {slot: slots[full] for slot, full in self.slots[name].items()}
+                    optimizer.state[param] = {
+                        slot: slots[full] if full in slots else self.source.read_object(full)
+                        for slot, full in self.slots[name].items()
+                    }
         # Classes bring what older releases wrote up to date here, as their `load_state_dict` does.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
@@ -137,15 +145,25 @@ class OptimizerLoad:
                 found.setdefault(option, self.values[full])
         return found
 
-    def _target(self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str) -> torch.Tensor | None:
-        entry = self.stored.tensor(full)
-        if entry is None:
-            return None
-        shape, dtype = entry.size, entry.properties.dtype
+    def _target(self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str) -> torch.Tensor:
+        stored = self.source.tensors[full]
         live = self.live.slots(param).get(slot)
-        if isinstance(live, torch.Tensor) and live.shape == shape and live.dtype == dtype:
-            return live.detach()
-        return _new_slot(param.detach(), group, slot, shape, dtype)
+        if isinstance(live, torch.Tensor) and tuple(live.shape) == stored.shape and live.dtype == stored.dtype:
+            return live
+        return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), stored.dtype)
+
+
+def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
+    """Options by name. A tensor `lr` comes as a tensor."""
+    values: dict[str, Any] = {}
+    for name in names:
+        info = source.tensors.get(name)
+        if info is None:
+            values[name] = source.read_object(name)
+        else:
+            values[name] = torch.empty(info.shape, dtype=info.dtype)
+            source.read([Wanted(name, whole_box(info.shape), values[name])])
+    return values
 
 
 def _split(rest: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:

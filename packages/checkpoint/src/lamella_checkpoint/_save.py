@@ -1,21 +1,19 @@
-"""`save`: a model and its optimizer, written whole or not at all."""
+"""`save`: a model and its optimizer, written whole or not at all, while training waits."""
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from lamella_checkpoint._dcp_write import Section, write
+from lamella_checkpoint._contents import Contents, Ranks
+from lamella_checkpoint._dcp_write import Placed, complete, write_items
 from lamella_checkpoint._directories import publish, stage
-from lamella_checkpoint._manifest import Manifest, OptimizerKind, check_extra
-from lamella_checkpoint._model import LiveModel
-from lamella_checkpoint._optimizer import LiveOptimizer
-from lamella_checkpoint._ranks import everywhere, num_ranks, on_device_of, on_rank_zero, rank
-
-_Contents = tuple[dict[str, Section], dict[str, Mapping[str, str]]]
+from lamella_checkpoint._manifest import Manifest
+from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, rank
+from lamella_checkpoint._shares import Share, differing
 
 
 def save(
@@ -46,20 +44,24 @@ def save(
     Raises:
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
-        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does).
-        ValueError: A parameter of the optimizer is not the model's, or a tensor is on the meta device.
+        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does), or plain
+            tensors of the shapes of sharded parameters' parts.
+        ValueError: A parameter of the optimizer is not the model's, or a tensor is on the meta device; or what the
+            ranks hold is not, together, one model.
 
-    Effects: collective on the default group, if there is one (five small object exchanges); every rank writes its own
-        shards; copies to the host piece by piece; waits until the files are on the disk.
+    Effects: collective on the default group, if there is one: two exchanges of small objects, of which the first
+        carries no tensor's name and the second where each item lies. Every rank finds out alone what it has to write,
+        and writes it; what several have alike is divided between them. Copies to the host item by item; waits until
+        the files are on the disk.
     """
     with on_device_of(model.parameters()):
-        sections, aliases = everywhere("collect its state", lambda: _contents(model, optimizer, extra or {}))
-        target, staged = on_rank_zero("make the checkpoint's directory", lambda: _stage(path))
-        kind = None if optimizer is None else OptimizerKind.of(optimizer)
-        manifest = Manifest(extra=extra or {}, num_ranks=num_ranks(), optimizer=kind)
+        target, staged, (contents, share), apart = _begin(path, model, optimizer, extra)
         try:
-            write(staged, sections, aliases)
-            on_rank_zero("put the checkpoint in place", lambda: _finish(manifest, staged, target))
+            exchange(
+                "write the checkpoint's files",
+                lambda: write_items(staged, rank(), share.items(apart)),
+                lambda parts: _finish(parts, contents.manifest, staged, target),
+            )
         except BaseException:
             if rank() == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -67,21 +69,29 @@ def save(
     return target
 
 
-def _contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object]) -> _Contents:
-    check_extra(extra)
-    live = LiveModel.of(model)
-    sections: dict[str, Section] = {"model": live.tensors}
-    aliases: dict[str, Mapping[str, str]] = {"model": live.aliases}
-    if optimizer is not None:
-        sections["optimizer"], aliases["optimizer"] = LiveOptimizer.of(optimizer, live).entries()
-    return sections, aliases
+def _begin(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, object] | None,
+) -> tuple[Path, Path, tuple[Contents, Share], frozenset[Ranks]]:
+    """Where to write and what: the target, the staged directory, this rank's share, and who does not share."""
+    mine: list[tuple[Contents, Share]] = []
+
+    def collect() -> dict[Ranks, str]:
+        contents = Contents.of(model, optimizer, extra)
+        mine.append((contents, Share.of(contents, rank())))
+        return mine[0][1].digests
+
+    def make_room(digests: list[dict[Ranks, str]]) -> list[tuple[Path, Path, frozenset[Ranks]]]:
+        target = Path(os.path.realpath(path))
+        return [(target, stage(target), differing(digests))] * num_ranks()
+
+    target, staged, apart = exchange("collect its state", collect, make_room)
+    return target, staged, mine[0], apart
 
 
-def _stage(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    target = Path(os.path.realpath(path))
-    return target, stage(target)
-
-
-def _finish(manifest: Manifest, staged: Path, target: Path) -> None:
-    manifest.write(staged)
+def _finish(parts: Sequence[Sequence[Placed]], manifest: Manifest, staged: Path, target: Path) -> list[None]:
+    complete(staged, parts, manifest)
     publish(staged, target)
+    return [None] * len(parts)

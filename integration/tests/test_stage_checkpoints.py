@@ -1,0 +1,112 @@
+"""Checkpoints of every ZeRO stage and both layouts: each box stored once, and plain torch reads the whole."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint import load, save
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, _flat_group, fully_shard
+from lamella_engine._ragged import torch_asks_subclasses
+from lamella_testing import run_ranks
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+STAGES: dict[str, Any] = {
+    "DDP": lambda: {"mesh": _mesh(4), "placements": DDP},
+    "ZeRO-1": lambda: {"mesh": _mesh(4), "placements": ZERO1},
+    "ZeRO-2": lambda: {"mesh": _mesh(4), "placements": ZERO2},
+    "ZeRO-3": lambda: {"mesh": _mesh(4), "placements": ZERO3},
+    "HSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
+    "HFSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
+}
+LAYOUTS: dict[str, Any] = {"even": {}, "flat": {"keep": Rows(1)}}
+WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS if layout == "even" or torch_asks_subclasses()]
+
+
+@pytest.fixture(autouse=True)
+def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flat_group, "ALIGNMENT", 1)
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 13), nn.Tanh(), nn.Linear(13, 1), nn.BatchNorm1d(1))
+
+
+def _training(stage: str, layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fully_shard(_model(seed), **STAGES[stage](), **LAYOUTS[layout])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.linspace(-1, 1, 36).reshape(12, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    weights = {f"model.{name}": _whole(tensor) for name, tensor in model.state_dict().items()}
+    return weights | {
+        f"optimizer.state.{name}.{slot}": _whole(value)
+        for name, parameter in model.named_parameters()
+        for slot, value in optimizer.state[parameter].items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_every_stage_and_layout_is_stored_once_and_read_by_plain_torch_and_by_another_stage(tmp_path: Path) -> None:
+    def train_and_save() -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+        states = {}
+        for stage, layout in WAYS:
+            training = _training(stage, layout, seed=1)
+            _step(*training)
+            save(tmp_path / f"{stage} {layout}", model=training[0], optimizer=training[1])
+            states[stage, layout] = _state(*training)
+        return states
+
+    def load_in_the_next() -> list[bool]:
+        equal = []
+        for source, target in zip(WAYS, [*WAYS[1:], WAYS[0]], strict=True):
+            training = _training(*target, seed=2)
+            load(tmp_path / " ".join(source), model=training[0], optimizer=training[1])
+            expected, got = states[source], _state(*training)
+            equal.append(all(torch.equal(got[name], expected[name]) for name in expected))
+        return equal
+
+    states = run_ranks(train_and_save, 4)[0]
+    assert len(next(iter(states.values()))) == 6 + 3 + 3 * 6
+    for way, expected in states.items():
+        path = tmp_path / " ".join(way)
+        got = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+        dcp.load(got, checkpoint_id=path)
+        assert all(torch.equal(got[name], expected[name]) for name in expected), way
+        _assert_stored_once(path)
+    assert all(run_ranks(load_in_the_next, 4)[0])
+
+
+def _assert_stored_once(path: Path) -> None:
+    metadata = FileSystemReader(path).read_metadata()
+    for table in metadata.state_dict_metadata.values():
+        if isinstance(table, TensorStorageMetadata):
+            assert sum(prod(chunk.sizes) for chunk in table.chunks) == prod(table.size)
+    placed = {(info.relative_path, info.offset) for info in metadata.storage_data.values()}
+    files = json.loads((path / "lamella_checksums.json").read_text())["files"]
+    written = {(file, offset) for file, items in files.items() for offset, _, _ in items if file.startswith("__")}
+    assert written == placed

@@ -1,0 +1,103 @@
+"""Boxes of tensors: which ones a rank holds of a live tensor, and whether some overlap."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lamella_layout import Chunk, Range, mesh_region
+
+
+class LocalBox(NamedTuple):
+    """A box of a global tensor, and the memory of this rank that holds it."""
+
+    chunk: Chunk
+    local: torch.Tensor
+
+
+def whole_box(shape: Sequence[int]) -> Chunk:
+    """The box that is all of a tensor. Effects: none."""
+    return Chunk((0,) * len(shape), tuple(shape))
+
+
+def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
+    """What this rank holds of a tensor: nothing, one box, or several where shards are strided.
+
+    Computed from the mesh and the placements; a tensor that cuts otherwise says so itself, as it does to DCP
+    (`__create_chunk_list__` of a class of its own, or of the local tensor).
+
+    Raises:
+        ValueError: The local tensor does not have the sizes that its placements leave to this rank.
+
+    Effects: none; no collective.
+    """
+    if not isinstance(tensor, DTensor):
+        return [LocalBox(whole_box(tensor.shape), tensor)]
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    local = tensor._local_tensor
+    told = _told_by_itself(tensor)
+    if told is not None:
+        return _checked(tensor, told, local)
+    region = mesh_region(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, tuple(coordinate))
+    _check_sizes(tensor, region.shape)
+    return [
+        LocalBox(Chunk.of(runs), local[tuple(slice(along.start, along.stop) for along in positions)])
+        for runs, positions in zip(product(*region.runs), product(*map(_positions, region.runs)), strict=True)
+    ]
+
+
+def first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Two chunks that share an element, if there are any.
+
+    Effects: none. Takes time in proportion to the chunks that lie beside each other along dim 0, squared.
+    """
+    beside: list[Chunk] = []
+    for chunk in sorted(chunk for chunk in chunks if chunk.numel):
+        if not chunk.sizes:
+            beside = beside[:1]
+        else:
+            beside = [other for other in beside if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in beside:
+            if chunk.intersection(other).numel:
+                return other, chunk
+        beside.append(chunk)
+    return None
+
+
+def _told_by_itself(tensor: DTensor) -> list[Chunk] | None:
+    local = tensor._local_tensor
+    of_local = getattr(local, "__create_chunk_list__", None)
+    if of_local is not None:
+        listed = of_local()
+    elif type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__:
+        listed = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    else:
+        return None
+    return [Chunk(tuple(each.offsets), tuple(each.sizes)) for each in listed]
+
+
+def _checked(tensor: DTensor, chunks: list[Chunk], local: torch.Tensor) -> list[LocalBox]:
+    chunks = [chunk for chunk in chunks if chunk.numel]
+    if len(chunks) > 1:
+        raise NotImplementedError(f"Expected a tensor to say that it holds one box, got {chunks}.")
+    _check_sizes(tensor, chunks[0].sizes if chunks else (0,) * local.ndim)
+    return [LocalBox(chunk, local) for chunk in chunks]
+
+
+def _check_sizes(tensor: DTensor, expected: tuple[int, ...]) -> None:
+    local = tuple(tensor._local_tensor.shape)
+    if local != expected and not (0 in local and 0 in expected):
+        raise ValueError(
+            f"Expected a local tensor of shape {expected} of a DTensor of shape {tuple(tensor.shape)} placed "
+            f"{tensor.placements}, got {local}. A tensor that is cut elsewhere has to bring `__create_chunk_list__`."
+        )
+
+
+def _positions(runs: tuple[Range, ...]) -> Iterator[Range]:
+    """Where each run lies in local memory."""
+    ends = accumulate(run.numel for run in runs)
+    return (Range(end - run.numel, end) for run, end in zip(runs, ends, strict=True))

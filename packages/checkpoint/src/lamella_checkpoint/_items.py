@@ -1,0 +1,394 @@
+"""Items of a checkpoint's files, read box by box by several threads.
+
+Note [What is held]
+    A thread holds one piece of one item: rows, of 16 MiB together (or one row, where that is more). Where they are
+    wanted as they lie, in contiguous host memory of the same dtype, they are read straight into their target and
+    nothing is held. So a load costs no memory beside its targets, however large the stored chunks are.
+
+Note [What is read]
+    An item whose checksum is to be verified is read whole, from front to back, and what is not wanted is dropped.
+    Otherwise only the rows that hold wanted elements are read; and of these only the wanted parts, where such a part is
+    long enough to be worth a read of its own.
+"""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
+
+import torch
+
+from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_checkpoint._metadata import Item
+from lamella_checkpoint._torch_zip import FileSlice, Record, TensorRecord, find_tensor, records
+from lamella_layout import Chunk, Range
+
+_PIECE_BYTES: Final = 16 << 20
+_WORTH_A_READ_BYTES: Final = 256 << 10
+_SMALL_BYTES: Final = 16 << 10
+_MAX_THREADS: Final = 8
+
+Checksums = Mapping[tuple[str, int], tuple[int, int]]
+"""Length in bytes and CRC-32 of items, by file and offset."""
+
+
+class Copy(NamedTuple):
+    """A box of a stored chunk, in the chunk's own coordinates, and where it goes."""
+
+    box: Chunk
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemRead:
+    """What is wanted of a stored chunk: all of it at once, so that it is read once."""
+
+    name: str
+    item: Item
+    sizes: tuple[int, ...]
+    copies: list[Copy] = field(default_factory=list)
+
+
+def num_threads() -> int:
+    """How many threads read: as many as this process may run on, up to eight, as disks gain nothing from more."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def read_tensors(
+    directory: Path,
+    reads: Iterable[ItemRead],
+    checksums: Checksums | None,
+    on_item: Callable[[Item], None] = lambda _: None,
+) -> None:
+    """Copy the wanted boxes of stored chunks.
+
+    Args:
+        directory: Of the checkpoint.
+        reads: In any order; each item once.
+        checksums: To verify items with, which takes the CRC-32 of torch's archive where they have none; None verifies
+            nothing.
+        on_item: Is told of each item that has been read, by the calling thread.
+
+    Raises:
+        CheckpointDamaged: An item cannot be read, or differs from its checksum, or is no tensor of the expected shape.
+
+    Effects: no collective; several threads, see Note [What is held]; copies to accelerators on the calling thread's
+        current streams.
+    """
+    ordered = sorted(reads, key=lambda read: (read.item.file, read.item.offset))
+    streams = _streams(ordered)
+    with _Files(directory, Counter(read.item.file for read in ordered)) as files:
+
+        def run(read: ItemRead) -> Item:
+            with files.opened(read.item.file) as descriptor, torch.no_grad():
+                _read_tensor(directory / read.item.file, descriptor, read, checksums)
+            return read.item
+
+        for item in _each(run, ordered, lambda: _use(streams)):
+            on_item(item)
+
+
+def read_object(directory: Path, name: str, item: Item, checksums: Checksums | None, *, trust: bool) -> object:
+    """Unpickle an object as plain data.
+
+    Args:
+        directory: Of the checkpoint.
+        name: Of the entry, for messages.
+        item: Where it lies.
+        checksums: As for `read_tensors`.
+        trust: Whether types that torch does not know as plain data are made, which can run anything.
+
+    Raises:
+        CheckpointDamaged: It cannot be read, or differs from its checksum.
+        CheckpointUntrusted: It holds other types, without `trust`.
+    """
+    file = directory / item.file
+    try:
+        with file.open("rb") as stream:
+            stream.seek(item.offset)
+            content = stream.read(item.length)
+    except OSError as error:
+        raise damaged(file, name, error) from error
+    if checksums is not None:
+        check_content(file, name, item, content, checksums)
+    return unpickle(content, file, name, trust=trust)
+
+
+def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
+    """What `torch.save` wrote, without running anything unless trusted.
+
+    Raises:
+        CheckpointDamaged: It is not what `torch.save` writes.
+        CheckpointUntrusted: It holds types that torch does not know as plain data, without `trust`.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        unknown = unsafe_types(io.BytesIO(content))
+        if unknown and not trust:
+            raise CheckpointUntrusted(str(file), unknown, name) from None
+        raise damaged(file, name, error) from error
+    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+        raise damaged(file, name, error) from error
+
+
+def unsafe_types(file: io.BytesIO | Path) -> str:
+    """The types in what `torch.save` wrote that its weights-only reader refuses, as text; empty without any."""
+    try:
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))))
+    except Exception:  # noqa: BLE001  It reads what has been refused already: anything can be wrong with it.
+        return ""
+
+
+def check_content(file: Path, name: str, item: Item, content: bytes, checksums: Checksums) -> None:
+    """Hold an item's bytes against its checksum, or against those of torch's archive where it has none.
+
+    Raises:
+        CheckpointDamaged: They differ.
+    """
+    if (item.file, item.offset) in checksums:
+        _check_equal(file, name, checksums[item.file, item.offset], (len(content), zlib.crc32(content)))
+        return
+    try:
+        found = records(io.BytesIO(content))
+    except (zipfile.BadZipFile, ValueError, struct.error) as error:
+        raise damaged(file, name, error) from error
+    for record in found.values():
+        _check_record(file, name, record, zlib.crc32(content[record.start :][: record.length]))
+
+
+def damaged(file: Path, name: str, error: Exception) -> CheckpointDamaged:
+    """What could not be read, as an error that names the file and the entry."""
+    return CheckpointDamaged(str(file), f"{name!r}: {type(error).__name__}: {error}")
+
+
+def _check_equal(file: Path, name: str, expected: tuple[int, int], got: tuple[int, int]) -> None:
+    if got != expected:
+        raise CheckpointDamaged(
+            str(file),
+            f"expected {expected[0]} bytes with the checksum {expected[1]:08x} for {name!r}, "
+            f"got {got[0]} bytes with {got[1]:08x}",
+        )
+
+
+def _check_record(file: Path, name: str, record: Record, crc: int) -> None:
+    if record.crc is not None:
+        _check_equal(file, name, (record.length, record.crc), (record.length, crc))
+
+
+class _Files:
+    """Descriptors of the files that are being read: opened for the first item, closed after the last one."""
+
+    def __init__(self, directory: Path, num_items: Counter[str]) -> None:
+        self._directory = directory
+        self._num_left = num_items
+        self._lock = Lock()
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    @contextmanager
+    def opened(self, file: str) -> Iterator[int]:
+        with self._lock:
+            if file not in self._descriptors:
+                try:
+                    self._descriptors[file] = os.open(self._directory / file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointDamaged(str(self._directory / file), f"{type(error).__name__}: {error}") from error
+            descriptor = self._descriptors[file]
+        yield descriptor
+        with self._lock:
+            self._num_left[file] -= 1
+            if self._num_left[file] == 0:
+                os.close(self._descriptors.pop(file))
+
+
+def _each(run: Callable[[ItemRead], Item], reads: Sequence[ItemRead], prepare: Callable[[], None]) -> Iterator[Item]:
+    """The items as they are done; the first error ends the rest."""
+    threads = min(num_threads(), len(reads))
+    if threads <= 1:
+        yield from map(run, reads)
+        return
+    with ThreadPoolExecutor(threads, "lamella-checkpoint", prepare) as pool:
+        futures = [pool.submit(run, read) for read in reads]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _streams(reads: Sequence[ItemRead]) -> list[torch.Stream]:
+    """The caller's current streams of the accelerators that are written to: a new thread would use the default ones."""
+    devices = {copy.into.device for read in reads for copy in read.copies if copy.into.device.type != "cpu"}
+    return [torch.accelerator.current_stream(device) for device in devices]
+
+
+def _use(streams: Sequence[torch.Stream]) -> None:
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+
+
+def _read_tensor(file: Path, descriptor: int, read: ItemRead, checksums: Checksums | None) -> None:
+    try:
+        stored = FileSlice(descriptor, read.item.offset, read.item.length)
+        found = None if read.item.length <= _SMALL_BYTES else find_tensor(cast(BinaryIO, stored))
+        if found is None:
+            _copy_all(file, stored, read, checksums)
+        else:
+            _check_sizes(file, read, found.shape)
+            _Sweep(file, descriptor, read, found, checksums).run()
+    except (CheckpointDamaged, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Of an archive that is garbage.
+        raise damaged(file, read.name, error) from error
+
+
+def _copy_all(file: Path, stored: FileSlice, read: ItemRead, checksums: Checksums | None) -> None:
+    """The way for what is small, and for tensors that only torch can read."""
+    stored.seek(0)
+    content = stored.read(read.item.length)
+    if checksums is not None:
+        check_content(file, read.name, read.item, content, checksums)
+    tensor = _tensor_in(content)
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointDamaged(str(file), f"expected a tensor for {read.name!r}, got {type(tensor).__name__}")
+    _check_sizes(file, read, tuple(tensor.shape))
+    for copy in read.copies:
+        copy.into.copy_(tensor[_slices(copy.box)])
+
+
+def _tensor_in(content: bytes) -> object:
+    found = find_tensor(io.BytesIO(content))
+    if found is None or 0 in found.shape:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    start, stop = found.record.start, found.record.start + found.record.length
+    return torch.frombuffer(bytearray(content[start:stop]), dtype=found.dtype).view(found.shape)
+
+
+def _check_sizes(file: Path, read: ItemRead, shape: tuple[int, ...]) -> None:
+    if shape != read.sizes:
+        raise CheckpointDamaged(str(file), f"expected a chunk of shape {read.sizes} of {read.name!r}, got {shape}")
+
+
+def _slices(box: Chunk) -> tuple[slice, ...]:
+    return tuple(slice(along.start, along.stop) for along in box.ranges)
+
+
+class _Sweep:
+    """One pass over an item, from front to back."""
+
+    def __init__(
+        self, file: Path, descriptor: int, read: ItemRead, found: TensorRecord, checksums: Checksums | None
+    ) -> None:
+        self._file, self._descriptor, self._read, self._found = file, descriptor, read, found
+        self._checksums = checksums
+        self._crc: int | None = None if checksums is None else 0
+        # A scalar is a row of one element.
+        self._sizes = read.sizes or (1,)
+        self._copies = read.copies if read.sizes else [Copy(Chunk((0,), (1,)), _row(copy.into)) for copy in read.copies]
+
+    def run(self) -> None:
+        record, item = self._found.record, self._read.item
+        expected = None if self._checksums is None else self._checksums.get((item.file, item.offset))
+        if self._crc is None or (expected is None and record.crc is None):
+            self._crc = None  # There is nothing to hold it against.
+            for copy in self._copies:
+                self._copy_box(copy)
+            return
+        if expected is None:
+            self._rows(record.start, self._sizes, Range(0, self._sizes[0]), self._copies)
+            _check_record(self._file, self._read.name, record, self._crc)
+        else:
+            self._pass_over(0, record.start)
+            self._rows(record.start, self._sizes, Range(0, self._sizes[0]), self._copies)
+            self._pass_over(record.start + record.length, item.length)
+            _check_equal(self._file, self._read.name, expected, (item.length, self._crc))
+
+    def _copy_box(self, copy: Copy) -> None:
+        """Read one box: part by part where it lies in long parts, else along the rows that it is in."""
+        last = max((dim for dim, size in enumerate(self._sizes) if copy.box.sizes[dim] != size), default=0)
+        part_bytes = copy.box.sizes[last] * self._bytes_of(self._sizes[last + 1 :])
+        if last == 0 or part_bytes < _WORTH_A_READ_BYTES:
+            self._rows(self._found.record.start, self._sizes, copy.box.ranges[0], [copy])
+            return
+        for outer in product(*(range(size) for size in copy.box.sizes[:last])):
+            start = self._found.record.start
+            for along, index in enumerate(outer):
+                start += (copy.box.offsets[along] + index) * self._bytes_of(self._sizes[along + 1 :])
+            inner = Copy(Chunk(copy.box.offsets[last:], copy.box.sizes[last:]), copy.into[outer])
+            self._rows(start, self._sizes[last:], inner.box.ranges[0], [inner])
+
+    def _rows(self, start: int, sizes: tuple[int, ...], rows: Range, copies: Sequence[Copy]) -> None:
+        """Read rows of an array whose first byte is at `start` of the item, piece by piece."""
+        row_bytes = self._bytes_of(sizes[1:])
+        if not row_bytes:
+            return
+        step = max(1, _PIECE_BYTES // row_bytes)
+        for first in range(rows.start, rows.stop, step):
+            piece = Range(first, min(first + step, rows.stop))
+            target = _direct(piece, sizes, self._found.dtype, copies)
+            memory = torch.empty(piece.numel, *sizes[1:], dtype=self._found.dtype) if target is None else target
+            self._fill(memory, start + first * row_bytes)
+            for copy in copies if target is None else ():
+                common = piece.intersection(copy.box.ranges[0])
+                if common.numel:
+                    stored = memory[common.start - first : common.stop - first]
+                    inner = stored[:, *_slices(Chunk(copy.box.offsets[1:], copy.box.sizes[1:]))]
+                    offset = copy.box.offsets[0]
+                    copy.into[common.start - offset : common.stop - offset].copy_(inner)
+
+    def _fill(self, memory: torch.Tensor, start: int) -> None:
+        as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
+        self._fill_bytes(memoryview(as_bytes), start)
+
+    def _fill_bytes(self, view: memoryview, start: int) -> None:
+        done, begin = 0, self._read.item.offset + start
+        while done < len(view):
+            num_read = os.preadv(self._descriptor, [view[done:]], begin + done)
+            if num_read == 0:
+                raise EOFError(f"the file ends {len(view) - done} bytes too early")
+            done += num_read
+        if self._crc is not None:
+            self._crc = zlib.crc32(view, self._crc)
+
+    def _pass_over(self, start: int, stop: int) -> None:
+        for begin in range(start, stop, _PIECE_BYTES):
+            self._fill_bytes(memoryview(bytearray(min(_PIECE_BYTES, stop - begin))), begin)
+
+    def _bytes_of(self, sizes: Sequence[int]) -> int:
+        return prod(sizes) * self._found.dtype.itemsize
+
+
+def _row(scalar: torch.Tensor) -> torch.Tensor:
+    return scalar.view(1)
+
+
+def _direct(piece: Range, sizes: tuple[int, ...], dtype: torch.dtype, copies: Sequence[Copy]) -> torch.Tensor | None:
+    """The part of the target that is the piece, bit by bit; None where there is no such part."""
+    if len(copies) != 1 or copies[0].box.sizes[1:] != sizes[1:]:
+        return None
+    [(box, into)] = copies
+    if box.ranges[0].intersection(piece) != piece or into.dtype != dtype or into.device.type != "cpu":
+        return None
+    part = into[piece.start - box.offsets[0] : piece.stop - box.offsets[0]]
+    return part if part.is_contiguous() else None

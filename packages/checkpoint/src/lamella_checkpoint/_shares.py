@@ -1,0 +1,250 @@
+"""Which rank writes what: found by each rank alone, alike on all.
+
+Note [Who writes what]
+    A DTensor's placements say which boxes of it each rank of its mesh has, so a rank knows all chunk tables without
+    asking. What several ranks have alike (replicated axes, plain tensors, options) is written by one of them, and
+    all have to think of the same one. Each knows with whom it shares something: with those ranks of the mesh that
+    differ from it along replicated axes only; what is no DTensor, with all ranks that train this model. Ranks that
+    share a list of things deal it out, largest first, always to whoever has least so far: equal lists, equal hands.
+
+    That lists are equal is not taken on trust. A rank keeps a digest of each list that it dealt out, and whoever
+    puts the checkpoint together compares them.
+
+    A slot that is no DTensor (Adam's `step`) beside a parameter that is one is dealt out among the ranks that own
+    some of the parameter: others need not have stepped it.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lamella_checkpoint._contents import Contents, Ranks
+from lamella_layout import Chunk, RaggedShard, Region, mesh_chunks, mesh_region
+
+_QUESTION: Final = "__create_write_items__"
+_FRAME_NBYTES: Final = 1024  # What an archive adds to each item, roughly.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Item:
+    """One value, or one box of a tensor, that is written in one piece.
+
+    Attributes:
+        names: Under which it is found: its own, and those that share its place.
+        value: The box as a tensor of its sizes, where it lies; or plain data.
+        shape: Of the whole tensor; None for plain data.
+        chunk: The box; None for plain data.
+    """
+
+    names: tuple[str, ...]
+    value: object
+    shape: tuple[int, ...] | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much it takes in a file, roughly."""
+        return _FRAME_NBYTES + (self.value.nbytes if isinstance(self.value, torch.Tensor) else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What this rank has, by the ranks that have the same."""
+
+    held: Mapping[Ranks, tuple[Item, ...]]
+    rank: int
+
+    @classmethod
+    def of(cls, contents: Contents, rank: int) -> "Share":
+        """Find it, by Note [Who writes what].
+
+        Raises:
+            NotImplementedError: A slot lies in local coordinates of a sharded parameter.
+            ValueError: A DTensor is partial, or its local tensor is not what its placements say.
+
+        Effects: none; no collective. Items are views of the live tensors.
+        """
+        held: dict[Ranks, list[Item]] = {}
+        for item, ranks in _Holdings(contents, rank).items():
+            if rank in ranks:
+                held.setdefault(ranks, []).append(item)
+        return cls(held={ranks: tuple(items) for ranks, items in held.items()}, rank=rank)
+
+    @property
+    def digests(self) -> dict[Ranks, str]:
+        """What the ranks that have the same compare."""
+        return {ranks: _digest(items) for ranks, items in self.held.items() if len(ranks) > 1}
+
+    def items(self, apart: frozenset[Ranks] = frozenset()) -> list[Item]:
+        """What this rank writes.
+
+        Args:
+            apart: Sets of ranks whose lists differ: each of them writes all of its own.
+        """
+        mine: list[Item] = []
+        for ranks, items in self.held.items():
+            mine += items if ranks in apart else _deal(items, ranks)[ranks.index(self.rank)]
+        return mine
+
+
+def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
+    """The sets of ranks that hold different lists, given the digests of all ranks in order.
+
+    Effects: none.
+    """
+    sets = {ranks for of_rank in digests for ranks in of_rank}
+    return frozenset(ranks for ranks in sets if len({digests[rank].get(ranks) for rank in ranks}) > 1)
+
+
+class _Holdings:
+    """All that this rank has, item by item, with the ranks that have the same."""
+
+    def __init__(self, contents: Contents, rank: int) -> None:
+        self._contents = contents
+        self._rank = rank
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in contents.aliases.items():
+            self._aliases.setdefault(name, []).append(alias)
+        self._owners: dict[object, Ranks] = {}
+
+    def items(self) -> Iterator[tuple[Item, Ranks]]:
+        for name, value in self._contents.values.items():
+            names = (name, *self._aliases.get(name, ()))
+            if isinstance(value, torch.Tensor) and _names_its_own_boxes(value):
+                for box, shape, chunk in _own_boxes(name, value):
+                    yield Item(names=names, value=box, shape=shape, chunk=chunk), (self._rank,)
+            elif isinstance(value, DTensor):
+                yield from self._of_dtensor(names, value)
+            elif isinstance(value, torch.Tensor):
+                whole = Chunk((0,) * value.ndim, tuple(value.shape))
+                yield Item(names=names, value=value.detach(), shape=whole.sizes, chunk=whole), self._beside(name, value)
+            else:
+                yield Item(names=names, value=value), self._beside(name, value)
+
+    def _of_dtensor(self, names: tuple[str, ...], tensor: DTensor) -> Iterator[tuple[Item, Ranks]]:
+        mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+        if (coordinate := mesh.get_coordinate()) is None:
+            return
+        _check_not_partial(names[0], tensor)
+        local = _local(tensor)
+        if not prod(shape):
+            empty = Item(names=names, value=local.new_empty(shape), shape=shape, chunk=Chunk((0,) * len(shape), shape))
+            yield empty, tuple(mesh.mesh.flatten().tolist())
+            return
+        placements = tensor.placements
+        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate)
+        if tuple(local.shape) != region.shape:
+            raise ValueError(
+                f"Expected this rank's part of {names[0]!r} to be of shape {region.shape}, as the placements "
+                f"{placements} of a tensor of shape {shape} have it, got {tuple(local.shape)}. A DTensor that is "
+                f"cut elsewhere has to say so with a RaggedShard."
+            )
+        alike = [
+            slice(None) if isinstance(each, Replicate) else at for each, at in zip(placements, coordinate, strict=True)
+        ]
+        ranks = tuple(mesh.mesh[tuple(alike)].flatten().tolist())
+        for chunk, box in zip(region.chunks, _local_boxes(region), strict=True):
+            yield Item(names=names, value=local[box], shape=shape, chunk=chunk), ranks
+
+    def _beside(self, name: str, value: object) -> Ranks:
+        """The ranks that have a value that is no DTensor."""
+        param = self._contents.params.get(name)
+        if not isinstance(param, DTensor):
+            return self._contents.everyone
+        _check_not_local(name, value, param)
+        key = (param.device_mesh, tuple(param.shape), param.placements)
+        if key not in self._owners:
+            self._owners[key] = _owners(*key)
+        return self._owners[key]
+
+
+def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor answers torch DCP's question otherwise than DTensor does, from its placements.
+
+    Megatron's uneven DTensors do, with functions on their local tensors.
+    """
+    if isinstance(tensor, DTensor):
+        if any(isinstance(each, RaggedShard) for each in tensor.placements):
+            return False
+        if getattr(type(tensor), _QUESTION) is not getattr(DTensor, _QUESTION):
+            return True
+        return hasattr(tensor._local_tensor, _QUESTION)
+    return hasattr(tensor, _QUESTION)
+
+
+def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...], Chunk]]:
+    """The boxes that a tensor names itself: the data, the whole's shape, the place in it."""
+    for write_item in getattr(tensor, _QUESTION)(name, tensor):
+        box = tensor.__get_tensor_shard__(write_item.index) if hasattr(tensor, "__get_tensor_shard__") else tensor
+        data = write_item.tensor_data
+        yield box.detach(), tuple(data.size), Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _local(tensor: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def _local_boxes(region: Region) -> Iterator[tuple[slice, ...]]:
+    """Where each of the region's chunks lies in the local tensor, in the order of `region.chunks`."""
+    along = []
+    for runs in region.runs:
+        ends = [sum(run.numel for run in runs[: index + 1]) for index in range(len(runs))]
+        along.append([slice(end - run.numel, end) for run, end in zip(runs, ends, strict=True)])
+    return product(*along)
+
+
+def _owners(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]) -> Ranks:
+    """The ranks of a mesh that have some of a tensor; all of it for a tensor without elements."""
+    ranks = mesh.mesh.flatten().tolist()
+    if not prod(shape):
+        return tuple(ranks)
+    chunks = mesh_chunks(shape, tuple(mesh.shape), placements)
+    return tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
+
+
+def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:
+    """The items of each rank: largest first, each to whoever has least so far, the first of them if equal."""
+    if len(ranks) == 1:
+        return [list(items)]
+    hands: list[list[Item]] = [[] for _ in ranks]
+    loads = [(0, index) for index in range(len(ranks))]
+    for item in sorted(items, key=lambda item: (-item.nbytes, item.names[0], item.chunk or ())):
+        load, index = loads[0]
+        hands[index].append(item)
+        heapq.heapreplace(loads, (load + item.nbytes, index))
+    return hands
+
+
+def _digest(items: Sequence[Item]) -> str:
+    lines = sorted(repr((item.names, item.shape, item.chunk, item.nbytes)) for item in items)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _check_not_partial(name: str, tensor: DTensor) -> None:
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(
+            f"Expected {name!r} to be sharded or replicated along each axis, got {tensor.placements}: no rank has its "
+            f"values. Redistribute it first."
+        )
+
+
+def _check_not_local(name: str, value: object, param: DTensor) -> None:
+    """Refuse a slot in which each rank keeps its own part as a plain tensor: one rank's would be taken for all."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape == param.shape:
+        return
+    if value.shape == _local(param).shape:
+        raise NotImplementedError(
+            f"Expected the state of a sharded parameter to be a DTensor or the same on every rank, got a plain tensor "
+            f"of shape {tuple(value.shape)} for {name!r}, the shape of this rank's part of {tuple(param.shape)}. "
+            f"Make it with `torch.zeros_like(param)`."
+        )

@@ -1,0 +1,147 @@
+"""Where the numbers of a tensor lie in what `torch.save` wrote of it: a zip archive that stores them as they are."""
+
+import io
+import os
+import struct
+import zipfile
+from math import prod
+from typing import BinaryIO, Final, NamedTuple
+
+import torch
+
+from lamella_checkpoint._pickles import Inert, read_pickle
+
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
+
+
+class Record(NamedTuple):
+    """One file of the archive: where its bytes are, and their CRC-32 as the archive has it; None where it has none."""
+
+    start: int
+    length: int
+    crc: int | None
+
+
+class TensorRecord(NamedTuple):
+    """A contiguous tensor in the archive: shape, dtype, and the record that holds its elements and nothing else."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    record: Record
+
+
+class FileSlice(io.RawIOBase):
+    """Some bytes of an open file, read by position: several threads may share the file."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise OSError(f"expected a position in the archive, got {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
+        num_read = os.preadv(self._descriptor, [wanted], self._offset + self._position) if wanted else 0
+        self._position += num_read
+        return num_read
+
+
+def records(file: BinaryIO) -> dict[str, Record]:
+    """The files of an archive by name, without the name of its only directory.
+
+    Raises:
+        zipfile.BadZipFile: It is no archive, or one that torch does not write.
+    """
+    found: dict[str, Record] = {}
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"{info.filename!r} is compressed")
+            file.seek(info.header_offset)
+            signature, num_name, num_extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            if signature != b"PK\3\4":
+                raise zipfile.BadZipFile(f"no header of {info.filename!r} where it should be")
+            start = info.header_offset + _LOCAL_HEADER.size + num_name + num_extra
+            # torch can be told not to compute checksums, and then writes 0.
+            crc = None if info.CRC == 0 and info.file_size else info.CRC
+            found[info.filename.partition("/")[2]] = Record(start, info.file_size, crc)
+    return found
+
+
+def find_tensor(file: BinaryIO) -> TensorRecord | None:
+    """Find the elements of the one tensor that an archive holds.
+
+    Returns:
+        None where the archive holds something else, or a tensor that does not lie there as it is: one with strides,
+        with another byte order, of a subclass. torch itself must read that.
+
+    Raises:
+        zipfile.BadZipFile: It is no archive, or one that torch does not write.
+    """
+    files = records(file)
+    saved = read_pickle(io.BytesIO(_read(file, files["data.pkl"])), knows=lambda *_: True)
+    order = _read(file, files["byteorder"]) if "byteorder" in files else b"little"
+    if not isinstance(saved, Inert) or order != b"little":
+        return None
+    match saved.kind, saved.args:
+        case "torch._utils._rebuild_tensor_v2", (storage, 0, tuple(shape), tuple(strides), _, _):
+            dtype = _dtype(storage)
+        case "torch._utils._rebuild_tensor_v3", (
+            storage,
+            0,
+            tuple(shape),
+            tuple(strides),
+            _,
+            _,
+            torch.dtype() as dtype,
+        ):
+            pass
+        case _:
+            return None
+    match storage:
+        case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
+            record = files[f"data/{key}"]
+        case _:
+            return None
+    if not _is_contiguous(shape, strides) or record.length != prod(shape) * dtype.itemsize:
+        return None
+    return TensorRecord(tuple(shape), dtype, record)
+
+
+def _read(file: BinaryIO, record: Record) -> bytes:
+    file.seek(record.start)
+    return file.read(record.length)
+
+
+def _dtype(storage: object) -> torch.dtype | None:
+    """The dtype of a storage's class, `torch.FloatStorage` and the like."""
+    match storage:
+        case (_, type() as kind, *_):
+            name = kind.__name__
+        case _:
+            return None
+    of_names: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
+    return of_names.get(name)
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size not in (0, 1) and stride != expected:
+            return False
+        expected *= size
+    return True

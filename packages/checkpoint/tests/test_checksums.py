@@ -1,0 +1,66 @@
+"""Every stored item has a checksum, and the side file that holds them is itself missed when it is lost."""
+
+import io
+import json
+import zlib
+
+import pytest
+
+from lamella_checkpoint import CheckpointDamaged
+from lamella_checkpoint._checksums import FILE, Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._manifest import Manifest
+
+
+@pytest.fixture
+def stored(tmp_path):
+    stream = ChecksumStream(file := io.BytesIO())
+    items = {}
+    for parts in ([b"abc", b"", b"de"], [b"f" * 10_000], []):
+        for part in parts:
+            assert stream.write(part) == len(part)
+        span, checksum = stream.end_item()
+        items[span] = checksum
+    (tmp_path / "data").write_bytes(file.getvalue())
+    Manifest(extra={}, num_ranks=1, optimizer=None, checksums=FILE).write(tmp_path)
+    Checksums(files={"data": items, "lamella.json": of_whole_file(tmp_path / "lamella.json")}).write(tmp_path)
+    return tmp_path
+
+
+def test_items_written_in_pieces_have_the_checksum_of_the_whole(stored):
+    checksums = Checksums.of(stored)
+    assert [*checksums.files["data"]] == [Span(0, 5), Span(5, 10_000), Span(10_005, 0)]
+    assert checksums.expected("data", 0, 5) == zlib.crc32(b"abcde")
+    content = (stored / "data").read_bytes()
+    for span in checksums.files["data"]:
+        checksums.check(stored / "data", span.offset, content[span.offset :][: span.length])
+    checksums.check(stored / "lamella.json", 0, (stored / "lamella.json").read_bytes())
+
+
+def test_a_flipped_bit_is_found_and_its_file_named(stored):
+    with pytest.raises(CheckpointDamaged, match="/data'.*of the 5 bytes at 0, got") as info:
+        Checksums.of(stored).check(stored / "data", 0, b"abcdd")
+    assert info.value.file == str(stored / "data")
+
+
+def test_bytes_that_were_not_written_as_one_item_are_refused(stored):
+    checksums = Checksums.of(stored)
+    for file, offset, data in [("data", 1, b"bcde"), ("data", 0, b"abcd"), ("other", 0, b"abcde")]:
+        with pytest.raises(CheckpointDamaged, match="no checksum"):
+            checksums.check(stored / file, offset, data)
+
+
+def test_a_checkpoint_without_checksums_has_none(tmp_path):
+    assert Checksums.of(tmp_path) is None
+    Manifest(extra={}, num_ranks=1, optimizer=None).write(tmp_path)
+    assert Checksums.of(tmp_path) is None
+    older = json.loads((tmp_path / "lamella.json").read_text())
+    del older["checksums"]
+    (tmp_path / "lamella.json").write_text(json.dumps(older))
+    assert Checksums.of(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"algorithm": "sha"}', '{"algorithm": "crc32", "files": 1}'])
+def test_lost_or_unreadable_checksums_are_damage(stored, content):
+    (stored / FILE).unlink() if content is None else (stored / FILE).write_text(content)
+    with pytest.raises(CheckpointDamaged, match=FILE):
+        Checksums.of(stored)

@@ -1,0 +1,337 @@
+"""Checkpoints of Megatron are read under one set of names, whoever wrote them, and written for whoever reads them."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_source import MemorySource, read_all, read_in_chunks
+
+from lamella_checkpoint._hybrid_stack import layer_symbols, logical_name, nested_names
+from lamella_checkpoint._megatron import (
+    BRIDGE,
+    RELEASE_0_19,
+    Dialect,
+    counters,
+    dialect_of,
+    global_expert,
+    is_fsdp_dtensor,
+    read_fsdp_dtensor,
+    sizes_of_args,
+    write_fsdp_dtensor,
+)
+
+QK, V, NVH, D_INNER, D_STATE, NHEADS = 4, 8, 4, 8, 4, 4
+SIZES = {"qk": QK, "v": V, "nvh": NVH, "d_inner": D_INNER, "d_state": D_STATE, "nheads": NHEADS}
+GDN_ROWS = {"query": QK, "key": QK, "value": V, "z": V, "beta": NVH, "alpha": NVH}
+MAMBA_ROWS = {"z": D_INNER, "x": D_INNER, "B": D_STATE, "C": D_STATE, "dt": NHEADS}
+
+
+def counting(shapes, start=0):
+    tensors = {}
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, start + numel, dtype=torch.float64).reshape(shape)
+        start += numel
+    return tensors
+
+
+def parameters(num_layers=3, num_experts=2):
+    """Canonical names and shapes: a layer of each kind, by turns."""
+    shapes = {"embedding.word_embeddings.weight": (8, 2)}
+    for layer in range(num_layers):
+        prefix = f"decoder.layers.{layer}."
+        if layer % 3 == 0:
+            shapes |= {f"{prefix}self_attention.in_proj.weight.{part}": (rows, 2) for part, rows in GDN_ROWS.items()}
+            conv = {part: GDN_ROWS[part] for part in ("query", "key", "value")}
+            shapes |= {f"{prefix}self_attention.conv1d.weight.{part}": (rows, 1, 4) for part, rows in conv.items()}
+            shapes |= {f"{prefix}self_attention.A_log": (4,), f"{prefix}self_attention.in_proj.layer_norm_weight": (2,)}
+        elif layer % 3 == 1:
+            shapes |= {f"{prefix}mixer.in_proj.weight.{part}": (rows, 2) for part, rows in MAMBA_ROWS.items()}
+            conv = {part: MAMBA_ROWS[part] for part in ("x", "B", "C")}
+            shapes |= {f"{prefix}mixer.conv1d.weight.{part}": (rows, 1, 4) for part, rows in conv.items()}
+            shapes |= {f"{prefix}mixer.conv1d.bias.{part}": (rows,) for part, rows in conv.items()}
+        else:
+            shapes |= {f"{prefix}self_attention.linear_qkv.weight": (6, 2)}
+        shapes |= {f"{prefix}mlp.linear_fc1.weight": (8, 2), f"{prefix}mlp.linear_fc2.weight": (2, 4)}
+        for expert in range(num_experts):
+            shapes[f"{prefix}mlp.experts.linear_fc1.weight{expert}"] = (16, 2)
+            shapes[f"{prefix}mlp.experts.linear_fc2.weight{expert}"] = (2, 8)
+    shapes |= {"decoder.final_layernorm.weight": (2,), "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight": (8, 2)}
+    shapes |= {"mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": (2, 4)}
+    # Not gated: as many rows as the second layer has columns.
+    shapes |= {"vision_model.decoder.layers.0.mlp.linear_fc1.weight": (4, 2)}
+    return shapes | {"vision_model.decoder.layers.0.mlp.linear_fc2.weight": (2, 4)}
+
+
+def checkpoint(shapes, slots=("exp_avg", "exp_avg_sq", "momentum_buffer")):
+    tensors = counting({f"model.{name}": shape for name, shape in shapes.items()})
+    start = 10_000
+    for slot in slots:
+        tensors |= counting({f"optimizer.state.{name}.{slot}": shape for name, shape in shapes.items()}, start)
+        start += 10_000
+    tensors |= {f"optimizer.state.{name}.step": torch.tensor(5.0) for name in shapes}
+    objects = {f"optimizer.param_groups.{name}.lr": 0.5 for name in shapes}
+    return tensors, objects | {"iteration": 7, "checkpoint_version": 3.0}
+
+
+def through(source, dialect, sizes, chunks=()):
+    """Written, stored, and what is stored."""
+    written = write_fsdp_dtensor(source, dialect, sizes=sizes, chunks=chunks)
+    return MemorySource(
+        read_in_chunks(written) | scalars(written), {name: written.read_object(name) for name in written.objects}
+    )
+
+
+def scalars(source):
+    return {name: tensor for name, tensor in read_all(source).items() if tensor.ndim == 0}
+
+
+def assert_holds(source, tensors, objects):
+    found = read_all(source)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+    assert {name: source.read_object(name) for name in source.objects} == objects
+
+
+@pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
+@pytest.mark.parametrize("num_tp", [1, 2, 4])
+def test_there_and_back_loses_nothing(dialect, num_tp):
+    tensors, objects = checkpoint(parameters())
+    stored = through(MemorySource(tensors, objects), dialect, {"tp": num_tp})
+    assert is_fsdp_dtensor(stored)
+    assert dialect_of(stored).name == dialect.name
+    back = read_fsdp_dtensor(stored, sizes={"tp": num_tp, **SIZES})
+    assert_holds(back, tensors, objects)
+    assert back.inexact == {}
+
+
+def test_what_the_release_stores_is_what_ranks_hold():
+    tensors, objects = checkpoint(parameters(num_layers=2))
+    stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
+    prefix = "decoder.layers.0.self_attention.in_proj.weight"
+    parts = [tensors[f"model.{prefix}.{part}"].chunk(2) for part in GDN_ROWS]
+    assert torch.equal(
+        stored.held[f"model.module.{prefix}"], torch.cat([part[rank] for rank in range(2) for part in parts])
+    )
+    prefix = "decoder.layers.1.mixer"
+    parts = [tensors[f"optimizer.state.{prefix}.conv1d.bias.{part}.exp_avg"].chunk(2) for part in "xBC"]
+    assert torch.equal(
+        stored.held[f"optimizer.state.module.module.module.{prefix}.conv1d_bias.exp_avg"],
+        torch.cat([part[rank] for rank in range(2) for part in parts]),
+    )
+
+
+def test_bridge_stores_components_and_halves():
+    tensors, objects = checkpoint(parameters(num_layers=1))
+    stored = through(MemorySource(tensors, objects), BRIDGE, {})
+    names = {name for name in stored.held if "layers.0" in name and name.startswith("model.")}
+    prefix = "model.module.decoder.layers.0."
+    assert names == {
+        *(f"{prefix}self_attention.in_proj.weight.{part}" for part in GDN_ROWS),
+        *(f"{prefix}self_attention.conv1d.weight.{part}" for part in ("query", "key", "value")),
+        *(f"{prefix}mlp.linear_fc1.weight_{half}" for half in "wv"),
+        *(f"{prefix}mlp.experts.linear_fc1.weight{expert}_{half}" for half in "wv" for expert in range(2)),
+        *(f"{prefix}mlp.experts.linear_fc2.weight{expert}" for expert in range(2)),
+        *(f"{prefix}{name}" for name in ["self_attention.A_log", "self_attention.in_proj.layer_norm_weight"]),
+        f"{prefix}mlp.linear_fc2.weight",
+        *(f"model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight_{half}" for half in "wv"),
+        "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight",
+        *(f"model.module.vision_model.decoder.layers.0.mlp.linear_fc{number}.weight" for number in [1, 2]),
+    }
+    gate = stored.held["optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer"]
+    fused = tensors["optimizer.state.decoder.layers.0.mlp.linear_fc1.weight.momentum_buffer"]
+    assert torch.equal(gate, fused[:4])
+    assert (
+        stored.values["optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_v.lr"]
+        == 0.5
+    )
+
+
+def test_the_number_of_ranks_must_be_known_of_what_they_hold_together():
+    tensors, objects = checkpoint(parameters())
+    with pytest.raises(ValueError, match=r"the size 'tp'.*in_proj"):
+        write_fsdp_dtensor(MemorySource(tensors, objects), RELEASE_0_19)
+    stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
+    with pytest.raises(ValueError, match=r"the size 'tp'.*in_proj"):
+        read_fsdp_dtensor(stored, sizes=SIZES)
+
+
+def test_another_number_of_ranks_reads_other_numbers():
+    """Why it must be known: a wrong one fits, and nothing in the file tells."""
+    tensors, objects = checkpoint(parameters(num_layers=1))
+    stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
+    name = "model.decoder.layers.0.self_attention.in_proj.weight.key"
+    assert not torch.equal(read_all(read_fsdp_dtensor(stored, sizes={"tp": 1, **SIZES}))[name], tensors[name])
+
+
+@pytest.mark.parametrize("spelling", ["mtp_model_layer", "transformer_layer"])
+def test_both_spellings_of_multi_token_prediction_are_read(spelling):
+    tensors, objects = checkpoint(parameters(num_layers=0))
+    dialect = Dialect(name="bridge", splits_gdn=True, mtp_layer=spelling)
+    stored = through(MemorySource(tensors, objects), dialect, {})
+    assert f"model.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight" in stored.held
+    assert f"optimizer.state.module.module.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight.step" in stored.held
+    assert_holds(read_fsdp_dtensor(stored), tensors, objects)
+
+
+def test_extra_states_are_dropped_and_counters_kept():
+    tensors = {"model.module.decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(2)}
+    extra = "model.module.decoder.layers.0.self_attention.linear_qkv._extra_state"
+    source = MemorySource(tensors, {extra: b"", "iteration": 3, "checkpoint_version": 3.0})
+    read = read_fsdp_dtensor(source)
+    assert list(read.tensors) == ["model.decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert read.objects == ("iteration", "checkpoint_version")
+    told = counters(read, {"step": 9, "consumed_train_samples": 512})
+    assert told.found == {"checkpoint_version": 3.0, "iteration": 3, "consumed_train_samples": 512}
+    assert told.lacking == (
+        "args",
+        "optimizer",
+        "opt_param_scheduler",
+        "rng_state",
+        "num_floating_point_operations_so_far",
+    )
+
+
+def test_models_without_a_wrapper_for_precision_are_read():
+    tensors, objects = checkpoint(parameters())
+    dialect = Dialect(name="bridge", splits_gdn=True, model_prefix="", optimizer_prefix="module.module.")
+    stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
+    assert "model.embedding.word_embeddings.weight" in stored.held
+    assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
+
+
+def test_chunks_of_virtual_pipelines_count_their_own_layers():
+    tensors, objects = checkpoint(parameters(num_layers=5))
+    stored = through(MemorySource(tensors, objects), BRIDGE, {"tp": 2}, chunks=(2, 3))
+    assert "model0.module.decoder.layers.1.mixer.in_proj.weight" in stored.held
+    assert "model1.module.decoder.layers.1.self_attention.in_proj.weight.query" in stored.held
+    assert "model1.module.decoder.final_layernorm.weight" in stored.held
+    assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
+    with pytest.raises(ValueError, match=r"4 decoder layers in chunks of \(2, 2\)"):
+        write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE, sizes={"tp": 2}, chunks=(2, 2))
+
+
+def test_fused_latent_attention_comes_apart_with_the_norm_before_it():
+    prefix = "decoder.layers.0."
+    shapes = {
+        f"{prefix}input_layernorm.weight": (3,),
+        f"{prefix}self_attention.linear_q_down_proj.weight": (4, 3),
+        f"{prefix}self_attention.linear_kv_down_proj.weight": (2, 3),
+    }
+    tensors, objects = checkpoint(shapes)
+    fused = Dialect(name="release-0.19", splits_gdn=False, fused_mla=True)
+    stored = through(MemorySource(tensors, objects), fused, {})
+    assert {name for name in stored.held if name.startswith("model.")} == {
+        f"model.module.{prefix}self_attention.linear_qkv_down_proj.{name}" for name in ["weight", "layer_norm_weight"]
+    }
+    assert_holds(read_fsdp_dtensor(stored, sizes={"q_down": 4, "kv_down": 2}), tensors, objects)
+
+
+def test_a_layer_whose_halves_cannot_be_told_is_refused():
+    source = MemorySource({"model.decoder.layers.0.mlp.linear_fc1.weight": torch.ones(6, 2)})
+    with pytest.raises(ValueError, match=r"'decoder.layers.0.mlp.linear_fc2.weight' with as many columns.*got None"):
+        write_fsdp_dtensor(source, BRIDGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "renumbered"),
+    [
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight1", "decoder.layers.3.mlp.experts.linear_fc1.weight5"),
+        ("mlp.experts.local_experts.0.linear_fc2.weight", "mlp.experts.local_experts.4.linear_fc2.weight"),
+        ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc1.weight"),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight1_w", "decoder.layers.3.mlp.experts.linear_fc1.weight5_w"),
+    ],
+)
+def test_experts_of_a_rank_are_counted_through(name, renumbered):
+    assert global_expert(name, 4) == renumbered
+    assert global_expert(name, 0) == name
+
+
+def test_sizes_are_taken_from_args():
+    args = Namespace(
+        tensor_model_parallel_size=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_num_value_heads=4,
+        linear_value_head_dim=8,
+        mamba_num_heads=None,
+        kv_lora_rank=6,
+        qk_pos_emb_head_dim=2,
+    )
+    assert sizes_of_args(args) == {"tp": 2, "qk": 16, "v": 32, "nvh": 4, "kv_down": 8}
+
+
+class TestGroupedHybridStacks:
+    pattern = "M[M*]-[*-]"
+    names = (
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.1.mixer.A_log",
+        "decoder.layers.1.norm.weight",
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.2.mlp.linear_fc2.weight",
+        "decoder.layers.3.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+    )
+    nested = (
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.1.layers.0.mixer.A_log",
+        "decoder.layers.1.layers.0.norm.weight",
+        "decoder.layers.1.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.2.mlp.linear_fc2.weight",
+        "decoder.layers.3.layers.1.mlp.linear_fc2.weight",
+        "decoder.final_norm.weight",
+    )
+
+    def test_layers_have_logical_names(self):
+        assert tuple(map(logical_name, self.nested)) == self.names
+        found = nested_names(self.names, self.pattern)
+        assert tuple(found.get(name, name) for name in self.names) == self.nested
+
+    def test_checkpoints_are_written_nested_and_read_back(self):
+        tensors, objects = checkpoint(dict.fromkeys(self.names, (2, 2)))
+        dialect = Dialect(name="release-0.19", splits_gdn=False, hybrid_pattern=self.pattern)
+        stored = through(MemorySource(tensors, objects), dialect, {"tp": 1})
+        assert {name for name in stored.held if name.startswith("model.")} == {
+            f"model.module.{name}" for name in self.nested
+        }
+        assert (
+            "optimizer.state.module.module.module.decoder.layers.3.layers.1.mlp.linear_fc2.weight.step" in stored.held
+        )
+        assert_holds(read_fsdp_dtensor(stored), tensors, objects)
+
+    def test_two_layers_of_a_kind_in_a_group_share_no_name(self):
+        tensors = {f"model.module.decoder.layers.0.layers.{layer}.mixer.A_log": torch.ones(2) for layer in range(2)}
+        with pytest.raises(ValueError, match="Two names became one"):
+            read_fsdp_dtensor(MemorySource(tensors))
+        with pytest.raises(ValueError, match=r"one layer of '\[MM\*\]' to have 'mixer', got 2"):
+            nested_names(["decoder.layers.0.mixer.A_log"], "[MM*]")
+
+    @pytest.mark.parametrize("pattern", ["[[*-]]", "[]", "[*-", "*-]", "*Q"])
+    def test_malformed_patterns_are_refused(self, pattern):
+        with pytest.raises(ValueError, match="Expected a pattern"):
+            layer_symbols(pattern)
+
+    def test_patterns_are_read_as_layers(self):
+        assert layer_symbols("M[M*]-|[*-]/*E/*E") == ["M", "[M*]", "-", "[*-]"]
+
+    def test_a_model_with_more_layers_than_the_pattern_is_refused(self):
+        with pytest.raises(ValueError, match=r"the 1 layers of '\[\*-\]', got 'decoder.layers.1.mlp"):
+            nested_names(["decoder.layers.1.mlp.linear_fc2.weight"], "[*-]")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_model_goes_through_any_dialect_at_any_rank_count(data):
+    shapes = parameters(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
+    tensors, objects = checkpoint(shapes, slots=data.draw(st.sets(st.sampled_from(["exp_avg", "master_param", "z"]))))
+    source = MemorySource(tensors, objects)
+    for _ in range(data.draw(st.integers(1, 3))):
+        num_tp = data.draw(st.sampled_from([1, 2, 4]))
+        dialect = data.draw(st.sampled_from([RELEASE_0_19, BRIDGE]))
+        stored = through(source, dialect, {"tp": num_tp})
+        back = read_fsdp_dtensor(stored, sizes={"tp": num_tp, **SIZES})
+        source = MemorySource(read_all(back), {name: back.read_object(name) for name in back.objects})
+    assert_holds(source, tensors, objects)

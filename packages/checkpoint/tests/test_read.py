@@ -1,0 +1,307 @@
+"""What is read is bit by bit what was stored: any boxes, dtypes and devices' strides, by one thread or several."""
+
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from lamella_checkpoint import CheckpointDamaged, _items
+from lamella_checkpoint._boxes import first_overlap, local_boxes, whole_box
+from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._source import Wanted
+from lamella_layout import Chunk
+from lamella_testing import run_ranks
+
+SHAPES = [(), (1,), (7,), (0, 3), (5, 3), (4, 1, 3), (64, 3, 40), (3, 300, 40)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def values(shape, dtype):
+    torch.manual_seed(0)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
+
+
+def saved(path, tensors):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": tensors}, checkpoint_id=path)
+    return path
+
+
+@pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(_items, "num_threads", lambda: request.param)
+
+
+@pytest.fixture(params=[True, False], ids=["verified", "unverified"])
+def verify(request):
+    return request.param
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def boxes(shape):
+    """All of it, each edge, and a part inside."""
+    yield whole_box(shape)
+    for dim, size in enumerate(shape):
+        for start, stop in {(0, size // 2), (size // 2, size), (size // 3, size - size // 3)}:
+            box = [(0, each) for each in shape]
+            box[dim] = (start, stop)
+            yield Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box))
+    if shape:
+        yield Chunk(tuple(size // 3 for size in shape), tuple(size // 2 for size in shape))
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("worth_a_read", [1, 1 << 30])
+def test_any_box_of_any_tensor_is_read(tmp_path, monkeypatch, threads, verify, small_bytes, worth_a_read):
+    monkeypatch.setattr(_items, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(_items, "_WORTH_A_READ_BYTES", worth_a_read)
+    monkeypatch.setattr(_items, "_PIECE_BYTES", 1000)
+    tensors = {f"{shape} {dtype}": values(shape, dtype) for shape in SHAPES for dtype in DTYPES}
+    stored = StoredCheckpoint(saved(tmp_path / "a", tensors), verify=verify)
+    wanted, expected = [], []
+    for name, tensor in tensors.items():
+        for box in boxes(tuple(tensor.shape)):
+            wanted.append(Wanted(f"model.{name}", box, torch.empty(box.sizes, dtype=tensor.dtype)))
+            expected.append(tensor[tuple(slice(along.start, along.stop) for along in box.ranges)])
+    stored.read(wanted)
+    for each, part in zip(wanted, expected, strict=True):
+        assert torch.equal(as_bytes(each.into), as_bytes(part)), (each.name, each.chunk)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    cuts=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=4, max_size=4),
+    piece=st.integers(1, 200),
+    worth=st.sampled_from([1, 16, 1 << 20]),
+    verified=st.booleans(),
+)
+def test_boxes_are_those_of_the_whole(tmp_path_factory, shape, cuts, piece, worth, verified):
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    path = saved(tmp_path_factory.mktemp("a"), {"x": tensor})
+    slices = [slice(*sorted((int(a * size), int(b * size) + 1))) for (a, b), size in zip(cuts, shape, strict=False)]
+    expected = tensor[tuple(slices)]
+    box = Chunk(tuple(each.indices(size)[0] for each, size in zip(slices, shape, strict=False)), tuple(expected.shape))
+    into = torch.empty_like(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_items, "_SMALL_BYTES", 0)
+        patch.setattr(_items, "_PIECE_BYTES", piece)
+        patch.setattr(_items, "_WORTH_A_READ_BYTES", worth)
+        StoredCheckpoint(path, verify=verified).read([Wanted("model.x", box, into)])
+    assert torch.equal(into, expected)
+
+
+def test_values_are_cast_and_put_where_they_are_wanted(tmp_path, verify):
+    tensor = values((300, 40), torch.float32) + 0.3
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=verify)
+    half, transposed, leaf = (
+        torch.zeros(300, 40, dtype=torch.bfloat16),
+        torch.zeros(40, 300).t(),
+        torch.zeros(300, 40, requires_grad=True),
+    )
+    stored.read([Wanted("model.x", whole_box((300, 40)), into) for into in (half, transposed, leaf)])
+    assert torch.equal(half, tensor.bfloat16()) and torch.equal(transposed, tensor) and torch.equal(leaf, tensor)
+    assert leaf.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        values((300, 40), torch.float32).t(),
+        values((8, 3, 32, 32), torch.float32).to(memory_format=torch.channels_last),
+        values((300, 40), torch.complex64).conj(),
+    ],
+    ids=["transposed", "channels last", "conjugated"],
+)
+def test_what_only_torch_can_read_is_read_by_torch(tmp_path, verify, tensor):
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=verify)
+    into = torch.empty(tensor.shape, dtype=tensor.dtype)
+    stored.read([Wanted("model.x", whole_box(tensor.shape), into)])
+    assert torch.equal(into, tensor)
+
+
+def reads_of(monkeypatch):
+    """The bytes that are read at the files' own positions from here on."""
+    sizes = []
+    preadv = os.preadv
+
+    def counting(descriptor, buffers, offset):
+        sizes.append(num_read := preadv(descriptor, buffers, offset))
+        return num_read
+
+    monkeypatch.setattr(os, "preadv", counting)
+    return sizes
+
+
+def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(tmp_path, monkeypatch):
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": values((1000, 64), torch.float32)}))
+    sizes = reads_of(monkeypatch)
+    stored.read([Wanted("model.x", Chunk((row, 0), (1, 64)), torch.empty(1, 64)) for row in range(1000)])
+    assert 256_000 <= sum(sizes) < 256_000 + 10_000
+
+
+@pytest.mark.parametrize("box", [Chunk((500, 0), (2, 64)), Chunk((500, 8), (2, 8))])
+def test_of_a_large_chunk_only_the_rows_of_a_box_are_read(tmp_path, monkeypatch, box):
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": values((100_000, 64), torch.float32)}), verify=False)
+    sizes = reads_of(monkeypatch)
+    stored.read([Wanted("model.x", box, torch.empty(box.sizes))])
+    assert sum(sizes) < 10_000
+
+
+def test_of_long_rows_only_the_wanted_part_is_read(tmp_path, monkeypatch):
+    tensor = values((4, 1 << 20), torch.uint8)
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=False)
+    sizes, into = reads_of(monkeypatch), torch.empty(4, 1 << 19, dtype=torch.uint8)
+    stored.read([Wanted("model.x", Chunk((0, 100), (4, 1 << 19)), into)])
+    assert torch.equal(into, tensor[:, 100 : 100 + (1 << 19)]) and sum(sizes) < (1 << 21) + 10_000
+
+
+def test_no_copy_is_held_of_what_is_read_as_it_lies(tmp_path, monkeypatch):
+    tensor = values((1000, 1000), torch.float32)
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}))
+    into = torch.empty(1000, 1000)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory beside the target"))
+    stored.read([Wanted("model.x", whole_box((1000, 1000)), into)])
+    assert torch.equal(into, tensor)
+
+
+def test_files_that_nobody_wants_stay_closed(tmp_path, monkeypatch):
+    def save_from_each():
+        local = torch.full((2, 3), float(torch.distributed.get_rank()))
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (3,))
+        dcp.save(
+            {"x": torch.distributed.tensor.DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)])},
+            checkpoint_id=tmp_path / "a",
+        )
+
+    run_ranks(save_from_each, 3)
+    stored, opened = StoredCheckpoint(tmp_path / "a"), []
+    os_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(os.path.basename(path)) or os_open(path, *rest))
+    into = torch.empty(3, 3)
+    stored.read([Wanted("x", Chunk((1, 0), (3, 3)), into)])
+    assert into[:, 0].tolist() == [0, 1, 1] and sorted(opened) == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def flipped(path, position):
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (200, 200)])
+def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(tmp_path, threads, shape):
+    path = saved(tmp_path / "a", {"x": torch.zeros(shape), "y": torch.zeros(shape)})
+    position = (path / "__0_0.distcp").read_bytes().rfind(b"\0" * 36)
+    flipped(path / "__0_0.distcp", position)
+    names = {"model.x", "model.y"}
+    for box in (whole_box(shape), Chunk((0, 0), (1, 1))):
+        wanted = [Wanted(name, box, torch.empty(box.sizes)) for name in names]
+        with pytest.raises(CheckpointDamaged, match=r"with the checksum \w+ for 'model.[xy]'") as info:
+            StoredCheckpoint(path).read(wanted)
+        assert info.value.file == str(path / "__0_0.distcp")
+        StoredCheckpoint(path, verify=False).read(wanted)
+
+
+def change_metadata(path, change):
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_chunks_that_overlap_and_leave_a_hole_are_no_tensor(tmp_path):
+    path = saved(tmp_path / "a", {"x": torch.zeros(6, 2)})
+
+    def overlap(metadata):
+        info = metadata.storage_data.pop(MetadataIndex("model.x", (0, 0)))
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size((3, 2))) for offsets in ((0, 0), (2, 0))]
+        metadata.state_dict_metadata["model.x"].chunks = chunks
+        metadata.storage_data |= {MetadataIndex("model.x", chunk.offsets): info for chunk in chunks}
+
+    change_metadata(path, overlap)
+    with pytest.raises(CheckpointDamaged, match="overlap"):
+        StoredCheckpoint(path).read([Wanted("model.x", Chunk((0, 0), (1, 2)), torch.empty(1, 2))])
+
+
+def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path, verify):
+    for shape in ((6, 2), (600, 20)):
+        path = saved(tmp_path / str(shape), {"x": torch.zeros(shape), "y": torch.zeros(shape).t().contiguous()})
+
+        def exchange(metadata):
+            x, y = MetadataIndex("model.x", (0, 0)), MetadataIndex("model.y", (0, 0))
+            metadata.storage_data[x], metadata.storage_data[y] = metadata.storage_data[y], metadata.storage_data[x]
+
+        change_metadata(path, exchange)
+        with pytest.raises(CheckpointDamaged, match="expected a chunk of shape"):
+            StoredCheckpoint(path, verify=verify).read([Wanted("model.x", whole_box(shape), torch.empty(shape))])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "overlap"),
+    [
+        ([((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0, 2), (4, 1))], False),
+        ([((0, 0), (2, 2)), ((1, 1), (1, 1))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 1)), ((3, 0), (1, 2))], True),
+        ([((0,), (0,)), ((0,), (3,))], False),
+        ([((), ())], False),
+        ([((), ()), ((), ())], True),
+    ],
+)
+def test_overlaps_are_found(chunks, overlap):
+    found = first_overlap([Chunk(*chunk) for chunk in chunks])
+    assert (found is not None) is overlap
+
+
+def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit):
+    """HSDP, several axes on one dim, uneven and strided shards: each box holds the global tensor's values there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def all_placements():
+        mesh = init_device_mesh("cpu", (2, 2))
+        placements = [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)]
+        for outer in placements:
+            for inner in placements[:3]:
+                num_rows = 8 if isinstance(outer, _StridedShard) else 7  # torch itself refuses strides that do not fit
+                whole = torch.arange(num_rows * 5).reshape(num_rows, 5)
+                covered = torch.zeros_like(whole)
+                tensor = distribute_tensor(whole, mesh, [outer, inner])
+                for chunk, local in local_boxes(tensor):
+                    slices = tuple(slice(along.start, along.stop) for along in chunk.ranges)
+                    assert torch.equal(local, whole[slices]), (outer, inner)
+                    covered[slices] = 1
+                torch.distributed.all_reduce(covered)
+                assert bool((covered >= 1).all())
+        return True
+
+    assert run_ranks(all_placements, 4) == [True] * 4
+
+
+def test_a_local_tensor_says_itself_what_it_holds():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    def uneven():
+        mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
+        local = torch.zeros((3, 1)[rank], 2)
+        made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
+        with pytest.raises(ValueError, match="bring `__create_chunk_list__`"):
+            local_boxes(made)
+        chunk = ChunkStorageMetadata(torch.Size(((0, 3)[rank], 0)), local.shape)
+        made._local_tensor.__create_chunk_list__ = lambda: [chunk]
+        return [(tuple(box.chunk.offsets), tuple(box.chunk.sizes)) for box in local_boxes(made)]
+
+    assert run_ranks(uneven, 2) == [[((0, 0), (3, 2))], [((3, 0), (1, 2))]]

@@ -1,0 +1,256 @@
+"""A checkpoint is data from elsewhere: nothing pickled in it runs, and no path in it leads outside."""
+
+import argparse
+import io
+import os
+import pathlib
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
+from lamella_checkpoint._metadata import StoredMetadata
+from lamella_checkpoint._pickles import Inert, UnknownType, read_pickle
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Runs:
+    """Makes a directory when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not os.path.exists("ran")
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(tmp_path / "a", model=nn.Linear(2, 2))
+    return tmp_path / "a"
+
+
+def refused(path, content, **options):
+    (path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointDamaged) as info:
+        load(path, model=nn.Linear(2, 2), **options)
+    assert info.value.file == str(path / ".metadata")
+    return info.value
+
+
+def stack_global(module, name):
+    """The opcodes that put an attribute of a module on the stack, dots in the name and all."""
+    strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    return strings + b"\x93"
+
+
+def call_on_ran(function):
+    return b"\x80\x04" + function + b"\x8c\x03ran\x85R."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "mkdir"),
+        ("posix", "mkdir"),
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("torch", "os.mkdir"),
+        ("torch", "float32.__class__"),
+        ("torch", "Size.__new__"),
+        ("torch", "load"),
+        ("torch.serialization", "os.mkdir"),
+        ("torch.serialization", "load"),
+        ("collections", "OrderedDict.fromkeys"),
+        ("collections", "namedtuple"),
+        ("pathlib", "Path.mkdir"),
+        ("pathlib", "os.mkdir"),
+        ("torch.distributed.checkpoint.metadata", "os.mkdir"),
+        ("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystem.mkdir"),
+        ("torch.distributed.checkpoint.filesystem", "os"),
+        ("megatron.core.dist_checkpointing", "os.MCoreMetadata"),
+        ("lamella_checkpoint._pickles", "pickle.loads"),
+    ],
+)
+def test_only_listed_types_are_found_in_metadata(path, module, name):
+    error = refused(path, call_on_ran(stack_global(module, name)))
+    assert isinstance(error, CheckpointUntrusted) and error.type_name == f"{module}.{name}"
+    assert f"got {module}.{name}" in str(error) and "trust=True" in str(error) and "--trust" in str(error)
+
+
+def test_old_opcodes_for_globals_find_no_more(path):
+    assert refused(path, b"\x80\x02cposix\nmkdir\nX\x03\x00\x00\x00ran\x85R.").type_name == "posix.mkdir"
+    assert refused(path, b"(S'ran'\niposix\nmkdir\n.").type_name == "posix.mkdir"
+
+
+def test_code_anywhere_in_real_metadata_does_not_run(path):
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.planner_data["more"] = Runs()
+    assert refused(path, pickle.dumps(metadata)).type_name == "posix.mkdir"
+
+
+def test_classes_that_others_use_stay_as_they_are(path):
+    """BUILD on a class sets attributes of the class: in a plain unpickler, for the rest of the process."""
+    attributes = b"N}\x8c\x06mkdir2\x8c\x03ran" + b"s"
+    for module, name in [
+        ("pathlib", "PosixPath"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+    ]:
+        refused(path, b"\x80\x04" + stack_global(module, name) + attributes + b"\x86b.")
+        for kind in (pathlib.PosixPath, Metadata, torch.serialization._get_layout, torch.Size, Inert):
+            assert not hasattr(kind, "mkdir2")
+
+
+def test_state_that_is_given_to_an_allowed_class_stays_state(path):
+    """BUILD on an instance runs `__setstate__`, and what an instance's state says it is does not become its type."""
+
+    class State:
+        def __reduce__(self):
+            return (StorageMeta, (), {"__class__": Metadata, "__setstate__": "x", "save_id": "y"})
+
+    content = io.BytesIO(pickle.dumps(State()))
+    made = read_pickle(content, knows=lambda module, name: name == "StorageMeta", trust=True)
+    assert type(made) is not StorageMeta and isinstance(made, Inert) and made.fields["save_id"] == "y"
+
+
+def test_stand_ins_of_one_file_are_not_those_of_the_next():
+    first, second = (read_pickle(io.BytesIO(pickle.dumps(MetadataIndex)), knows=lambda *_: True) for _ in range(2))
+    assert first is not second and issubclass(first, Inert)
+
+
+def test_unknown_types_are_stand_ins_where_the_reader_knows_all():
+    made = read_pickle(io.BytesIO(pickle.dumps({"a": Runs()})), knows=lambda *_: True)
+    assert made["a"].kind == "posix.mkdir" and made["a"].args == ("ran",)
+    with pytest.raises(UnknownType, match="posix.mkdir"):
+        read_pickle(io.BytesIO(pickle.dumps(Runs())), knows=lambda *_: False)
+
+
+def test_trust_makes_what_the_metadata_asks_for(path):
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.storage_meta.save_id = argparse.Namespace(of="a writer's own")
+    content = pickle.dumps(metadata)
+    assert refused(path, content).type_name == "argparse.Namespace"
+    load(path, model=nn.Linear(2, 2), trust=True)
+    check(path, model=nn.Linear(2, 2), trust=True)
+
+
+def write_entry(value, directory="b"):
+    """A checkpoint whose one option is any object: plain DCP writes what it is given."""
+    model = nn.Linear(1, 1)
+    dcp.save({"model": model.state_dict(), "optimizer": {"param_groups.weight.lr": value}}, checkpoint_id=directory)
+    return model
+
+
+def test_code_in_an_option_does_not_run():
+    buffer = io.BytesIO()
+    torch.save(Runs(), buffer)
+    model = write_entry(argparse.Namespace(lr=1))
+    metadata = dcp.FileSystemReader("b").read_metadata()
+    index = MetadataIndex("optimizer.param_groups.weight.lr")
+    info = metadata.storage_data[index]
+    info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(buffer.getvalue())
+    (pathlib.Path("b") / "__9_0.distcp").write_bytes(buffer.getvalue())
+    (pathlib.Path("b") / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointUntrusted) as info:
+        load("b", model=model, optimizer=torch.optim.SGD([model.weight]), strict=False)
+    assert info.value.entry == "optimizer.param_groups.weight.lr" and info.value.type_name == "posix.mkdir"
+
+
+def test_an_object_of_another_type_is_named_and_can_be_trusted():
+    model = write_entry(argparse.Namespace(lr=1))
+    optimizer = torch.optim.SGD([model.weight])
+    with pytest.raises(CheckpointUntrusted, match="'optimizer.param_groups.weight.lr' of .*argparse.Namespace"):
+        load("b", model=model, optimizer=optimizer, strict=False)
+    load("b", model=model, optimizer=optimizer, strict=False, trust=True)
+    assert optimizer.param_groups[0]["lr"] == argparse.Namespace(lr=1)
+
+
+def test_code_in_a_tensors_place_does_not_run(path):
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for size in (0, 1 << 15):
+        buffer = io.BytesIO()
+        torch.save([Runs(), bytearray(size)], buffer)
+        (path / "__9_0.distcp").write_bytes(buffer.getvalue())
+        for info in metadata.storage_data.values():
+            info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(buffer.getvalue())
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        (path / "lamella_checksums.json").unlink(missing_ok=True)
+        with pytest.raises(CheckpointDamaged, match="__9_0.distcp"):
+            load(path, model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("elsewhere", ["../elsewhere.distcp", "/etc/passwd", "sub/file.distcp", "..", "."])
+def test_names_of_files_do_not_lead_outside(path, elsewhere):
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = elsewhere
+    assert "leads outside" in str(refused(path, pickle.dumps(metadata)))
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_links_do_not_lead_outside(path, tmp_path, file):
+    shutil.move(path / file, tmp_path / "elsewhere")
+    (path / file).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointDamaged, match="it leads outside, to .*elsewhere") as info:
+        load(path, model=nn.Linear(2, 2))
+    assert info.value.file == str(path / file)
+
+
+def test_a_checkpoint_may_itself_be_reached_through_a_link(path, tmp_path):
+    (tmp_path / "latest").symlink_to(path)
+    load(tmp_path / "latest", model=nn.Linear(2, 2))
+
+
+def test_a_pipe_is_no_file(path):
+    (path / "__0_0.distcp").unlink()
+    os.mkfifo(path / "__0_0.distcp")
+    with pytest.raises(CheckpointDamaged, match="not a regular file"):
+        load(path, model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["model.bias"]}), "name to be of type str"),
+        (lambda m: setattr(m.state_dict_metadata["model.bias"], "size", [2]), "sizes or offsets of 'model.bias'"),
+        (lambda m: setattr(m.state_dict_metadata["model.bias"], "size", torch.Size([1])), "inside its shape"),
+        (lambda m: setattr(m.state_dict_metadata["model.bias"].properties, "dtype", "x"), "dtype of 'model.bias'"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "offset", -1), "a place of 'model"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", None), "file of 'model"),
+        (lambda m: setattr(m, "storage_data", None), "storage_data to be of type dict"),
+        (lambda m: setattr(m, "state_dict_metadata", []), "state_dict_metadata to be of type dict"),
+    ],
+)
+def test_metadata_that_makes_no_sense_is_refused(path, change, message):
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    change(metadata)
+    assert message in str(refused(path, pickle.dumps(metadata)))
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_metadata_of_any_protocol_is_read(path, protocol):
+    expected = dcp.FileSystemReader(path).read_metadata()
+    expected.storage_meta.checkpoint_id = pathlib.Path("/somewhere")
+    (path / ".metadata").write_bytes(pickle.dumps(expected, protocol))
+    found = StoredMetadata.read(path)
+    assert found.save_id == expected.storage_meta.save_id
+    for name, entry in expected.state_dict_metadata.items():
+        assert found.tensors[name].shape == tuple(entry.size) and found.tensors[name].dtype is entry.properties.dtype
+        for chunk in entry.chunks:
+            item = expected.storage_data[MetadataIndex(name, chunk.offsets)]
+            assert found.items[name, tuple(chunk.offsets)] == (item.relative_path, item.offset, item.length)

@@ -1,0 +1,281 @@
+"""Every rank finds out alone what it writes: each box once, divided over those who have it, with nothing asked."""
+
+import json
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lamella_checkpoint import CheckpointFailed, load, save
+from lamella_testing import run_ranks
+
+
+class Bag(nn.Module):
+    """A model of given parameters."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+
+def numbered(*shape):
+    return torch.arange(float(prod(shape))).reshape(shape)
+
+
+def loaded(path, name, *shape):
+    bag = Bag(**{name: torch.full(shape, -1.0)})
+    load(path, model=bag, strict=False)
+    return bag.get_parameter(name).detach()
+
+
+def bytes_by_rank(path):
+    files = json.loads((path / "lamella_checksums.json").read_text())["files"]
+    by_rank = {}
+    for file, items in files.items():
+        if file.startswith("__"):
+            rank = int(file.strip("_").split("_")[0])
+            by_rank[rank] = by_rank.get(rank, 0) + sum(length for _, length, _ in items)
+    return by_rank
+
+
+PLACEMENTS = {
+    "even": ((4,), (Shard(0),), (8, 3)),
+    "uneven": ((4,), (Shard(0),), (9, 3)),
+    "with empty parts": ((4,), (Shard(0),), (2, 3)),
+    "another dim": ((4,), (Shard(1),), (3, 7)),
+    "replicated": ((4,), (Replicate(),), (5, 3)),
+    "HSDP": ((2, 2), (Replicate(), Shard(0)), (5, 3)),
+    "two dims": ((2, 2), (Shard(1), Shard(0)), (5, 3)),
+    "one dim twice": ((2, 2), (Shard(0), Shard(0)), (7, 3)),
+    "no elements": ((4,), (Shard(0),), (0, 3)),
+    "no elements, another dim": ((4,), (Shard(1),), (0, 4)),
+    "a number": ((4,), (Replicate(),), ()),
+}
+
+
+def test_every_box_of_every_placement_is_stored_once_and_the_whole_comes_back(tmp_path):
+    def save_all():
+        bags = {}
+        for name, (mesh_shape, placements, shape) in PLACEMENTS.items():
+            mesh = init_device_mesh("cpu", mesh_shape)
+            bags[name] = distribute_tensor(numbered(*shape), mesh, placements)
+        save(tmp_path / "a", model=nn.ParameterDict(bags))
+
+    run_ranks(save_all, 4)
+    metadata = FileSystemReader(tmp_path / "a").read_metadata()
+    for name, (_, _, shape) in PLACEMENTS.items():
+        table = metadata.state_dict_metadata[f"model.{name}"]
+        assert sum(prod(chunk.sizes) for chunk in table.chunks) == prod(shape)
+        fresh = nn.ParameterDict({name: torch.full(shape, -1.0)})
+        load(tmp_path / "a", model=fresh, strict=False)
+        assert torch.equal(fresh[name], numbered(*shape)), name
+
+
+def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path):
+    def save_three():
+        rows = [100, 1, 50, 30, 20, 90, 10]
+        hsdp, all_ranks = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+        plain = {f"p{n}": torch.zeros(each, 100) for n, each in enumerate(rows)}
+        mixed = {name: distribute_tensor(value, hsdp, [Replicate(), Shard(0)]) for name, value in plain.items()}
+        copies = {name: distribute_tensor(value, all_ranks, [Replicate()]) for name, value in plain.items()}
+        save(tmp_path / "hsdp", model=Bag(**mixed))
+        save(tmp_path / "copies", model=Bag(**copies))
+        save(tmp_path / "ddp", model=DistributedDataParallel(Bag(**plain)))
+
+    run_ranks(save_three, 4)
+    for name in ("hsdp", "copies", "ddp"):
+        nbytes = bytes_by_rank(tmp_path / name)
+        assert [*sorted(nbytes)] == [0, 1, 2, 3]
+        assert sum(nbytes.values()) < 301 * 400 + 28 * 2000  # Nothing twice.
+        assert max(nbytes.values()) < 45_000
+
+
+def test_a_save_asks_no_rank_for_its_tensors(kit, tmp_path, monkeypatch):
+    """Two exchanges: digests, and places. What goes first does not grow with the model."""
+    sent = []
+    gather_object = dist.gather_object
+
+    def record(obj, *args, **kwargs):
+        sent.append(len(repr(obj.value)))
+        gather_object(obj, *args, **kwargs)
+
+    def save_and_count():
+        monkeypatch.setattr(dist, "gather_object", record)
+        for num_layers in (1, 40):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+            kit.fully_shard(model)
+            save(tmp_path / str(num_layers), model=model)
+        return sent
+
+    for small_first, small_second, large_first, large_second in run_ranks(save_and_count, 2):
+        assert small_first == large_first < 200
+        assert large_second > 10 * small_second
+
+
+def test_names_that_only_some_ranks_hold_are_stored(tmp_path):
+    def save_stages():
+        stage = dist.get_rank() // 2
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+        model = nn.ModuleDict({str(stage): nn.BatchNorm1d(6)})
+        for name in ("weight", "bias"):
+            sharded = nn.Parameter(distribute_tensor(numbered(6) + stage, mesh, [Shard(0)]))
+            model[str(stage)].register_parameter(name, sharded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + stage))
+        save(tmp_path / "stages", model=model, optimizer=optimizer)
+        plain = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2), "shared": nn.Linear(2, 2)})
+        nn.init.ones_(plain["shared"].weight)
+        nn.init.zeros_(plain["shared"].bias)
+        save(tmp_path / "plain", model=plain)
+
+    run_ranks(save_stages, 4)
+    names = FileSystemReader(tmp_path / "stages").read_metadata().state_dict_metadata
+    for stage in range(2):
+        assert {f"model.{stage}.weight", f"model.{stage}.bias", f"model.{stage}.running_var"} <= set(names)
+        assert {f"optimizer.param_groups.{stage}.{name}.lr" for name in ("weight", "bias")} <= set(names)
+    whole = nn.ModuleDict({str(stage): nn.BatchNorm1d(6) for stage in range(2)})
+    groups = [{"params": each.parameters()} for each in whole.values()]
+    optimizer = torch.optim.SGD(groups, lr=9.0)
+    load(tmp_path / "stages", model=whole, optimizer=optimizer)
+    assert torch.equal(whole["1"].weight, numbered(6) + 1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    plain = nn.ModuleDict({str(n): nn.Linear(2, 2) for n in (0, 1, 2, 3, "shared")})
+    load(tmp_path / "plain", model=plain)
+    assert plain["shared"].weight.eq(1).all()
+
+
+def refusals(make, num_ranks=2):
+    """What each rank says to a save of the model that `make` returns."""
+
+    def save_and_listen(path):
+        with pytest.raises((ValueError, NotImplementedError, CheckpointFailed)) as info:
+            save(path, **make())
+        return type(info.value), str(info.value)
+
+    return save_and_listen
+
+
+def both(results, kind, text):
+    assert kind in [each for each, _ in results]
+    assert all(text in message for _, message in results), results
+
+
+def test_a_partial_tensor_is_refused(tmp_path):
+    def make():
+        mesh = init_device_mesh("cpu", (2,))
+        return {"model": Bag(a=DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False))}
+
+    both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "'model.a' to be sharded or replicated")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path):
+    def make():
+        local = torch.ones(1 + 2 * dist.get_rank(), 2)
+        mesh = init_device_mesh("cpu", (2,))
+        ragged = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
+        return {"model": Bag(a=ragged)}
+
+    both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "part of 'model.a' to be of shape (2, 2)")
+
+
+def test_a_slot_in_local_coordinates_is_refused(tmp_path):
+    def make():
+        model = Bag(a=distribute_tensor(numbered(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.state[model.a]["moment"] = torch.zeros(2, 2)
+        return {"model": model, "optimizer": optimizer}
+
+    both(run_ranks(refusals(make), 2, tmp_path / "a"), NotImplementedError, "'optimizer.state.a.moment'")
+
+
+def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path):
+    """Tensor-parallel parts on meshes of their own: one of them would be lost."""
+
+    def make():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        part = numbered(8, 2).chunk(2)[mesh.get_coordinate()[0]]
+        return {"model": Bag(a=distribute_tensor(part, mesh["dp"], [Shard(0)]))}
+
+    both(run_ranks(refusals(make), 4, tmp_path / "a"), ValueError, "the same data at [0, 0] of 'model.a'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hole_is_refused_when_it_is_saved(tmp_path):
+    def make():
+        model = Bag(a=distribute_tensor(numbered(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        optimizer = torch.optim.SGD(model.parameters())
+        if dist.get_rank() == 0:
+            optimizer.state[model.a]["moment"] = torch.zeros_like(model.a)
+        return {"model": model, "optimizer": optimizer}
+
+    text = "the 8 elements of 'optimizer.state.a.moment', got 4"
+    both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, text)
+
+
+def test_a_tensor_that_names_its_own_boxes_is_asked(tmp_path):
+    """As Megatron's uneven tensors: rows cut where the placements do not say, told by functions on the local tensor."""
+
+    def uneven(start, num_rows):
+        def create_write_items(fqn, _):
+            chunk = ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((num_rows, 2)))
+            data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size((4, 2)))
+            return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+        local = numbered(4, 2)[start:][:num_rows]
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
+        tensor._local_tensor.__create_write_items__ = create_write_items
+        return tensor
+
+    def save_uneven():
+        model = nn.Module()
+        model.register_buffer("a", uneven(*[(0, 3), (3, 1)][dist.get_rank()]))
+        save(tmp_path / "a", model=model)
+
+    run_ranks(save_uneven, 2)
+    assert torch.equal(loaded(tmp_path / "a", "a", 4, 2), numbered(4, 2))
+
+
+def test_tensor_parallel_parts_that_are_sharded_again_come_back(kit, tmp_path):
+    def save_two():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = Bag(
+            rows=distribute_tensor(numbered(8, 3), mesh["tp"], [Shard(0)]),
+            columns=distribute_tensor(numbered(5, 8), mesh["tp"], [Shard(1)]),
+            alike=distribute_tensor(numbered(6), mesh["tp"], [Replicate()]),
+        )
+        fully_shard(model, mesh=mesh["dp"])
+        save(tmp_path / "a", model=model)
+        return type(model.rows.placements[0]).__name__
+
+    assert run_ranks(save_two, 4)[0] == "_StridedShard"
+    for name, shape in {"rows": (8, 3), "columns": (5, 8), "alike": (6,)}.items():
+        assert torch.equal(loaded(tmp_path / "a", name, *shape), numbered(*shape))
+
+
+def test_a_part_of_a_larger_buffer_takes_its_own_bytes_alone(tmp_path):
+    buffer = torch.zeros(100_000)
+    save(tmp_path / "a", model=Bag(a=buffer[1000:1010], b=buffer[2000:2012].view(3, 4).t(), c=buffer[:0]))
+    assert sum(bytes_by_rank(tmp_path / "a").values()) < 5000
+
+
+def test_large_shares_are_written_as_several_files(tmp_path, monkeypatch):
+    from lamella_checkpoint import _dcp_write
+
+    monkeypatch.setattr(_dcp_write, "_SPLIT_NBYTES", 3000)
+    bag = Bag(**{f"p{n}": numbered(50, n) for n in range(8)})
+    save(tmp_path / "a", model=bag)
+    assert {path.name for path in (tmp_path / "a").glob("*.distcp")} == {f"__0_{n}.distcp" for n in range(4)}
+    fresh = Bag(**{f"p{n}": torch.zeros(50, n) for n in range(8)})
+    load(tmp_path / "a", model=fresh)
+    assert all(torch.equal(param, fresh.get_parameter(name)) for name, param in bag.named_parameters())
