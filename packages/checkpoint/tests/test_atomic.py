@@ -60,7 +60,7 @@ def in_child(fn):
 MOMENTS = {
     "before the data": (_save, "write_items", False),
     "after the data": (_save, "write_items", True),
-    "after the metadata": (_dcp_write, "_write_metadata", True),
+    "after the metadata": (_dcp_write, "write_metadata", True),
     "after the manifest": (_manifest.Manifest, "write", True),
     "after the checksums": (_save, "complete", True),
     "before publishing": (_save, "publish", False),

@@ -12,7 +12,7 @@ Note [Two checksums]
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -78,7 +78,7 @@ def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Place
     """
     _await_accelerator(items)
     bins = _bins(items)
-    with _without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
+    with without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
         files = [directory / f"__{rank}_{index}.distcp" for index in range(len(bins))]
         return [placed for of_file in pool.map(_write_file, files, bins) for placed in of_file]
 
@@ -97,7 +97,7 @@ def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manif
     Effects: waits until the three files' contents are on the disk.
     """
     places = _first_of_each(parts)
-    _write_metadata(directory, places)
+    write_metadata(directory, places)
     replace(manifest, checksums=CHECKSUMS_FILE).write(directory)
     files: dict[str, dict[Span, int]] = {}
     for placed in (placed for part in parts for placed in part):
@@ -166,7 +166,7 @@ def _await_accelerator(items: Sequence[Item]) -> None:
 
 
 @contextmanager
-def _without_archive_checksums() -> Iterator[None]:
+def without_archive_checksums() -> Iterator[None]:
     """Note [Two checksums]."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -222,14 +222,34 @@ def _check_whole(places: Sequence[Placed]) -> None:
             raise ValueError(f"Expected the ranks to hold the {numel} elements of {name!r}, got {num_held[name]}.")
 
 
-def _write_metadata(directory: Path, places: Sequence[Placed]) -> None:
+def _section_and_name(name: str) -> tuple[str, ...]:
+    section, _, rest = name.partition(".")
+    return section, rest
+
+
+def write_metadata(
+    directory: Path,
+    places: Sequence[Placed],
+    *,
+    path_of: Callable[[str], tuple[str, ...]] = _section_and_name,
+    written_by: Sequence[str] = (WRITTEN_BY,),
+) -> None:
+    """Write `.metadata`.
+
+    Args:
+        directory: Holds the files.
+        places: Each box of each name once.
+        path_of: The keys of the nested dicts that torch makes of a name.
+        written_by: What the checkpoint says of itself; none for one without a manifest.
+
+    Effects: waits until the file's contents are on the disk.
+    """
     tables: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results: list[WriteResult] = []
     paths: dict[str, tuple[str, ...]] = {}
     for placed in places:
         for name in placed.names:
-            section, _, rest = name.partition(".")
-            paths[name] = (section, rest)
+            paths[name] = path_of(name)
             table = tables.setdefault(name, _table(placed))
             index = MetadataIndex(name)
             if placed.chunk is not None and isinstance(table, TensorStorageMetadata):
@@ -238,7 +258,7 @@ def _write_metadata(directory: Path, places: Sequence[Placed]) -> None:
                 table.chunks.append(ChunkStorageMetadata(offsets, sizes))
             place = _StorageInfo(placed.file, placed.span.offset, placed.span.length)
             results.append(WriteResult(index=index, size_in_bytes=placed.span.length, storage_data=place))
-    writer = _MetadataWriter(directory, sync_files=True)
+    writer = _MetadataWriter(directory, written_by)
     writer.set_up_storage_writer(True, rank=0)
     writer.finish(Metadata(state_dict_metadata=tables, planner_data=paths), [results])
 
@@ -252,6 +272,10 @@ def _table(placed: Placed) -> TensorStorageMetadata | BytesStorageMetadata:
 class _MetadataWriter(FileSystemWriter):
     """DCP's writer, of which only the end is used."""
 
+    def __init__(self, directory: Path, written_by: Sequence[str]) -> None:
+        super().__init__(directory, sync_files=True)
+        self._written_by = list(written_by)
+
     def storage_meta(self) -> StorageMeta:
         # No checkpoint_id: it would be the staging directory's path, which no longer exists when somebody reads it.
-        return StorageMeta(save_id=self.save_id, modules=[WRITTEN_BY])
+        return StorageMeta(save_id=self.save_id, modules=self._written_by)

@@ -43,15 +43,20 @@ def leftovers(parent: Path) -> Iterator[Leftover]:
             yield Leftover(path, match["target"], match["kind"])
 
 
-def stage(target: Path) -> Path:
+def stage(target: Path, *, replace: bool = True) -> Path:
     """An empty directory to write in, which `publish` turns into `target`.
 
+    Args:
+        target: What is to appear.
+        replace: Whether it may take a checkpoint's place. Formats in whose directories people keep files of their own
+            may not.
+
     Raises:
-        FileExistsError: `target` is something else than a checkpoint, and a save would delete it.
+        FileExistsError: `target` is something else than a checkpoint that may be replaced, and a save would delete it.
 
     Effects: creates the parents of `target`; removes the leftovers of killed saves to it.
     """
-    _check_replaceable(target)
+    _check_replaceable(target, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     staged = _sibling(target, "saving")
@@ -151,14 +156,14 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.with_name(f"{target.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def _check_replaceable(target: Path) -> None:
+def _check_replaceable(target: Path, *, replace: bool) -> None:
     """A save deletes what it replaces: that must be a checkpoint, or nothing."""
-    if not target.exists() or (target / METADATA_FILE).is_file():
+    if not target.exists() or (replace and (target / METADATA_FILE).is_file()):
         return
     if not target.is_dir() or any(target.iterdir()):
         raise FileExistsError(
             errno.EEXIST,
-            "Expected a checkpoint, an empty directory or nothing to replace, got other files. "
+            f"Expected {'a checkpoint, ' if replace else ''}an empty directory or nothing to replace, got other files. "
             "Save to a path of its own",
             str(target),
         )

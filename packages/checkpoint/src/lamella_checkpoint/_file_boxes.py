@@ -1,0 +1,170 @@
+"""Boxes of a tensor that lies row by row in a file: read and written where they are, through bounded buffers."""
+
+import os
+from collections.abc import Iterator
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+
+from lamella_layout import Chunk
+
+BUFFER_NBYTES: Final = 8 << 20
+"""The most that a read or a write holds of a tensor besides the memory that it fills or takes."""
+
+_GAP_NBYTES: Final = 32 << 10  # Reading over a gap of this length costs about as much as another system call.
+
+
+class Stored(NamedTuple):
+    """A tensor that lies in a file without gaps, last dim innermost; `start` is the byte of its first element."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next, one entry a dim."""
+        return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+
+def pieces(chunk: Chunk, max_numel: int) -> Iterator[Chunk]:
+    """Cut a box into boxes of at most `max_numel` elements, in the order of its memory; none where it is empty."""
+    if chunk.numel <= max(max_numel, 1):
+        if chunk.numel:
+            yield chunk
+        return
+    dim = _outermost(chunk)
+    num_rows = max(1, max_numel * chunk.sizes[dim] // chunk.numel)
+    for start in range(0, chunk.sizes[dim], num_rows):
+        yield from pieces(_rows(chunk, dim, start, num_rows), max_numel)
+
+
+def read_box(descriptor: int, stored: Stored, chunk: Chunk, into: torch.Tensor) -> None:
+    """Fill `into`, of the box's sizes and on any device, with a box of a stored tensor, cast to its dtype.
+
+    Raises:
+        EOFError: The file ends before the box does.
+        OSError: It cannot be read.
+
+    Effects: reads the box's bytes, and gaps between them that are shorter than a system call is worth; straight into
+        `into` where it is contiguous host memory of the stored dtype.
+    """
+    into = into.detach()
+    if _is_plain(into, stored.dtype):
+        _read_host(descriptor, stored, chunk, into)
+        return
+    for piece in pieces(chunk, BUFFER_NBYTES // stored.dtype.itemsize):
+        host = torch.empty(piece.sizes, dtype=stored.dtype)
+        _read_host(descriptor, stored, piece, host)
+        _part(into, piece, chunk).copy_(host)
+
+
+def write_box(descriptor: int, stored: Stored, chunk: Chunk, values: torch.Tensor) -> None:
+    """Put `values`, of the box's sizes and on any device, where the box of a stored tensor lies, cast to its dtype.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    Effects: writes the box's bytes and no others, so that many ranks can fill one tensor; copies from an accelerator
+        buffer by buffer.
+    """
+    values = values.detach()
+    for piece in pieces(chunk, BUFFER_NBYTES // stored.dtype.itemsize):
+        host = _part(values, piece, chunk).to(device="cpu", dtype=stored.dtype).contiguous()
+        _write_runs(descriptor, stored, piece, host)
+
+
+def _read_host(descriptor: int, stored: Stored, chunk: Chunk, host: torch.Tensor) -> None:
+    """Read a box into contiguous host memory of the stored dtype."""
+    first, numel = _span(stored, chunk)
+    close = _widest_gap(stored, chunk) <= _GAP_NBYTES
+    if numel == chunk.numel or not chunk.numel:
+        _fill(descriptor, first, host)
+    elif close and numel * stored.dtype.itemsize <= BUFFER_NBYTES:
+        buffer = torch.empty(numel, dtype=stored.dtype)
+        _fill(descriptor, first, buffer)
+        host.copy_(buffer.as_strided(chunk.sizes, stored.strides))
+    else:
+        dim = _outermost(chunk)
+        num_rows = max(1, BUFFER_NBYTES // (stored.strides[dim] * stored.dtype.itemsize)) if close else 1
+        for start in range(0, chunk.sizes[dim], num_rows):
+            rows = _rows(chunk, dim, start, num_rows)
+            _read_host(descriptor, stored, rows, host.narrow(dim, start, rows.sizes[dim]))
+
+
+def _write_runs(descriptor: int, stored: Stored, chunk: Chunk, host: torch.Tensor) -> None:
+    first, numel = _span(stored, chunk)
+    if numel == chunk.numel:
+        _drain(descriptor, first, host)
+        return
+    dim = _outermost(chunk)
+    for row in range(chunk.sizes[dim]):
+        _write_runs(descriptor, stored, _rows(chunk, dim, row, 1), host.narrow(dim, row, 1))
+
+
+def _span(stored: Stored, chunk: Chunk) -> tuple[int, int]:
+    """The byte where a box begins, and how many elements lie from its first to its last, both included."""
+    strides = stored.strides
+    first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
+    return stored.start + first * stored.dtype.itemsize, last + 1
+
+
+def _widest_gap(stored: Stored, chunk: Chunk) -> int:
+    """The bytes between two runs of a box, where they are furthest apart."""
+    widest, extent = 0, 1  # `extent`: elements from the first to the last of what lies further in.
+    for size, stride in zip(reversed(chunk.sizes), reversed(stored.strides), strict=True):
+        if size > 1:
+            widest = max(widest, stride - extent)
+            extent += (size - 1) * stride
+    return widest * stored.dtype.itemsize
+
+
+def _outermost(chunk: Chunk) -> int:
+    """The first dim along which a box can be cut."""
+    return next(dim for dim, size in enumerate(chunk.sizes) if size > 1)
+
+
+def _rows(chunk: Chunk, dim: int, start: int, num_rows: int) -> Chunk:
+    """Some indices of a box along one dim."""
+    offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+    offsets[dim] += start
+    sizes[dim] = min(num_rows, sizes[dim] - start)
+    return Chunk(tuple(offsets), tuple(sizes))
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_conj()
+
+
+def _part(tensor: torch.Tensor, piece: Chunk, chunk: Chunk) -> torch.Tensor:
+    """What a tensor that holds `chunk` holds of a piece of it."""
+    return tensor[tuple(slice(each.start, each.stop) for each in piece.relative_to(chunk).ranges)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # `reshape` keeps odd strides of a single element.
+    return flat.view(torch.uint8).numpy().data
+
+
+def _fill(descriptor: int, position: int, tensor: torch.Tensor) -> None:
+    memory = _bytes_of(tensor)
+    while memory:
+        num_read = os.preadv(descriptor, [memory], position)
+        if not num_read:
+            raise EOFError(f"the file ends at byte {position}, {len(memory)} bytes early")
+        memory, position = memory[num_read:], position + num_read
+
+
+def _drain(descriptor: int, position: int, tensor: torch.Tensor) -> None:
+    memory = _bytes_of(tensor)
+    while memory:
+        num_written = os.pwrite(descriptor, memory, position)
+        memory, position = memory[num_written:], position + num_written
