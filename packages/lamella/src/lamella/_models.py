@@ -13,6 +13,7 @@ from torch import nn
 
 from lamella._config import Values
 from lamella._options import ConfigError, nearest
+from lamella._pretrained import parameters_on_meta, pretrained_directory
 
 
 class ModelSpec(Protocol):
@@ -88,19 +89,27 @@ ADAPTERS: Mapping[str, str] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen
 """Model type -> the extra whose package knows its sharding units. Other models name theirs themselves."""
 
 
+FINE_TUNING: Values = {"optim": {"lr": 2e-5}}
+"""Settings for weights that have been trained before."""
+
+
 def named_settings(name: str) -> Values:
-    """The settings that come with a named model; none for a path."""
-    return NAMED[name].settings if name in NAMED else {}
+    """The settings that come with a named model, or with weights to start from; none for a config alone."""
+    if name in NAMED:
+        return NAMED[name].settings
+    return {} if pretrained_directory(name) is None else FINE_TUNING
 
 
 def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
     """The transformers config of a named model or of a path, with the vocabulary size replaced if one is given.
 
+    Of a model that has other parts too (vision), it is the text model's.
+
     Raises:
         ConfigError: No such model, its adapter is not installed, or the config lacks a field or is refused by
             transformers.
     """
-    values = dict(_values(name))
+    values = dict(_text_part(name, _values(name)))
     if vocab_size is not None:
         values["vocab_size"] = vocab_size
     # Main weights are fp32 whatever the config of a published checkpoint says; precision is the run's choice.
@@ -130,6 +139,16 @@ def _read_values(name: str) -> Mapping[str, object]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
     return values
+
+
+def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:
+    part = values.get("text_config")
+    if part is None:
+        return values
+    if not isinstance(part, dict) or not isinstance(part.get("model_type"), str):
+        raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {part!r}.")
+    # The outer config decides on this one: the inner value may be a library's default.
+    return part | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
 
 
 def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
@@ -192,6 +211,12 @@ def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
     with device:
         model = AutoModelForCausalLM.from_config(spec)  # type: ignore[no-untyped-call]
         return cast(nn.Module, model).train()
+
+
+def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The same model with parameters on the meta device, for weights to be read into its shards."""
+    with parameters_on_meta():
+        return build_model(spec, device, seed=0)
 
 
 def outline(spec: ModelSpec) -> nn.Module:
