@@ -22,10 +22,10 @@ from transformers import (
 
 from lamella import Config, ConfigError
 from lamella._directory import RunDirectory
-from lamella._models import named_settings
 from lamella._prepare import prepare
 from lamella._text import collect, train_tokenizer
 from lamella._tokens import load_tokens, sequences, validation_indices
+from lamella.cli import config_of, parse
 from lamella_checkpoint import find_family, load
 
 TrainOn = Callable[[Config, int], "object"]
@@ -157,7 +157,9 @@ def test_any_models_weights_are_started_from(
 
 
 def test_settings_suit_weights_that_were_trained_before(save: Callable[[nn.Module], Path]) -> None:
-    assert named_settings(str(save(make_model("dense"))))["optim"] == {"lr": 2e-5}
+    directory = str(save(make_model("dense")))
+    assert config_of(parse(["train", "--model", directory])).optim.lr == 2e-5
+    assert config_of(parse(["train", "--model", directory, "--lr", "1e-3"])).optim.lr == 1e-3
 
 
 def test_weights_that_are_not_the_models_are_refused(config: Config, save: Callable[[nn.Module], Path]) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 
 from lamella._config import Values
 from lamella._options import ConfigError, nearest
-from lamella._pretrained import parameters_on_meta, pretrained_directory
 
 
 class ModelSpec(Protocol):
@@ -89,15 +88,9 @@ ADAPTERS: Mapping[str, str] = {"qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen
 """Model type -> the extra whose package knows its sharding units. Other models name theirs themselves."""
 
 
-FINE_TUNING: Values = {"optim": {"lr": 2e-5}}
-"""Settings for weights that have been trained before."""
-
-
 def named_settings(name: str) -> Values:
-    """The settings that come with a named model, or with weights to start from; none for a config alone."""
-    if name in NAMED:
-        return NAMED[name].settings
-    return {} if pretrained_directory(name) is None else FINE_TUNING
+    """The settings that come with a named model; none for a path."""
+    return NAMED[name].settings if name in NAMED else {}
 
 
 def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
@@ -211,12 +204,6 @@ def build_model(spec: ModelSpec, device: torch.device, seed: int) -> nn.Module:
     with device:
         model = AutoModelForCausalLM.from_config(spec)  # type: ignore[no-untyped-call]
         return cast(nn.Module, model).train()
-
-
-def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The same model with parameters on the meta device, for weights to be read into its shards."""
-    with parameters_on_meta():
-        return build_model(spec, device, seed=0)
 
 
 def outline(spec: ModelSpec) -> nn.Module:

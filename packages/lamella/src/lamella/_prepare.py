@@ -58,7 +58,7 @@ def prepare(config: Config) -> Prepared:
     text = fingerprint(corpus, spec.vocab_size, pretrained)
     summary = _summary(corpus, model, spec)
     if pretrained is not None and latest is None:
-        summary = *summary, check_weights(pretrained, model, spec.model_type)
+        summary = *summary, check_weights(pretrained, model, spec)
     first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
     prepared = Prepared(directory=directory, first_step=first_step, summary=summary)
     if first_step < config.optim.steps:

@@ -4,15 +4,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
 
+from lamella._config import Values
+from lamella._models import ModelSpec, build_model
 from lamella._options import ConfigError
 from lamella_checkpoint import CheckpointDamaged, Rules, check_safetensors, find_family, load_safetensors
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NUM_NAMED = 3
+
+FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
+"""Settings for weights that have been trained before."""
 
 
 def pretrained_directory(name: str) -> Path | None:
@@ -21,7 +27,12 @@ def pretrained_directory(name: str) -> Path | None:
     return directory if any((directory / file).is_file() for file in _WEIGHTS) else None
 
 
-def check_weights(directory: Path, outline: nn.Module, model_type: str) -> str:
+def pretrained_settings(name: str) -> Values:
+    """The settings that suit the weights that `--model` names; none for others."""
+    return {} if pretrained_directory(name) is None else FINE_TUNING
+
+
+def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> str:
     """Refuse weights that are not all of the model's, before anything starts.
 
     Args:
@@ -34,7 +45,7 @@ def check_weights(directory: Path, outline: nn.Module, model_type: str) -> str:
         ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
     """
     try:
-        found = check_safetensors(directory, model=outline, rules=_rules(model_type))
+        found = check_safetensors(directory, model=outline, rules=_rules(spec))
     except (CheckpointDamaged, ValueError) as error:
         raise ConfigError(f"{error}") from error
     unfit = [each for each in found.names if each.live is not None]
@@ -48,22 +59,27 @@ def check_weights(directory: Path, outline: nn.Module, model_type: str) -> str:
     return f"weights: {directory}; {len(unused)} tensors stay unused: {', '.join(islice(unused, _NUM_NAMED))}, ..."
 
 
-def load_weights(directory: Path, model: nn.Module, model_type: str) -> None:
+def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
     """Read the weights into a model that `check_weights` has been asked about. Effects: collective."""
-    load_safetensors(directory, model=model, rules=_rules(model_type), strict=False)
+    load_safetensors(directory, model=model, rules=_rules(spec), strict=False)
 
 
-def _rules(model_type: str) -> Rules:
-    family = find_family(model_type)
-    return Rules(()) if family is None else family.text_modules
+def _rules(spec: ModelSpec) -> Rules:
+    family = find_family(spec.model_type)
+    return Rules(()) if family is None else family.modules(spec.to_dict())
+
+
+def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The model of a config with parameters on the meta device, for weights to be read into its shards.
+
+    Its buffers are as built. `torch.device("meta")` alone would lose them, and no checkpoint holds rotary tables.
+    """
+    with _parameters_on_meta():
+        return build_model(spec, device, seed=0)
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built here have no memory for their parameters; their buffers (rotary tables) are as built.
-
-    With `torch.device("meta")` instead the buffers would be lost, and those that no checkpoint holds with them.
-    """
+def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

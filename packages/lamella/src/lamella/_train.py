@@ -13,17 +13,10 @@ from torch.distributed.tensor import DTensor
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
 from lamella._measure import Interval, Speed, peak_flops
-from lamella._models import (
-    ModelSpec,
-    build_model,
-    build_without_parameters,
-    flops_per_token,
-    load_spec,
-    sharding_units,
-)
+from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
 from lamella._place import Rank
 from lamella._prepare import stream_settings
-from lamella._pretrained import load_weights, materialise, pretrained_directory
+from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
 from lamella._profile import profiled
 from lamella._report import Progress, Record, ValidationRecord, append, plot, read
 from lamella._tokens import BatchStream, load_tokens, sequences, validation_indices
@@ -131,7 +124,7 @@ class Trainer:
         latest = self._checkpoints.latest()
         if latest is None:
             if self._pretrained is not None:
-                load_weights(self._pretrained, self._model, self._spec.model_type)
+                load_weights(self._pretrained, self._model, self._spec)
             return 0
         return int(load(latest, model=self._model, optimizer=self._optimizer)["step"])
 
