@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from forged import forget_checksums
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -34,6 +35,8 @@ def refused(path, model, file):
 
 
 def rewrite_metadata(path, change):
+    """As a writer that made the mistake itself."""
+    forget_checksums(path)
     metadata = FileSystemReader(path).read_metadata()
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -68,6 +71,31 @@ def test_a_file_of_garbage_is_named(path, model, file):
     size = (path / file).stat().st_size
     (path / file).write_bytes(b"\x13" * size)
     refused(path, model, file)
+
+
+def test_no_bit_of_a_checkpoint_can_flip_unseen(path, model):
+    optimizer = torch.optim.SGD(model.parameters())
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for position in range(0, len(content), 61):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << position % 7
+            file.write_bytes(flipped)
+            with pytest.raises(CheckpointDamaged):
+                load(path, model=model, optimizer=optimizer)
+        file.write_bytes(content)
+    load(path, model=model, optimizer=optimizer)
+
+
+def test_an_error_names_the_file_and_the_tensor_whose_bits_flipped(path, model):
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    position = content.find(model.weight.detach().numpy().tobytes())
+    content[position] ^= 1
+    (path / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match="with the checksum .* for 'model.weight'") as info:
+        load(path, model=model)
+    assert info.value.file == str(path / "__0_0.distcp")
+    load(path, model=model, verify=False)
 
 
 def test_a_later_format_is_refused(path, model):

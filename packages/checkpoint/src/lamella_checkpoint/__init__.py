@@ -1,6 +1,10 @@
 """Checkpoints of sharded models that open on any number of ranks, and in plain PyTorch."""
 
+from lamella_checkpoint._async_save import AsyncSaver as AsyncSaver
+from lamella_checkpoint._async_save import SaveHandle as SaveHandle
 from lamella_checkpoint._checkpoint_directory import CheckpointDirectory as CheckpointDirectory
+from lamella_checkpoint._convert import Conversion as Conversion
+from lamella_checkpoint._convert import convert as convert
 from lamella_checkpoint._correspondence import Correspondence as Correspondence
 from lamella_checkpoint._correspondence import Piece as Piece
 from lamella_checkpoint._correspondence import Place as Place

@@ -1,19 +1,18 @@
 """A directory of checkpoints by step, of which the newest are kept."""
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import nn
 
-from lamella_checkpoint._directories import METADATA_FILE, leftovers, recover, remove
+from lamella_checkpoint._async_save import AsyncSaver, SaveHandle
 from lamella_checkpoint._ranks import on_device_of, on_rank_zero
+from lamella_checkpoint._retention import Retention, clean, path_of, steps_in
 from lamella_checkpoint._save import save
-
-_STEP: Final = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointDirectory:
@@ -27,7 +26,7 @@ class CheckpointDirectory:
 
         Args:
             root: On storage that every rank sees.
-            keep: How many of the newest checkpoints survive a save; None keeps all.
+            keep: How many of the newest complete checkpoints survive a save; None keeps all.
 
         Effects: none; the first `save` creates the directory.
         """
@@ -35,21 +34,29 @@ class CheckpointDirectory:
             raise ValueError(f"Expected to keep at least one checkpoint, got keep={keep!r}. None keeps all.")
         self.root = Path(os.path.realpath(root))
         self.keep = keep
+        self._saver: AsyncSaver | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, or would."""
         if step < 0:
             raise ValueError(f"Expected a step of 0 or more, got {step!r}.")
-        return self.root / f"step_{step:08d}"
+        return path_of(self.root, step)
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in order.
 
         Effects: reads the directory on this rank alone; no collective.
         """
-        paths = self.root.iterdir() if self.root.is_dir() else []
-        matches = (_STEP.fullmatch(path.name) for path in paths if (path / METADATA_FILE).is_file())
-        return sorted(int(match[1]) for match in matches if match)
+        return steps_in(self.root)
 
     def latest(self) -> Path | None:
         """The complete checkpoint of the highest step; None where there is none.
@@ -75,23 +82,63 @@ class CheckpointDirectory:
         Returns:
             The checkpoint's path.
 
-        Effects: collective on the default group, as `save`, with two more exchanges; rank 0 removes what killed saves
-            left anywhere under the root, and older checkpoints.
+        Raises:
+            CheckpointFailed: As `save`; or a save in the background failed, and nothing has begun.
+
+        Effects: waits for a save in the background to end; collective on the default group, as `save`, with two more
+            exchanges; rank 0 removes what killed saves left anywhere under the root, and older checkpoints.
         """
+        path = self.path(step)
+        self.wait()
         with on_device_of(model.parameters()):
-            on_rank_zero("clean the checkpoint directory", self._clean)
-            path = save(self.path(step), model=model, optimizer=optimizer, extra=extra)
-            on_rank_zero("remove older checkpoints", lambda: self._retain(step))
+            on_rank_zero("clean the checkpoint directory", lambda: clean(self.root))
+            save(path, model=model, optimizer=optimizer, extra=extra)
+            on_rank_zero("remove older checkpoints", self._retention(step).apply)
         return path
 
-    def _clean(self) -> None:
-        for leftover in leftovers(self.root):
-            if _STEP.fullmatch(leftover.target):
-                recover(self.root / leftover.target)
+    def save_async(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> SaveHandle:
+        """`save` in the background: see `AsyncSaver.save`, whose effects and errors these are.
 
-    def _retain(self, just_saved: int) -> None:
-        if self.keep is None:
-            return
-        for step in self.steps()[: -self.keep]:
-            if step != just_saved:
-                remove(self.path(step))
+        Where another save is in the air it is waited for, whatever its step. `steps`, `latest` and `keep` know a
+        checkpoint once it is complete; only then are older ones removed.
+
+        Returns:
+            What to ask for the outcome. Need not be kept; call `wait` before the program ends to hear of a failure.
+
+        Effects: as `AsyncSaver.save`; the first one starts a process beside this rank, and what killed saves left under
+            the root is removed in the background.
+        """
+        path = self.path(step)
+        self._saver = self._saver or AsyncSaver()
+        return self._saver._save(path, model, optimizer, extra, self._retention(step))
+
+    def wait(self) -> None:
+        """Wait until no save is in the air.
+
+        Raises:
+            CheckpointFailed: The last one failed, and nobody has been told yet.
+
+        Effects: no collective.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and give back the process and the memory of saves in the background.
+
+        Raises:
+            CheckpointFailed: As `wait`.
+        """
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def _retention(self, step: int) -> Retention:
+        return Retention(root=self.root, num_kept=self.keep, step=step)

@@ -43,9 +43,10 @@ class Checksums:
 
         Effects: reads two small files; no collective.
         """
-        if not (directory / MANIFEST_FILE).exists() or (name := Manifest.read(directory).checksums) is None:
+        file = directory / FILE
+        is_named = (directory / MANIFEST_FILE).exists() and Manifest.read(directory).checksums is not None
+        if not is_named and not file.exists():
             return None
-        file = directory / name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             if content["algorithm"] != _ALGORITHM:
@@ -95,15 +96,22 @@ class ChecksumStream:
     """A file that is written from its start on, and the checksum of what has been written of the present item.
 
     Counting and writing both release the GIL: several files are written at once by threads.
+
+    `error` is what the file system refused last: whoever serializes into the stream may have made another error of it.
     """
 
     def __init__(self, file: BinaryIO) -> None:
+        self.error: OSError | None = None
         self._file = file
         self._start = self._end = self._checksum = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes to the file and to the item."""
-        num_written = self._file.write(data)
+        try:
+            num_written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self._checksum = zlib.crc32(data, self._checksum)
         self._end += num_written
         return num_written

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from stat import S_ISREG
 
 from lamella_checkpoint._boxes import first_overlap
+from lamella_checkpoint._checksums import Checksums
 from lamella_checkpoint._dcp_write import WRITTEN_BY
 from lamella_checkpoint._directories import METADATA_FILE
 from lamella_checkpoint._errors import CheckpointDamaged
-from lamella_checkpoint._items import Checksums, Copy, ItemRead, read_object, read_tensors
+from lamella_checkpoint._items import Copy, ItemRead, read_object, read_tensors
+from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
+from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._metadata import Item, StoredMetadata
 from lamella_checkpoint._source import TensorInfo, Wanted
 
@@ -38,8 +40,17 @@ class StoredCheckpoint:
         self._values: dict[Item, object] = {}
         self._identity = _identity(directory)
         _check_directory(directory)
-        self.metadata = StoredMetadata.read(directory, trust=trust)
-        _check_files(directory, self.metadata)
+        with self._unless_replaced():
+            self._checksums = Checksums.of(directory) if verify else None
+            known = self._check_file(METADATA_FILE)
+            self.metadata = StoredMetadata.read(directory, trust=trust)
+            if not known and not self.is_own:
+                self._checksums = None  # Plain torch has saved over what they were of.
+            _check_files(directory, self.metadata)
+            self.manifest = Manifest.read(directory) if self.is_own else None
+            for file in (METADATA_FILE, MANIFEST_FILE) if self._checksums else ():
+                if not self._check_file(file):
+                    raise CheckpointDamaged(str(directory / file), "it has another length than when it was written")
 
     @property
     def save_id(self) -> str | None:
@@ -48,7 +59,7 @@ class StoredCheckpoint:
 
     @property
     def is_own(self) -> bool:
-        """Whether `write` wrote it."""
+        """Whether `save` wrote it."""
         return WRITTEN_BY in self.metadata.modules
 
     @property
@@ -76,20 +87,36 @@ class StoredCheckpoint:
         for each in wanted:
             self._add(reads, each)
         with self._unless_replaced():
-            read_tensors(self.path, reads.values(), self._checksums, on_item)
+            read_tensors(self.path, reads.values(), self._expected if self._verify else None, on_item)
 
     def read_object(self, name: str) -> object:
         """The value of an object; names that share a place share the value, and it is read once."""
         self._check_whole(name)
         item = self.metadata.items[name, None]
         if item not in self._values:
+            expected = self._expected if self._verify else None
             with self._unless_replaced():
-                self._values[item] = read_object(self.path, name, item, self._checksums, trust=self._trust)
+                self._values[item] = read_object(self.path, name, item, expected, trust=self._trust)
         return self._values[item]
 
-    @cached_property
-    def _checksums(self) -> Checksums | None:
-        return {} if self._verify else None
+    def _check_file(self, file: str) -> bool:
+        """Hold a small file against its checksum; False where there is none for a file of this length."""
+        if self._checksums is None:
+            return False
+        content = (self.path / file).read_bytes()
+        if self._checksums.expected(file, 0, len(content)) is None:
+            return False
+        self._checksums.check(self.path / file, 0, content)
+        return True
+
+    def _expected(self, item: Item) -> int | None:
+        """The checksum of an item, if its writer kept any."""
+        if self._checksums is None:
+            return None
+        crc = self._checksums.expected(*item)
+        if crc is None:
+            raise CheckpointDamaged(str(self.path / item.file), f"no checksum for {item.length} bytes at {item.offset}")
+        return crc
 
     def _add(self, reads: dict[Item, ItemRead], wanted: Wanted) -> None:
         """Add what a box takes of each stored chunk that it meets.

@@ -129,7 +129,10 @@ def _write_file(path: Path, items: Sequence[Item]) -> list[Placed]:
         stream = ChecksumStream(file)
         for item in items:
             value = _on_host(item.value) if isinstance(item.value, torch.Tensor) else item.value
-            torch.save(value, cast(BinaryIO, stream))  # It writes and flushes, no more.
+            try:
+                torch.save(value, cast(BinaryIO, stream))  # It writes and flushes, no more.
+            except RuntimeError as error:
+                raise stream.error or error from error
             span, checksum = stream.end_item()
             dtype = value.dtype if isinstance(value, torch.Tensor) else None
             placed.append(

@@ -56,18 +56,23 @@ def stage(target: Path, *, replace: bool = True) -> Path:
 
     Effects: creates the parents of `target`; removes the leftovers of killed saves to it.
     """
-    _check_replaceable(target, replace=replace)
+    check_replaceable(target, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
-    staged = _sibling(target, "saving")
+    staged = staging_path(target, secrets.token_hex(4))
     staged.mkdir()
     return staged
 
 
-def recover(target: Path) -> None:
-    """Put back the checkpoint that an interrupted save moved aside; remove what else such saves left."""
+def staging_path(target: Path, token: str) -> Path:
+    """Where a save writes before it is published; `token` is eight hexadecimal digits of its own."""
+    return target.with_name(f"{target.name}.saving-{token}")
+
+
+def recover(target: Path, *, spare: Path | None = None) -> None:
+    """Put back the checkpoint that an interrupted save moved aside; remove what else they left, but for `spare`."""
     for leftover in leftovers(target.parent):
-        if leftover.target != target.name:
+        if leftover.target != target.name or leftover.path == spare:
             continue
         if leftover.kind == "replaced" and not target.exists():
             leftover.path.rename(target)
@@ -156,8 +161,12 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.with_name(f"{target.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def _check_replaceable(target: Path, *, replace: bool) -> None:
-    """A save deletes what it replaces: that must be a checkpoint, or nothing."""
+def check_replaceable(target: Path, *, replace: bool = True) -> None:
+    """A save deletes what it replaces: that must be a checkpoint (with `replace`), or nothing.
+
+    Raises:
+        FileExistsError: It is something else.
+    """
     if not target.exists() or (replace and (target / METADATA_FILE).is_file()):
         return
     if not target.is_dir() or any(target.iterdir()):

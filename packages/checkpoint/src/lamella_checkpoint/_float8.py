@@ -33,6 +33,11 @@ def is_quantised(source: Source) -> bool:
     return any(name + _SUFFIX in source.tensors for name in source.tensors)
 
 
+def is_scale(source: Source, name: str) -> bool:
+    """Whether a tensor has the scales of another. Effects: none."""
+    return name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in source.tensors
+
+
 def linear_weights(name: str, info: TensorInfo) -> bool:
     """Which weights are quantised unless told otherwise: matrices of at least a block a side, of linear layers.
 

@@ -18,7 +18,7 @@ import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,8 +40,8 @@ _WORTH_A_READ_BYTES: Final = 256 << 10
 _SMALL_BYTES: Final = 16 << 10
 _MAX_THREADS: Final = 8
 
-Checksums = Mapping[tuple[str, int], tuple[int, int]]
-"""Length in bytes and CRC-32 of items, by file and offset."""
+Expected = Callable[[Item], int | None]
+"""The CRC-32 that an item should have; None where none was kept, and torch's archive may have one."""
 
 
 class Copy(NamedTuple):
@@ -69,7 +69,7 @@ def num_threads() -> int:
 def read_tensors(
     directory: Path,
     reads: Iterable[ItemRead],
-    checksums: Checksums | None,
+    expected: Expected | None,
     on_item: Callable[[Item], None] = lambda _: None,
 ) -> None:
     """Copy the wanted boxes of stored chunks.
@@ -77,8 +77,7 @@ def read_tensors(
     Args:
         directory: Of the checkpoint.
         reads: In any order; each item once.
-        checksums: To verify items with, which takes the CRC-32 of torch's archive where they have none; None verifies
-            nothing.
+        expected: What to hold items against; None verifies nothing.
         on_item: Is told of each item that has been read, by the calling thread.
 
     Raises:
@@ -93,21 +92,21 @@ def read_tensors(
 
         def run(read: ItemRead) -> Item:
             with files.opened(read.item.file) as descriptor, torch.no_grad():
-                _read_tensor(directory / read.item.file, descriptor, read, checksums)
+                _read_tensor(directory / read.item.file, descriptor, read, expected)
             return read.item
 
         for item in _each(run, ordered, lambda: _use(streams)):
             on_item(item)
 
 
-def read_object(directory: Path, name: str, item: Item, checksums: Checksums | None, *, trust: bool) -> object:
+def read_object(directory: Path, name: str, item: Item, expected: Expected | None, *, trust: bool) -> object:
     """Unpickle an object as plain data.
 
     Args:
         directory: Of the checkpoint.
         name: Of the entry, for messages.
         item: Where it lies.
-        checksums: As for `read_tensors`.
+        expected: As for `read_tensors`.
         trust: Whether types that torch does not know as plain data are made, which can run anything.
 
     Raises:
@@ -121,8 +120,8 @@ def read_object(directory: Path, name: str, item: Item, checksums: Checksums | N
             content = stream.read(item.length)
     except OSError as error:
         raise damaged(file, name, error) from error
-    if checksums is not None:
-        check_content(file, name, item, content, checksums)
+    if expected is not None:
+        check_content(file, name, item, content, expected)
     return unpickle(content, file, name, trust=trust)
 
 
@@ -154,14 +153,15 @@ def unsafe_types(file: io.BytesIO | Path) -> str:
         return ""
 
 
-def check_content(file: Path, name: str, item: Item, content: bytes, checksums: Checksums) -> None:
+def check_content(file: Path, name: str, item: Item, content: bytes, expected: Expected) -> None:
     """Hold an item's bytes against its checksum, or against those of torch's archive where it has none.
 
     Raises:
         CheckpointDamaged: They differ.
     """
-    if (item.file, item.offset) in checksums:
-        _check_equal(file, name, checksums[item.file, item.offset], (len(content), zlib.crc32(content)))
+    crc = expected(item)
+    if crc is not None:
+        _check_equal(file, name, (item.length, crc), (len(content), zlib.crc32(content)))
         return
     try:
         found = records(io.BytesIO(content))
@@ -248,27 +248,27 @@ def _use(streams: Sequence[torch.Stream]) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def _read_tensor(file: Path, descriptor: int, read: ItemRead, checksums: Checksums | None) -> None:
+def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected | None) -> None:
     try:
         stored = FileSlice(descriptor, read.item.offset, read.item.length)
         found = None if read.item.length <= _SMALL_BYTES else find_tensor(cast(BinaryIO, stored))
         if found is None:
-            _copy_all(file, stored, read, checksums)
+            _copy_all(file, stored, read, expected)
         else:
             _check_sizes(file, read, found.shape)
-            _Sweep(file, descriptor, read, found, checksums).run()
+            _Sweep(file, descriptor, read, found, expected).run()
     except (CheckpointDamaged, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # Of an archive that is garbage.
         raise damaged(file, read.name, error) from error
 
 
-def _copy_all(file: Path, stored: FileSlice, read: ItemRead, checksums: Checksums | None) -> None:
+def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected | None) -> None:
     """The way for what is small, and for tensors that only torch can read."""
     stored.seek(0)
     content = stored.read(read.item.length)
-    if checksums is not None:
-        check_content(file, read.name, read.item, content, checksums)
+    if expected is not None:
+        check_content(file, read.name, read.item, content, expected)
     tensor = _tensor_in(content)
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointDamaged(str(file), f"expected a tensor for {read.name!r}, got {type(tensor).__name__}")
@@ -298,31 +298,28 @@ class _Sweep:
     """One pass over an item, from front to back."""
 
     def __init__(
-        self, file: Path, descriptor: int, read: ItemRead, found: TensorRecord, checksums: Checksums | None
+        self, file: Path, descriptor: int, read: ItemRead, found: TensorRecord, expected: Expected | None
     ) -> None:
         self._file, self._descriptor, self._read, self._found = file, descriptor, read, found
-        self._checksums = checksums
-        self._crc: int | None = None if checksums is None else 0
+        self._expected = None if expected is None else expected(read.item)
+        self._crc: int | None = None if expected is None or (self._expected is None and found.record.crc is None) else 0
         # A scalar is a row of one element.
         self._sizes = read.sizes or (1,)
         self._copies = read.copies if read.sizes else [Copy(Chunk((0,), (1,)), _row(copy.into)) for copy in read.copies]
 
     def run(self) -> None:
         record, item = self._found.record, self._read.item
-        expected = None if self._checksums is None else self._checksums.get((item.file, item.offset))
-        if self._crc is None or (expected is None and record.crc is None):
-            self._crc = None  # There is nothing to hold it against.
+        if self._crc is None:  # There is nothing to hold it against.
             for copy in self._copies:
                 self._copy_box(copy)
-            return
-        if expected is None:
+        elif self._expected is None:
             self._rows(record.start, self._sizes, Range(0, self._sizes[0]), self._copies)
             _check_record(self._file, self._read.name, record, self._crc)
         else:
             self._pass_over(0, record.start)
             self._rows(record.start, self._sizes, Range(0, self._sizes[0]), self._copies)
             self._pass_over(record.start + record.length, item.length)
-            _check_equal(self._file, self._read.name, expected, (item.length, self._crc))
+            _check_equal(self._file, self._read.name, (item.length, self._expected), (item.length, self._crc))
 
     def _copy_box(self, copy: Copy) -> None:
         """Read one box: part by part where it lies in long parts, else along the rows that it is in."""

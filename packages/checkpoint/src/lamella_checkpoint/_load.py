@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -155,16 +155,8 @@ class _Plan:
             self.optimizer.assign(slots)
 
 
-class _Opened(NamedTuple):
-    """A checkpoint that `save` wrote, or one of plain DCP's, which has no manifest."""
-
-    stored: StoredCheckpoint
-    manifest: Manifest | None
-
-
-def _open(path: str | os.PathLike[str], *, trust: bool, verify: bool) -> _Opened:
-    stored = StoredCheckpoint(find(Path(os.path.realpath(path))), trust=trust, verify=verify)
-    return _Opened(stored, Manifest.read(stored.path) if stored.is_own else None)
+def _open(path: str | os.PathLike[str], *, trust: bool, verify: bool) -> StoredCheckpoint:
+    return StoredCheckpoint(find(Path(os.path.realpath(path))), trust=trust, verify=verify)
 
 
 def _check_same_everywhere(stored: StoredCheckpoint) -> None:
@@ -193,16 +185,15 @@ def _find(
     allow_meta: bool = False,
 ) -> _Plan:
     """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
-    opened = everywhere("open the checkpoint", lambda: _open(path, trust=trust, verify=verify))
-    _check_same_everywhere(opened.stored)
+    stored = everywhere("open the checkpoint", lambda: _open(path, trust=trust, verify=verify))
+    _check_same_everywhere(stored)
     return everywhere(
         "find its state in the checkpoint",
-        lambda: _plan(opened, LiveModel.of(model, allow_meta=allow_meta), optimizer, strict),
+        lambda: _plan(stored, LiveModel.of(model, allow_meta=allow_meta), optimizer, strict),
     )
 
 
-def _plan(opened: _Opened, live: LiveModel, optimizer: torch.optim.Optimizer | None, strict: bool) -> _Plan:
-    source, manifest = opened
+def _plan(source: StoredCheckpoint, live: LiveModel, optimizer: torch.optim.Optimizer | None, strict: bool) -> _Plan:
     targets, names = _match_model(source, live)
     unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
     load: OptimizerLoad | None = None
@@ -212,12 +203,12 @@ def _plan(opened: _Opened, live: LiveModel, optimizer: torch.optim.Optimizer | N
         found = OptimizerLoad.find(source, LiveOptimizer.of(optimizer, live), live.all_names())
         names += found.differences()
         conflicts = tuple(found.conflicts())
-        kinds = _different_kinds(manifest, optimizer)
+        kinds = _different_kinds(source.manifest, optimizer)
         load = None if kinds else found.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
     if strict and differences:
         raise CheckpointMismatch(str(source.path), differences)
-    extra = {} if manifest is None else dict(manifest.extra)
+    extra = {} if source.manifest is None else dict(source.manifest.extra)
     return _Plan(source=source, live=live, targets=targets, optimizer=load, differences=differences, extra=extra)
 
 

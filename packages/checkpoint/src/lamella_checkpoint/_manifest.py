@@ -37,12 +37,19 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of `lamella.json`. `extra` is the caller's; `checksums` is the name of the file that holds them."""
+    """The contents of `lamella.json`.
+
+    `extra` is the caller's; `checksums` is the name of the file that holds them; `save_id` tells a save in the
+    background from all others; `side_files` is the folder with what lay beside the weights in the Hugging Face
+    directory that this was converted from.
+    """
 
     extra: Mapping[str, Any]
     num_ranks: int
     optimizer: OptimizerKind | None
     checksums: str | None = None
+    side_files: str | None = None
+    save_id: str | None = None
 
     def write(self, directory: Path) -> None:
         """Write the file, and wait until its contents are on the disk.
@@ -89,6 +96,8 @@ class Manifest:
             "packages": _packages(),
             "optimizer": kind and {"class": kind.class_name, "options": sorted(kind.options)},
             "checksums": self.checksums,
+            "side_files": self.side_files,
+            "save_id": self.save_id,
             "extra": dict(self.extra),
         }
 
@@ -100,6 +109,8 @@ class Manifest:
             num_ranks=content["num_ranks"],
             optimizer=kind and OptimizerKind(class_name=kind["class"], options=frozenset(kind["options"])),
             checksums=content.get("checksums"),
+            side_files=content.get("side_files"),
+            save_id=content.get("save_id"),
         )
 
 

@@ -278,9 +278,14 @@ def global_expert(name: str, first: int) -> str:
     return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
 
 
-def sizes_of_args(args: object) -> dict[str, int]:
-    """The sizes that rules need, of Megatron's `args`: those that it has the numbers for."""
-    known = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+def canonical_name(name: str) -> str:
+    """A parameter's name (or one that begins with it) with the canonical spelling of multi-token prediction."""
+    return _MTP.sub(r"\1mtp_model_layer.", name)
+
+
+def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
+    """The sizes that rules need, of Megatron's `args` by name: those that it has the numbers for."""
+    known = {name: value for name, value in args.items() if isinstance(value, int)}
 
     def product(*names: str) -> int | None:
         result = 1
@@ -310,18 +315,17 @@ def counters(source: Source, beside: Mapping[str, object] | None = None) -> Coun
 
     Args:
         source: Canonical or stored names.
-        beside: Plain values from files beside the checkpoint (`train_state.pt` has Bridge's counters), which count
-            where the checkpoint itself lacks them.
+        beside: Plain values from files beside the checkpoint. Bridge's counters are in `train_state.pt`, and what it
+            writes into the checkpoint are placeholders: these count before it.
 
     Effects: reads the counters, and neither `args` nor random states.
     """
-    present = {name.split(".", 1)[0] for name in [*source.tensors, *source.objects]}
+    present = {re.split(r"[./]", name, maxsplit=1)[0] for name in [*source.tensors, *source.objects]}
     found: dict[str, object] = {}
     for name in ("checkpoint_version", "iteration", "num_floating_point_operations_so_far"):
         if name in source.objects:
             found[name] = source.read_object(name)
-    for name, value in (beside or {}).items():
-        found.setdefault("iteration" if name == "step" else name, value)
+    found |= {"iteration" if name == "step" else name: value for name, value in (beside or {}).items()}
     lacking = tuple(name for name in EXPECTED_OBJECTS if name not in present and name not in found)
     return Counters(found=found, lacking=lacking)
 
@@ -365,8 +369,7 @@ def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
     is_nested = any(logical_name(match[3]) != match[3] for match in map(_MODEL.match, names) if match)
 
     def canonical(name: str) -> str:
-        name = _MTP.sub(r"\1mtp_model_layer.", name)
-        return logical_name(name) if is_nested else name
+        return logical_name(canonical_name(name)) if is_nested else canonical_name(name)
 
     def read(name: str) -> str | None:
         if "._extra_state" in name:

@@ -182,7 +182,12 @@ class PiecesOfTensor(torch.Tensor):
         raise NotImplementedError(f"Expected a checkpoint to write or read pieces of a tensor, got {func}.")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PiecesOfTensor({tuple(self.shape)!r}, {[piece.chunk for piece in self._pieces.values()]!r})"
+        return f"PiecesOfTensor({tuple(self.shape)!r}, {[piece.chunk for piece in self.pieces]!r})"
+
+    @property
+    def pieces(self) -> list[LivePiece]:
+        """This rank's pieces."""
+        return list(self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """DCP asks for what to write."""
@@ -193,12 +198,12 @@ class PiecesOfTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=_stored(piece.chunk), properties=properties, size=self.shape),
             )
-            for piece in self._pieces.values()
+            for piece in self.pieces
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """DCP asks for what to read."""
-        return [_stored(piece.chunk) for piece in self._pieces.values()]
+        return [_stored(piece.chunk) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """DCP asks for the values of a chunk."""

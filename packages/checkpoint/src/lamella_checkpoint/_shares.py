@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +56,61 @@ class Item:
         return _FRAME_NBYTES + (self.value.nbytes if isinstance(self.value, torch.Tensor) else 0)
 
 
+class Tables:
+    """Chunk tables by mesh, shape and placements, each computed once: slots lie as their parameters do."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[DeviceMesh, torch.Tensor] = {}
+        self._parts: dict[_Key, _Part] = {}
+        self._owners: dict[_Key, Ranks] = {}
+
+    def part(self, tensor: DTensor) -> "_Part":
+        """What this rank has of a tensor, and who has the same. This rank is on the tensor's mesh."""
+        key = _key(tensor)
+        if key not in self._parts:
+            self._parts[key] = self._part(*key)
+        return self._parts[key]
+
+    def owners(self, tensor: DTensor) -> Ranks:
+        """The ranks of the tensor's mesh that have some of it; all of them for one without elements."""
+        key = _key(tensor)
+        if key not in self._owners:
+            mesh, shape, placements = key
+            ranks = self._ranks_of(mesh).flatten().tolist()
+            chunks = mesh_chunks(shape, tuple(mesh.shape), placements) if prod(shape) else [True] * len(ranks)
+            self._owners[key] = tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
+        return self._owners[key]
+
+    def _part(self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> "_Part":
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate)
+        along = zip(placements, coordinate, strict=True)
+        alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
+        ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
+        return _Part(region.shape, tuple(zip(region.chunks, _local_boxes(region), strict=True)), ranks)
+
+    def _ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
+        if mesh not in self._ranks:
+            self._ranks[mesh] = mesh.mesh
+        return self._ranks[mesh]
+
+
+class _Part(NamedTuple):
+    """A rank's part of a tensor: its local shape; each box of it, in the tensor and in the part; who has the same."""
+
+    local_shape: tuple[int, ...]
+    boxes: tuple[tuple[Chunk, tuple[slice, ...]], ...]
+    ranks: Ranks
+
+
+_Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...]]
+
+
+def _key(tensor: DTensor) -> _Key:
+    return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """What this rank has, by the ranks that have the same."""
@@ -64,8 +119,13 @@ class Share:
     rank: int
 
     @classmethod
-    def of(cls, contents: Contents, rank: int) -> "Share":
+    def of(cls, contents: Contents, rank: int, tables: Tables | None = None) -> "Share":
         """Find it, by Note [Who writes what].
+
+        Args:
+            contents: Of this rank.
+            rank: This rank.
+            tables: What was computed for the last save; None starts afresh.
 
         Raises:
             NotImplementedError: A slot lies in local coordinates of a sharded parameter.
@@ -74,7 +134,7 @@ class Share:
         Effects: none; no collective. Items are views of the live tensors.
         """
         held: dict[Ranks, list[Item]] = {}
-        for item, ranks in _Holdings(contents, rank).items():
+        for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
             if rank in ranks:
                 held.setdefault(ranks, []).append(item)
         return cls(held={ranks: tuple(items) for ranks, items in held.items()}, rank=rank)
@@ -108,13 +168,13 @@ def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
 class _Holdings:
     """All that this rank has, item by item, with the ranks that have the same."""
 
-    def __init__(self, contents: Contents, rank: int) -> None:
+    def __init__(self, contents: Contents, rank: int, tables: Tables) -> None:
         self._contents = contents
         self._rank = rank
+        self._tables = tables
         self._aliases: dict[str, list[str]] = {}
         for alias, name in contents.aliases.items():
             self._aliases.setdefault(name, []).append(alias)
-        self._owners: dict[object, Ranks] = {}
 
     def items(self) -> Iterator[tuple[Item, Ranks]]:
         for name, value in self._contents.values.items():
@@ -131,29 +191,23 @@ class _Holdings:
                 yield Item(names=names, value=value), self._beside(name, value)
 
     def _of_dtensor(self, names: tuple[str, ...], tensor: DTensor) -> Iterator[tuple[Item, Ranks]]:
-        mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-        if (coordinate := mesh.get_coordinate()) is None:
+        if tensor.device_mesh.get_coordinate() is None:
             return
         _check_not_partial(names[0], tensor)
-        local = _local(tensor)
+        shape, local = tuple(tensor.shape), _local(tensor)
         if not prod(shape):
             empty = Item(names=names, value=local.new_empty(shape), shape=shape, chunk=Chunk((0,) * len(shape), shape))
-            yield empty, tuple(mesh.mesh.flatten().tolist())
+            yield empty, self._tables.owners(tensor)
             return
-        placements = tensor.placements
-        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate)
-        if tuple(local.shape) != region.shape:
+        part = self._tables.part(tensor)
+        if tuple(local.shape) != part.local_shape:
             raise ValueError(
-                f"Expected this rank's part of {names[0]!r} to be of shape {region.shape}, as the placements "
-                f"{placements} of a tensor of shape {shape} have it, got {tuple(local.shape)}. A DTensor that is "
-                f"cut elsewhere has to say so with a RaggedShard."
+                f"Expected this rank's part of {names[0]!r} to be of shape {part.local_shape}, as the placements "
+                f"{tensor.placements} of a tensor of shape {shape} have it, got {tuple(local.shape)}. A DTensor that "
+                f"is cut elsewhere has to say so with a RaggedShard."
             )
-        alike = [
-            slice(None) if isinstance(each, Replicate) else at for each, at in zip(placements, coordinate, strict=True)
-        ]
-        ranks = tuple(mesh.mesh[tuple(alike)].flatten().tolist())
-        for chunk, box in zip(region.chunks, _local_boxes(region), strict=True):
-            yield Item(names=names, value=local[box], shape=shape, chunk=chunk), ranks
+        for chunk, box in part.boxes:
+            yield Item(names=names, value=local[box], shape=shape, chunk=chunk), part.ranks
 
     def _beside(self, name: str, value: object) -> Ranks:
         """The ranks that have a value that is no DTensor."""
@@ -161,10 +215,7 @@ class _Holdings:
         if not isinstance(param, DTensor):
             return self._contents.everyone
         _check_not_local(name, value, param)
-        key = (param.device_mesh, tuple(param.shape), param.placements)
-        if key not in self._owners:
-            self._owners[key] = _owners(*key)
-        return self._owners[key]
+        return self._tables.owners(param)
 
 
 def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
@@ -201,15 +252,6 @@ def _local_boxes(region: Region) -> Iterator[tuple[slice, ...]]:
         ends = [sum(run.numel for run in runs[: index + 1]) for index in range(len(runs))]
         along.append([slice(end - run.numel, end) for run, end in zip(runs, ends, strict=True)])
     return product(*along)
-
-
-def _owners(mesh: DeviceMesh, shape: tuple[int, ...], placements: Sequence[Placement]) -> Ranks:
-    """The ranks of a mesh that have some of a tensor; all of it for a tensor without elements."""
-    ranks = mesh.mesh.flatten().tolist()
-    if not prod(shape):
-        return tuple(ranks)
-    chunks = mesh_chunks(shape, tuple(mesh.shape), placements)
-    return tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
 
 
 def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:

@@ -170,8 +170,7 @@ def _starts(contents: object, file: Path) -> dict[int, int]:
     with FakeTensorMode():
         loaded = torch.load(file, weights_only=True)
     return {
-        id(saved): cast(int, tensor.untyped_storage()._checkpoint_offset)
-        for saved, tensor in _pairs(contents, loaded)
+        id(saved): cast(int, tensor.untyped_storage()._checkpoint_offset) for saved, tensor in _pairs(contents, loaded)
     }
 
 

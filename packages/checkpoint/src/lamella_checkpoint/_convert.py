@@ -1,0 +1,425 @@
+"""`convert`: a checkpoint of one format written in another, piece by piece, by one process."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypedDict
+
+import torch
+
+from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._directories import METADATA_FILE, find, publish, stage, sync
+from lamella_checkpoint._families import Family, find_family, known_model_types
+from lamella_checkpoint._float8 import (
+    Dequantised,
+    Quantised,
+    block_of,
+    is_quantised,
+    is_scale,
+    plain_config,
+    quantised_config,
+)
+from lamella_checkpoint._hf_files import copy_side_files, read_config, with_dtype, write_config
+from lamella_checkpoint._manifest import Manifest
+from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, Dialect, is_fsdp_dtensor, read_fsdp_dtensor
+from lamella_checkpoint._megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
+from lamella_checkpoint._safetensors import SafetensorsSource
+from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
+from lamella_checkpoint._source import Source
+from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
+from lamella_checkpoint._translate import Side, Translated, parameter_shapes, rename
+from lamella_checkpoint._translate import translate as translated
+from lamella_checkpoint._write_source import write_dcp, write_safetensors, write_torch
+
+Format = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
+
+OnProgress = Callable[[int, int], None]
+"""Told the bytes of tensors written so far, and all."""
+
+SIDE_FILES: Final = "hf"
+"""The folder of a checkpoint that keeps what lay beside the weights in a Hugging Face directory."""
+
+_DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
+_OF_MODEL: Final = "model."
+_NO_MANIFEST: Final = Manifest(extra={}, num_ranks=1, optimizer=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        source: What was read.
+        target: What was written.
+        to: Its format.
+        num_tensors: How many tensors were written.
+        nbytes: Their bytes.
+        left: Names of the source that the format has no place for: optimizer state in safetensors, say.
+        inexact: Names of tensors that cannot be brought back exactly from what was written, and why.
+        side_files: Names of the files that came along.
+    """
+
+    source: Path
+    target: Path
+    to: Format
+    num_tensors: int
+    nbytes: int
+    left: tuple[str, ...]
+    inexact: Mapping[str, str] = field(default_factory=dict)
+    side_files: tuple[str, ...] = ()
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: Format,
+    translate: Callable[[Source], Source] | None = None,
+    dtype: torch.dtype | None = None,
+    float8: bool | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dialect: str = RELEASE_0_19.name,
+    tensor_parallel_size: int | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    buffer_nbytes: int = BUFFER_NBYTES,
+    on_progress: OnProgress = lambda done, total: None,
+    trust: bool = False,
+) -> Conversion:
+    """Write a checkpoint in another format, holding no more of it than a buffer.
+
+    What lies beside the weights in a Hugging Face directory (configuration, tokenizer) comes along: into the folder
+    `hf` of a checkpoint, and from there into the next Hugging Face directory. A tied tensor is stored once.
+
+    The target appears whole or not at all.
+
+    Args:
+        src: A checkpoint: a Hugging Face directory or safetensors file, a directory of torch DCP, of this package or of
+            Megatron's `fsdp_dtensor`.
+        dst: A directory; for "torch" a file. It must not exist, or be an empty directory.
+        to: "dcp" is a checkpoint as `save` writes it, "hf" safetensors, "torch" one file of `torch.save`,
+            "fsdp_dtensor" Megatron's.
+        translate: What gives the source other names and cuts (`lamella_checkpoint.translate`): those of the target's
+            model, as `model.<name>`, in Megatron's canonical names for "fsdp_dtensor". None translates between Hugging
+            Face's and Megatron's names by the rules that an installed package has for the configuration's
+            `model_type`, and leaves other names as they are.
+        dtype: To cast weights of floating point to, other than float8; None keeps each tensor's own.
+        float8: Whether weights are to be float8 with a scale a block of 128 by 128. None keeps them so from Hugging
+            Face to Hugging Face and makes numbers of them elsewhere.
+        like: A Hugging Face directory whose side files come along instead of the source's own.
+        dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
+        tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
+        max_shard_nbytes: About how much one file holds.
+        buffer_nbytes: How much is held of tensors, unless a single row is more.
+        on_progress: Is told how far it is, piece by piece.
+        trust: Whether types that a checkpoint pickles are made that are neither plain data nor torch's own, which can
+            run anything.
+
+    Raises:
+        CheckpointDamaged: A file is absent or unreadable or not what it should be; it is named.
+        CheckpointUntrusted: The checkpoint holds other types, without `trust`.
+        FileExistsError: `dst` holds something.
+        FileNotFoundError: `src` is no checkpoint.
+        TypeError: The format lacks a dtype.
+        ValueError: Arguments contradict each other, nothing is left to write, or the names cannot be translated.
+
+    Effects: no collective; waits until all is on the disk.
+    """
+    _check_arguments(to, float8, dialect)
+    opened = _open(Path(os.path.realpath(src)), trust=trust)
+    beside = opened.side_files if like is None else Path(like)
+    config = None if beside is None else read_config(beside)
+    between = _Between(config=config, dialect=_DIALECTS[dialect], tensor_parallel_size=tensor_parallel_size)
+    plan = _plan(opened, to, between, translate, dtype, float8)
+    if not plan.dtypes:
+        raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.source.path)!r}.")
+    options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
+    target = Path(os.path.realpath(dst))
+    staged = stage(target, replace=False)
+    try:
+        copied = _copy_side_files(plan, to, beside, staged)
+        manifest = replace(opened.manifest or _NO_MANIFEST, save_id=None, side_files=SIDE_FILES if copied else None)
+        _write(plan, to, staged, target.name, manifest, max_shard_nbytes, options)
+        _publish(staged, target, is_file=to == "torch")
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return Conversion(
+        source=opened.source.path,
+        target=target,
+        to=to,
+        num_tensors=len(plan.dtypes),
+        nbytes=plan.nbytes,
+        left=plan.left,
+        inexact={name: why for layer in plan.layers for name, why in layer.inexact.items()},
+        side_files=copied,
+    )
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+class _Opened(NamedTuple):
+    """A checkpoint under `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
+
+    `is_megatrons` says whose names they are. `ties` are further names of tensors, by which they are read too.
+    """
+
+    source: Source
+    is_megatrons: bool = False
+    side_files: Path | None = None
+    manifest: Manifest | None = None
+    ties: Mapping[str, str] = {}
+
+
+def _open(path: Path, *, trust: bool) -> _Opened:
+    path = find(path)
+    if not (path / METADATA_FILE).is_file():
+        source = SafetensorsSource(path)
+        return _Opened(rename(source, lambda name: f"{_OF_MODEL}{name}"), side_files=path if path.is_dir() else None)
+    stored = StoredCheckpoint(path, trust=trust, verify=False)
+    side_files = path / SIDE_FILES if (path / SIDE_FILES).is_dir() else None
+    manifest = Manifest.read(path) if stored.is_own else None
+    if is_fsdp_dtensor(stored):
+        return _Opened(stored, is_megatrons=True, side_files=side_files)
+    if not any(name.startswith(_OF_MODEL) for name in stored.tensors):
+        return _Opened(rename(stored, lambda name: f"{_OF_MODEL}{name}"), side_files=side_files)
+    return _Opened(stored, side_files=side_files, manifest=manifest, ties=_ties(stored))
+
+
+def _ties(stored: StoredCheckpoint) -> dict[str, str]:
+    """Names of tensors that lie where another lies, by that other's name."""
+    firsts: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    for name, info in stored.tensors.items():
+        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in info.chunks))
+        first = firsts.setdefault(places, name) if places else name
+        if first != name:
+            ties[name] = first
+    return ties
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Between:
+    """What it takes to go from Hugging Face's names to Megatron's and back."""
+
+    config: Mapping[str, Any] | None
+    dialect: Dialect
+    tensor_parallel_size: int | None
+
+    def read(self, source: Source) -> Translated:
+        """From names of `fsdp_dtensor` to Megatron's canonical ones."""
+        return read_fsdp_dtensor(source, sizes=self._sizes())
+
+    def write(self, source: Source) -> Translated:
+        """From Megatron's canonical names to those of `fsdp_dtensor`."""
+        return with_fsdp_dtensor_names(source, self.dialect, sizes=self._sizes())
+
+    def translate(self, source: Source, to: Side) -> Translated:
+        """Between Hugging Face's names (left) and Megatron's canonical ones (right)."""
+        if self.config is None:
+            raise ValueError(
+                f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
+                f"names and Megatron's, got none. Pass `like`, or `translate`."
+            )
+        family = self._family()
+        if family is None:
+            raise ValueError(
+                f"Expected a package with the rules of model type {self.config.get('model_type')!r}, to go between "
+                f"Hugging Face's names and Megatron's, got those of {known_model_types()}. Pass `translate`."
+            )
+        rules = family.megatron(self.config)
+        return translated(source, rules.match(parameter_shapes(source), "left" if to == "right" else "right"), to=to)
+
+    def _family(self) -> Family | None:
+        return None if self.config is None else find_family(str(self.config.get("model_type")))
+
+    def _sizes(self) -> Mapping[str, int]:
+        family, tp = self._family(), self.tensor_parallel_size
+        if family is None or self.config is None or tp is None:
+            return {} if tp is None else {"tp": tp}
+        return family.megatron_sizes(self.config, tensor_parallel_size=tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A source under the target's names; which of its tensors are written, and as what.
+
+    Attributes:
+        source: What is read.
+        dtypes: What is written of it.
+        ties: Further names of tensors.
+        left: Names of the source that are not.
+        layers: The translations on the way.
+        config: The configuration that goes with the tensors, if there is one.
+    """
+
+    source: Source
+    dtypes: Mapping[str, torch.dtype]
+    ties: Mapping[str, str]
+    left: tuple[str, ...]
+    layers: tuple[Translated, ...]
+    config: Mapping[str, Any] | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of tensors that are written."""
+        return sum(prod(self.source.tensors[name].shape) * dtype.itemsize for name, dtype in self.dtypes.items())
+
+
+def _plan(
+    opened: _Opened,
+    to: Format,
+    between: _Between,
+    by: Callable[[Source], Source] | None,
+    dtype: torch.dtype | None,
+    float8: bool | None,
+) -> _Plan:
+    source, ties, config = opened.source, opened.ties, between.config
+    if by is not None or to in ("hf", "fsdp_dtensor"):
+        source, ties = rename(source, lambda name: None if name in opened.ties else name), {}
+    if is_quantised(source) and (float8 is False or (float8 is None and to != "hf")):
+        source = Dequantised(source, dtype=dtype or torch.bfloat16, block=block_of(config or {}))
+    layers = list(_translations(source, opened.is_megatrons, to, between, by))
+    layers.append(rename(layers[-1] if layers else source, _KEPT[to]))
+    source, left = layers[-1], layers[-1].left_over
+    if float8 and not is_quantised(source):
+        source = Quantised(source)
+    if config is not None:
+        config = _config_of(source, config, dtype)
+    return _Plan(
+        source=source, dtypes=_dtypes(source, ties, dtype), ties=ties, left=left, layers=tuple(layers), config=config
+    )
+
+
+def _translations(
+    source: Source, is_megatrons: bool, to: Format, between: _Between, by: Callable[[Source], Source] | None
+) -> Iterator[Translated]:
+    """The layers from a checkpoint's names to the target's, each over the one before."""
+    if is_megatrons:
+        yield (source := between.read(source))
+    if by is not None:
+        yield (source := rename(by(source), lambda name: name))
+    elif is_megatrons != (to == "fsdp_dtensor"):
+        yield (source := between.translate(source, "left" if is_megatrons else "right"))
+    if to == "fsdp_dtensor":
+        yield between.write(source)
+
+
+def _of_sections(name: str) -> str | None:
+    return name if name.startswith(("model.", "optimizer.")) else None
+
+
+def _of_model(name: str) -> str | None:
+    return name.removeprefix(_OF_MODEL) if name.startswith(_OF_MODEL) else None
+
+
+_KEPT: Final[Mapping[Format, Callable[[str], str | None]]] = {
+    "dcp": _of_sections,
+    "torch": _of_sections,
+    "hf": _of_model,
+    "fsdp_dtensor": lambda name: name,
+}
+"""What each format calls a native name; None where it has no place for it."""
+
+
+def _dtypes(source: Source, ties: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """What each tensor is written as: weights are cast, and neither their scales nor optimizer state."""
+    kept = {name for name in source.tensors if name.startswith("optimizer.") or is_scale(source, name)}
+    return {
+        name: info.dtype if name in kept else stored_dtype(info.dtype, dtype)
+        for name, info in source.tensors.items()
+        if name not in ties
+    }
+
+
+def _config_of(source: Source, config: Mapping[str, Any], dtype: torch.dtype | None) -> Mapping[str, Any]:
+    """A configuration that says of weights what they are."""
+    if isinstance(source, Quantised):
+        config = quantised_config(config, source.left_alone)
+    elif not is_quantised(source):
+        config = plain_config(config)
+    return config if dtype is None else with_dtype(config, dtype)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Options(TypedDict):
+    """What every format's writer takes."""
+
+    buffer_nbytes: int
+    on_bytes: OnBytes
+
+
+def _write(
+    plan: _Plan, to: Format, staged: Path, name: str, manifest: Manifest, max_file_nbytes: int, options: _Options
+) -> None:
+    match to:
+        case "hf":
+            write_safetensors(plan.source, plan.dtypes, staged, max_shard_nbytes=max_file_nbytes, **options)
+        case "torch":
+            write_torch(plan.source, plan.dtypes, staged / name, aliases=plan.ties, **options)
+        case "dcp":
+            write_dcp(
+                plan.source, plan.dtypes, staged,
+                aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options,
+            )  # fmt: skip
+        case "fsdp_dtensor":
+            write_dcp(
+                plan.source, plan.dtypes, staged, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options
+            )
+
+
+def _megatrons_path(name: str) -> tuple[str, ...]:
+    """The keys of Megatron's nested dicts: a parameter's whole name is one of them."""
+    section, *rest = name.split(".")
+    if section == "optimizer" and len(rest) > 2:
+        return section, rest[0], ".".join(rest[1:-1]), rest[-1]
+    return (section, ".".join(rest)) if rest else (section,)
+
+
+def _copy_side_files(plan: _Plan, to: Format, beside: Path | None, staged: Path) -> tuple[str, ...]:
+    if beside is None or to == "torch":
+        return ()
+    folder = staged if to == "hf" else staged / SIDE_FILES
+    folder.mkdir(exist_ok=True)
+    copied = copy_side_files(beside, folder)
+    if to == "hf" and plan.config is not None and plan.config != read_config(beside):
+        write_config(folder, plan.config)
+    sync(folder)
+    return copied
+
+
+def _publish(staged: Path, target: Path, *, is_file: bool) -> None:
+    if is_file:
+        (staged / target.name).rename(target)
+        staged.rmdir()
+        sync(target.parent)
+    else:
+        publish(staged, target)
+
+
+def _progress(on_progress: OnProgress, total: int) -> OnBytes:
+    done = 0
+
+    def on_bytes(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(done, total)
+
+    return on_bytes
+
+
+def _check_arguments(to: str, float8: bool | None, dialect: str) -> None:
+    if to not in _KEPT:
+        raise ValueError(f"Expected `to` to be one of {tuple(_KEPT)}, got {to!r}.")
+    if float8 and to != "hf":
+        raise ValueError(f"Expected float8=True with to='hf' only, which has scales for it, got to={to!r}.")
+    if dialect not in _DIALECTS:
+        raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {dialect!r}.")

@@ -1,0 +1,174 @@
+"""Megatron's and Megatron-Bridge's directories: which checkpoint is in them, and what the files beside it say.
+
+`args` is an object of Megatron's own making, pickled. Only its numbers are wanted, and they are read without making
+anything of it, see Note [Nothing runs].
+"""
+
+import io
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal
+
+import torch
+
+from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._megatron import Counters, Dialect, counters, dialect_of, read_fsdp_dtensor, sizes_of_args
+from lamella_checkpoint._pickles import Inert, read_pickle
+from lamella_checkpoint._torch_dist import read_torch_dist
+from lamella_checkpoint._translate import Translated
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+BRIDGE_TRACKER: Final = "latest_train_state.pt"
+TRAIN_STATE: Final = "train_state.pt"
+RUN_CONFIG: Final = "run_config.yaml"
+COMMON: Final = "common.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronCheckpoint:
+    """A checkpoint of Megatron, of any of its formats that hold named tensors.
+
+    Attributes:
+        source: Under canonical names.
+        format: Of its files.
+        dialect: Of `fsdp_dtensor`, where its names show one.
+        counters: How far training was, and what the checkpoint does not say of it.
+        sizes: What rank-major tensors are read with.
+    """
+
+    source: Translated
+    format: Literal["fsdp_dtensor", "torch_dist"]
+    dialect: Dialect | None
+    counters: Counters
+    sizes: Mapping[str, int]
+
+
+def open_megatron(
+    path: Path, *, sizes: Mapping[str, int] | None = None, trust: bool = False, verify: bool = True
+) -> MegatronCheckpoint:
+    """Open a checkpoint that Megatron-LM, Megatron-Bridge or a converter of theirs wrote.
+
+    Args:
+        path: The directory of one iteration, or the one that holds iterations and says which is the newest.
+        sizes: As for `read_fsdp_dtensor`, where the checkpoint does not tell them itself (its `args`, or Bridge's
+            `run_config.yaml`); they count before what it tells.
+        trust: As for `StoredCheckpoint`.
+        verify: As for `StoredCheckpoint`.
+
+    Raises:
+        CheckpointDamaged: A file is absent or unreadable.
+        ValueError: As for `read_fsdp_dtensor`.
+
+    Effects: reads metadata and small files; no collective.
+    """
+    directory = iteration_directory(path)
+    stored = StoredCheckpoint(directory, trust=trust, verify=verify)
+    common = plain_contents(directory / COMMON) if (directory / COMMON).is_file() else None
+    beside = train_state(directory)
+    known = {**run_config_sizes(directory), **_told_sizes(stored, common), **(sizes or {})}
+    source = read_fsdp_dtensor(stored, sizes=known) if common is None else read_torch_dist(stored, common)
+    return MegatronCheckpoint(
+        source=source,
+        format="fsdp_dtensor" if common is None else "torch_dist",
+        dialect=dialect_of(stored) if common is None else None,
+        counters=counters(source, beside),
+        sizes=known,
+    )
+
+
+def iteration_directory(path: Path) -> Path:
+    """The directory of the newest iteration in `path`, if it says one; else `path`.
+
+    Raises:
+        CheckpointDamaged: What it says is not there, or leads elsewhere.
+    """
+    if (path / TRACKER).is_file():
+        told = (path / TRACKER).read_text().strip()
+        if told != "release" and not told.isdecimal():
+            raise CheckpointDamaged(str(path / TRACKER), f"expected an iteration, got {told!r}")
+        name = told if told == "release" else f"iter_{int(told):07d}"
+    elif (path / BRIDGE_TRACKER).is_file():
+        name = f"iter_{int(train_state(path, BRIDGE_TRACKER).get('step', 0)):07d}"
+    else:
+        return path
+    if not (path / name).is_dir():
+        raise CheckpointDamaged(str(path), f"its newest iteration is {name!r}, which is not there")
+    return path / name
+
+
+def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
+    """Megatron-Bridge's counters; empty where it left none.
+
+    Raises:
+        CheckpointDamaged: The file is not what torch saves of plain data.
+    """
+    if not (directory / file).is_file():
+        return {}
+    try:
+        values = torch.load(directory / file, map_location="cpu", weights_only=True)
+        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+        raise CheckpointDamaged(str(directory / file), f"{type(error).__name__}: {error}") from error
+    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str)}
+
+
+def run_config_sizes(directory: Path) -> dict[str, int]:
+    """The sizes that Megatron-Bridge's `run_config.yaml` has numbers for; empty where there is none.
+
+    Only whole numbers are looked for, by the names that `args` has; a name that has two values counts for nothing.
+    """
+    file = directory / RUN_CONFIG
+    if not file.is_file():
+        return {}
+    found: dict[str, set[int]] = {}
+    for name, value in re.findall(r"^\s*(\w+):\s*(\d+)\s*$", file.read_text(), flags=re.MULTILINE):
+        found.setdefault(name, set()).add(int(value))
+    return sizes_of_args({name: values.pop() for name, values in found.items() if len(values) == 1})
+
+
+def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, Any]:
+    """What `torch.save` wrote of nested plain data; objects are dicts of their attributes, tensors are left out.
+
+    Args:
+        file: A file of torch's archive format.
+        name: For messages; the file's own if it has one.
+
+    Raises:
+        CheckpointDamaged: It is no such file.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            (member,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
+            value = read_pickle(io.BytesIO(archive.read(member)), knows=lambda *_: True)
+    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+        raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error
+    plain = _plain(value)
+    return plain if isinstance(plain, dict) else {}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Inert):
+        return {key: _plain(inner) for key, inner in value.fields.items()} or None
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def _told_sizes(stored: StoredCheckpoint, common: Mapping[str, Any] | None) -> dict[str, int]:
+    """The sizes that the checkpoint's `args` has numbers for."""
+    if common is not None:
+        args = common.get("args")
+    elif "args" in stored.objects:
+        item = stored.metadata.items["args", None]
+        with (stored.path / item.file).open("rb") as stream:
+            stream.seek(item.offset)
+            args = plain_contents(io.BytesIO(stream.read(item.length)), f"{stored.path}: args")
+    else:
+        args = None
+    return sizes_of_args(args) if isinstance(args, dict) else {}

@@ -1,0 +1,147 @@
+"""Host memory that a training process copies its state to, and that another process reads.
+
+Note [Where copies are ordered]
+    State on an accelerator is copied on its current stream, to pinned memory: the host goes on at once, and whatever is
+    queued on that stream later, an optimizer's step first of all, comes after the copies. Work on other streams that
+    changes parameters has to wait for the current stream, as it has to wait for gradients anyway. State on the
+    host has been copied when `stage` returns.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from lamella_checkpoint._shares import Item
+
+_ALIGNMENT: Final = 64
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies in the memory, in bytes, and what it is."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Memory:
+    """Anonymous memory that other processes map by its descriptor; it lives as long as one of them has it.
+
+    No file of it is seen anywhere, and `/dev/shm` may be as small as it likes.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """Make new memory, of no bytes yet; or map somebody's."""
+        self.descriptor = os.memfd_create("lamella-checkpoint") if descriptor is None else descriptor
+        self.nbytes = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+
+    def grow(self, nbytes: int) -> None:
+        """Have at least `nbytes`; what was there stays.
+
+        Raises:
+            OSError: There is not so much memory.
+
+        Effects: allocates and touches the memory; unpins it.
+        """
+        if nbytes > self.nbytes:
+            os.posix_fallocate(self.descriptor, 0, nbytes)
+            self.map(nbytes)
+
+    def map(self, nbytes: int) -> None:
+        """See the first `nbytes`, which somebody has allocated."""
+        if nbytes != self.nbytes:
+            self._unpin()
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes, flags=flags), dtype=torch.uint8)
+            self.nbytes = nbytes
+
+    def pin(self) -> None:
+        """Let CUDA copy to it while the host goes on. Effects: a driver call, the first time and after growth."""
+        if self._is_pinned or not self.nbytes:
+            return
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(cudart.cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)))
+        self._is_pinned = True
+
+    def close(self) -> None:
+        """Give it back. Effects: waits for nothing; copies to it have to be over."""
+        self._unpin()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = 0
+        os.close(self.descriptor)
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """A slot as a tensor, a view of the memory."""
+        return self._bytes.narrow(0, slot.offset, _nbytes(slot)).view(slot.dtype).view(slot.sizes)
+
+    def _unpin(self) -> None:
+        if self._is_pinned:
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(cudart.cudaHostUnregister(self._bytes.data_ptr())))
+            self._is_pinned = False
+
+
+def stage(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[torch.Event]]:
+    """Copy the items' tensors to the memory.
+
+    Returns:
+        The items with a `Slot` in place of each tensor; and events, after which the copies from accelerators are there.
+
+    Raises:
+        NotImplementedError: A tensor is of a class of its own, whose elements need not be all it has.
+        OSError: There is not enough memory.
+
+    Effects: no collective. Grows and pins the memory where it has to. Note [Where copies are ordered].
+    """
+    slots = _lay_out(items)
+    memory.grow(max((slot.offset + _nbytes(slot) for slot in slots if slot), default=0))
+    devices: set[torch.device] = set()
+    staged = []
+    for item, slot in zip(items, slots, strict=True):
+        if slot is None:
+            staged.append(item)
+            continue
+        assert isinstance(item.value, torch.Tensor)
+        if (device := item.value.device).type != "cpu" and device not in devices:
+            devices.add(device)
+            if device.type == "cuda":
+                memory.pin()
+        memory.tensor(slot).copy_(item.value, non_blocking=True)
+        staged.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
+    return staged, [_now_on(device) for device in devices]
+
+
+def _lay_out(items: Sequence[Item]) -> list[Slot | None]:
+    """A place for each tensor, one after another; None for plain data."""
+    slots: list[Slot | None] = []
+    offset = 0
+    for item in items:
+        value = item.value
+        if not isinstance(value, torch.Tensor):
+            slots.append(None)
+            continue
+        if type(value) is not torch.Tensor:
+            raise NotImplementedError(
+                f"Expected plain tensors and DTensors of them to save in the background, got {type(value).__name__} "
+                f"for {item.names[0]!r}. Use `save`, which waits."
+            )
+        slot = Slot(offset, tuple(value.shape), value.dtype)
+        slots.append(slot)
+        offset = -(-(offset + value.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return slots
+
+
+def _nbytes(slot: Slot) -> int:
+    return math.prod(slot.sizes) * slot.dtype.itemsize
+
+
+def _now_on(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event

@@ -1,0 +1,311 @@
+"""Saves in the background hold the state of the call, complete by themselves, and tell failures at the next call."""
+
+import os
+import resource
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint._checksums import Checksums
+from lamella_testing import run_ranks
+
+DEADLINE_S = 60
+
+
+def filled(value, num_features=4):
+    model = nn.Linear(num_features, num_features)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def value_at(path, num_features=4):
+    model = filled(-1.0, num_features)
+    load(path, model=model)
+    assert model.weight.eq(model.weight[0, 0]).all()
+    return model.weight[0, 0].item()
+
+
+def until(is_true):
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_child(fn):
+    """Run a function in a process that ends like a killed one: nothing is closed or waited for."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            fn()
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def no_file_larger_than(num_bytes):
+    """A full disk, for this process and those that it starts meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(kit, tmp_path, monkeypatch):
+    def train_and_save():
+        model, optimizer = kit.build(sharded=True)
+        states, num_collectives = [], 0
+        gather_object = dist.gather_object
+
+        def count(*args, **kwargs):
+            nonlocal num_collectives
+            num_collectives += 1
+            gather_object(*args, **kwargs)
+
+        monkeypatch.setattr(dist, "gather_object", count)
+        with CheckpointDirectory(tmp_path / "runs", keep=2) as checkpoints:
+            for step in range(4):
+                kit.train(model, optimizer, num_steps=1)
+                states.append(kit.state(model, optimizer))
+                handle = checkpoints.save_async(step, model=model, optimizer=optimizer, extra={"step": step})
+                assert handle.path == checkpoints.path(step) and handle.stage_seconds > 0
+            assert num_collectives == 1
+            assert handle.wait() == handle.path and handle.done
+            num_bytes = checkpoints._saver._memory.nbytes
+            kit.train(model, optimizer, num_steps=1)
+            checkpoints.save(4, model=model, optimizer=optimizer, extra={"step": 4})
+            checkpoints.save_async(5, model=model, optimizer=optimizer, extra={"step": 5}).wait()
+            assert checkpoints._saver._memory.nbytes == num_bytes
+        return [*states, kit.state(model, optimizer)], checkpoints.steps()
+
+    states, steps = run_ranks(train_and_save, 3)[0]
+    assert steps == [4, 5]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"step_00000004", "step_00000005"}
+    assert not list((tmp_path / "runs").glob("*/part-*"))
+    for step in steps:
+        model, optimizer = kit.build(sharded=False, seed=1)
+        path = tmp_path / "runs" / f"step_{step:08d}"
+        assert load(path, model=model, optimizer=optimizer) == {"step": step}
+        got = kit.state(model, optimizer)
+        assert all(torch.equal(got[name], states[4][name]) for name in states[4])
+        assert set(Checksums.of(path).files) == {
+            "__0_0.distcp",
+            "__1_0.distcp",
+            "__2_0.distcp",
+            ".metadata",
+            "lamella.json",
+        }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit, tmp_path):
+    model, optimizer = kit.build(sharded=False)
+    kit.train(model, optimizer)
+    expected = kit.state(model, optimizer)
+    save(tmp_path / "blocking", model=model, optimizer=optimizer, extra={"step": 2})
+    with AsyncSaver() as saver:
+        first = saver.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
+        kit.train(model, optimizer)
+        second = saver.save(tmp_path / "b", model=model, optimizer=optimizer)
+        assert first.done and second.waited_seconds > 0
+        kit.train(model, optimizer)
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("blocking", "a", "b")]
+    assert files[0] == files[1] == files[2]
+    for name in ("blocking", "a"):
+        state = {"model": {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}}
+        dcp.load(state, checkpoint_id=tmp_path / name)
+        assert all(torch.equal(state["model"][name], expected[name]) for name in state["model"])
+
+
+def test_a_checkpoint_completes_when_training_ends_at_once(tmp_path):
+    def save_and_leave():
+        AsyncSaver().save(tmp_path / "a", model=filled(1.0, 1000))
+
+    assert in_child(save_and_leave) == 0
+    until((tmp_path / "a").exists)
+    assert value_at(tmp_path / "a", 1000) == 1.0
+
+
+def test_a_checkpoint_completes_when_training_fails_meanwhile(tmp_path):
+    handles = []
+
+    def train(saver):
+        with saver:
+            handles.append(saver.save(tmp_path / "a", model=filled(1.0)))
+            raise ZeroDivisionError
+
+    saver = AsyncSaver()
+    with pytest.raises(ZeroDivisionError):
+        train(saver)
+    handles[0].wait()
+    saver.close()
+    assert value_at(tmp_path / "a") == 1.0
+
+
+def test_a_save_that_is_overtaken_ends_before_the_next_begins(tmp_path):
+    with CheckpointDirectory(tmp_path, keep=None) as checkpoints:
+        handles = [checkpoints.save_async(step, model=filled(float(step), 500)) for step in range(3)]
+        assert [handle.done for handle in handles[:2]] == [True, True]
+        handles[2].wait()
+    assert [value_at(checkpoints.path(step), 500) for step in checkpoints.steps()] == [0.0, 1.0, 2.0]
+
+
+def test_a_failure_is_told_once_at_the_next_save_and_then_saving_goes_on(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("mine")
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "a", model=filled(1.0))
+        saver.save(tmp_path / "notes", model=filled(2.0))
+        with pytest.raises(
+            CheckpointFailed, match="save the checkpoint '.*/notes' in the background.*\n.*rank 0: FileExists"
+        ):
+            saver.save(tmp_path / "a", model=filled(3.0))
+        assert value_at(tmp_path / "a") == 1.0
+        handle = saver.save(tmp_path / "a", model=filled(3.0))
+        handle.wait()
+        handle.wait()
+        assert value_at(tmp_path / "a") == 3.0
+    assert (tmp_path / "notes" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_and_no_data(tmp_path):
+    with no_file_larger_than(2 << 20):
+        saver = AsyncSaver()
+    saver.save(tmp_path / "a", model=filled(1.0)).wait()
+    handle = saver.save(tmp_path / "a", model=filled(2.0, 1000))
+    with pytest.raises(CheckpointFailed, match="rank 0: OSError.*File too large"):
+        handle.wait()
+    assert not list(tmp_path.glob("*/__0_*")) or [path.name for path in tmp_path.glob("*.saving-*/*")] == ["failed-0"]
+    assert value_at(tmp_path / "a") == 1.0
+    saver.save(tmp_path / "a", model=filled(3.0)).wait()
+    assert value_at(tmp_path / "a") == 3.0 and list(tmp_path.iterdir()) == [tmp_path / "a"]
+    saver.close()
+
+
+def test_a_failure_of_one_rank_is_told_on_every_rank(tmp_path):
+    def save_four():
+        limit = 1 << 20 if dist.get_rank() == 1 else resource.RLIM_INFINITY
+        with no_file_larger_than(limit):
+            saver = AsyncSaver()
+        saver.save(tmp_path / "a", model=nn.ModuleDict({f"r{dist.get_rank()}": filled(1.0)})).wait()
+        saver.save(tmp_path / "a", model=nn.ModuleDict({f"r{dist.get_rank()}": filled(2.0, 1000)}))
+        with pytest.raises(CheckpointFailed, match="rank 1: OSError.*File too large") as info:
+            saver.save(tmp_path / "a", model=filled(3.0))
+        saver.save(tmp_path / "a", model=nn.ModuleDict({f"r{dist.get_rank()}": filled(4.0)})).wait()
+        saver.close()
+        return sorted(info.value.failures)
+
+    assert run_ranks(save_four, 3) == [[1], [1], [1]]
+    model = nn.ModuleDict({f"r{rank}": filled(0.0) for rank in range(3)})
+    load(tmp_path / "a", model=model)
+    assert [layer.weight[0, 0].item() for layer in model.values()] == [4.0] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit, tmp_path, victim):
+    def save_three():
+        model, _ = kit.build(sharded=True)
+        saver = AsyncSaver()
+        saver.save(tmp_path / "a", model=model, extra={"n": 1}).wait()
+        dist.barrier()
+        if dist.get_rank() == victim:
+            os.kill(saver._process._popen.pid, signal.SIGKILL)
+        saver.save(tmp_path / "a", model=model, extra={"n": 2})
+        with pytest.raises(CheckpointFailed, match=f"rank {victim}: the process that writes checkpoints died"):
+            saver.wait()
+        left = load(tmp_path / "a", model=model)
+        saver.save(tmp_path / "a", model=model, extra={"n": 3}).wait()
+        saver.close()
+        return left
+
+    assert run_ranks(save_three, 2) == [{"n": 1}] * 2
+    assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 3}
+
+
+def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path):
+    def save_and_die():
+        model, _ = kit.build(sharded=True)
+        saver = AsyncSaver()
+        saver.save(tmp_path / "a", model=model, extra={"n": 1}).wait()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handle = saver.save(tmp_path / "a", model=model, extra={"n": 2})
+        with pytest.raises(TimeoutError, match="Expected the checkpoint '.*/a' within 0.3 s"):
+            handle.wait(timeout=0.3)
+
+    with pytest.raises(Exception, match="SIGKILL"):
+        run_ranks(save_and_die, 2)
+    assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 1}
+
+
+def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp_path):
+    def save_own():
+        model = nn.ModuleDict({str(dist.get_rank()): filled(float(dist.get_rank())), "shared": filled(5.0)})
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "a", model=model)
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "b", model=model["shared"])
+            saver.save(tmp_path / "c", model=model)
+            with pytest.raises(CheckpointFailed, match="got different ones on ranks \\[0, 1\\]"):
+                saver.wait()
+
+    run_ranks(save_own, 2)
+    model = nn.ModuleDict({name: filled(-1.0) for name in ("0", "1", "shared")})
+    load(tmp_path / "a", model=model)
+    assert [layer.weight[0, 0].item() for layer in model.values()] == [0.0, 1.0, 5.0]
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_cannot_be_saved_is_told_by_the_call(tmp_path):
+    class Tagged(torch.Tensor):
+        pass
+
+    model = filled(1.0)
+    model.register_buffer("tagged", torch.ones(2).as_subclass(Tagged))
+    with AsyncSaver() as saver:
+        with pytest.raises(NotImplementedError, match="got Tagged for 'model.tagged'"):
+            saver.save(tmp_path / "a", model=model)
+        with pytest.raises(CheckpointFailed, match="Tagged"):
+            saver.wait()
+        with pytest.raises(TypeError, match="JSON"):
+            saver.save(tmp_path / "a", model=filled(1.0), extra={"a": object()})
+        with pytest.raises(CheckpointFailed):
+            saver.wait()
+        saver.save(tmp_path / "a", model=filled(1.0))
+    assert value_at(tmp_path / "a") == 1.0
+
+
+def test_every_kind_of_value_passes_through_the_memory(tmp_path):
+    model = nn.Module()
+    tensors = {
+        "half": torch.randn(3, 5).half(),
+        "bfloat": torch.randn(7).bfloat16(),
+        "float8": torch.randn(6).to(torch.float8_e4m3fn),
+        "complex": torch.randn(2, 2, dtype=torch.complex64),
+        "flags": torch.tensor([True, False, True]),
+        "number": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "columns": torch.randn(4, 3).t(),
+        "last": torch.randn(1, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
+    for name, tensor in tensors.items():
+        model.register_buffer(f"a_{name}", tensor.clone(memory_format=torch.preserve_format))
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "a", model=model)
+    for buffer in model.buffers():
+        buffer.zero_()
+    load(tmp_path / "a", model=model)
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_buffer(f"a_{name}").cfloat(), tensor.cfloat()), name

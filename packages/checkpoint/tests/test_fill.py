@@ -1,0 +1,123 @@
+"""A request is filled with what a checkpoint has; what it lacks stays, and is not taken for loaded."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory_source import MemorySource
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as ShardDim
+
+from lamella_checkpoint._fill import fill
+from lamella_checkpoint._megatron import from_model, read_fsdp_dtensor
+from lamella_checkpoint._shards import LiveCut, Shard, written_pieces
+from lamella_layout import Range
+from lamella_testing import run_ranks
+
+ARGS = Namespace(lr=0.5)
+
+
+def request():
+    return {
+        "model": {"module.x": torch.zeros(2)},
+        "args": ARGS,
+        "iteration": 1,
+        "checkpoint_version": 0,
+        "rng_state": {"(0, 0)": [{"random_rng_state": (3, 4)}]},
+        "opt_param_scheduler": {"num_steps": 0},
+    }
+
+
+def test_a_checkpoint_of_weights_alone_leaves_all_else():
+    wanted = request()
+    filled = fill(wanted, MemorySource({"model.module.x": torch.ones(2)}))
+    assert wanted["model"]["module.x"].tolist() == [1, 1]
+    assert wanted["args"] is ARGS
+    assert wanted["iteration"] == 1
+    assert filled.loaded == ("model.module.x",)
+    assert filled.kept == (
+        "args",
+        "iteration",
+        "checkpoint_version",
+        "rng_state.(0, 0).0.random_rng_state",
+        "opt_param_scheduler.num_steps",
+    )
+
+
+def test_only_what_is_missing_stays():
+    wanted = request()
+    theirs = Namespace(lr=2.0)
+    filled = fill(wanted, MemorySource({"model.module.x": torch.ones(2)}, {"args": theirs, "iteration": 7}))
+    assert wanted["args"] is theirs
+    assert wanted["iteration"] == 7
+    assert filled.loaded == ("model.module.x", "args", "iteration")
+
+
+def test_a_name_is_not_there_because_a_longer_one_is():
+    wanted = {"model": {"x": torch.zeros(2)}, "it": 1}
+    filled = fill(wanted, MemorySource({"model_ema.x": torch.ones(2)}, {"iteration": 5, "it.x": 6}))
+    assert filled.loaded == ()
+    assert filled.kept == ("model.x", "it")
+    assert wanted["model"]["x"].tolist() == [0, 0]
+
+
+def test_nested_objects_of_a_section_that_is_there_stay_too():
+    note = object()
+    wanted = {"d": {"k": note, "n": 1}, "whole": {"a": 1}}
+    filled = fill(wanted, MemorySource({}, {"d.n": 2, "whole": {"b": 3}}))
+    assert wanted == {"d": {"k": note, "n": 2}, "whole": {"b": 3}}
+    assert filled.kept == ("d.k",)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "objects", "problem"),
+    [
+        ({"model.x": torch.ones(3)}, {}, r"'model.x' of shape \(2,\), got \(3,\)"),
+        ({}, {"model.x": 5}, r"a tensor for 'model.x', got another value"),
+        ({"n": torch.ones(2)}, {}, r"of type int for 'n', got a tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_changes(tensors, objects, problem):
+    wanted = {"first": torch.zeros(2), "model": {"x": torch.zeros(2)}, "n": 1}
+    with pytest.raises(ValueError, match=problem):
+        fill(wanted, MemorySource({"first": torch.ones(2), **tensors}, objects))
+    assert wanted["first"].tolist() == [0, 0]
+    assert wanted["n"] == 1
+
+
+def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding():
+    exact = 1.0009765625 + 2**-20
+    whole = torch.full((8, 2), exact)
+    halves = {
+        f"model.module.mlp.linear_fc1.weight_{half}": part for half, part in zip("wv", whole.chunk(2), strict=True)
+    }
+    source = read_fsdp_dtensor(MemorySource(halves))
+    main = torch.zeros(8, 2)
+    computing = torch.zeros(8, 2, dtype=torch.bfloat16)
+    fill({"model": {"mlp.linear_fc1.weight": main}}, source)
+    fill({"model": {"mlp.linear_fc1.weight": computing}}, source)
+    assert (main == exact).all()
+    assert exact != torch.tensor(exact).bfloat16().item() == 1.0
+    assert (main.bfloat16() == 1.0).all()
+    assert (computing == 1.0).all()
+
+
+def test_each_rank_fills_its_part():
+    values = torch.arange(12.0).reshape(6, 2)
+
+    def fill_mine():
+        mesh = init_device_mesh("cpu", (2,))
+        even = distribute_tensor(torch.zeros(6, 2), mesh, [ShardDim(0)])
+        rows = Range(0, 2) if dist.get_rank() == 0 else Range(2, 12)
+        part = torch.zeros(rows.numel // 2, 2)
+        cut = LiveCut(from_model({}, sizes={}), to="left")
+        uneven = written_pieces(cut, {"uneven": (Shard.of_rows((6, 2), rows), part)})["uneven"]
+        fill({"model": {"even": even, "uneven": uneven}}, MemorySource({"model.even": values, "model.uneven": values}))
+        assert isinstance(even, DTensor)
+        return even.to_local(), part
+
+    (even0, part0), (even1, part1) = run_ranks(fill_mine, 2)
+    assert torch.equal(torch.cat([even0, even1]), values)
+    assert torch.equal(torch.cat([part0, part1]), values)
