@@ -72,7 +72,9 @@ def _plan(path: str | os.PathLike[str], model: nn.Module, rules: Rules, *, allow
     live = LiveModel.of(model, allow_meta=allow_meta)
     targets, names = _match_model(source, live)
     differences = Differences(names=tuple(names))
-    return _Plan(source=source, live=live, targets=targets, optimizer=None, differences=differences, extra={})
+    return _Plan(
+        source=source, live=live, targets=targets, optimizer=None, differences=differences, extra={}, stripped=()
+    )
 
 
 def _open(path: Path, rules: Rules) -> Source:
