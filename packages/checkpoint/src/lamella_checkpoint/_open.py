@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import METADATA_FILE, find
@@ -24,6 +24,7 @@ from lamella_checkpoint._megatron_files import (
     open_megatron,
 )
 from lamella_checkpoint._optimizer import is_plain
+from lamella_checkpoint._safetensors import SafetensorsSource
 from lamella_checkpoint._sections import Keys, LiveNames, to_native
 from lamella_checkpoint._source import Source
 from lamella_checkpoint._torch_file import TorchFile
@@ -104,16 +105,33 @@ def open_checkpoint(
 
     Effects: no collective; reads metadata and small files, and no tensor.
     """
+    found, kind = find_files(path)
+    if kind is Format.DCP:
+        return _open_dcp(found, trust=trust, verify=verify, sizes=sizes, live=live)
+    if kind is Format.SAFETENSORS:
+        return _open_safetensors(found)
+    file = TorchFile(found, trust=trust, verify=verify)
+    return _open_plain(file, file.paths, Format.TORCH, live)
+
+
+def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, Format.SAFETENSORS, Format.TORCH]]:
+    """Where a checkpoint's files are, and which kind of files they are: whoever wrote DCP's, it is DCP.
+
+    Raises:
+        CheckpointDamaged: There is no format that has these files.
+        FileNotFoundError: There is nothing.
+
+    Effects: looks at names, and at the first bytes of a file.
+    """
     found = find(Path(os.path.realpath(path)))
     if found.is_dir() and ((found / TRACKER).is_file() or (found / BRIDGE_TRACKER).is_file()):
         found = iteration_directory(found)
     if _is_dcp(found):
-        return _open_dcp(found, trust=trust, verify=verify, sizes=sizes, live=live)
+        return found, Format.DCP
     if _is_safetensors(found):
-        return _open_safetensors(found)
+        return found, Format.SAFETENSORS
     if found.is_file() and _is_torch_file(found):
-        file = TorchFile(found, trust=trust, verify=verify)
-        return _open_plain(file, file.paths, Format.TORCH, live)
+        return found, Format.TORCH
     raise CheckpointDamaged(str(found), _unknown(found))
 
 
@@ -159,9 +177,6 @@ def _open_plain(
 
 
 def _open_safetensors(path: Path) -> OpenCheckpoint:
-    # Here, and not above: the format belongs to another library's users.
-    from lamella_checkpoint._safetensors import SafetensorsSource
-
     raw = SafetensorsSource(path)
     # Each name is one key: the `model` in many of them is a module of the model, and no section.
     paths: dict[str, Keys] = {name: (name,) for name in raw.tensors}

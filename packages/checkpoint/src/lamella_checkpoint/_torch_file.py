@@ -59,6 +59,7 @@ class TorchFile:
         self._held: dict[str, StoredTensor | torch.Tensor] = {}
         self._values: dict[str, object] = {}
         self.paths: dict[str, Keys] = {}
+        self._verified: set[Record] = set()
         root, self._files = self._open()
         try:
             for keys, value in _leaves(self._dict_of(root), self._files):
@@ -93,8 +94,10 @@ class TorchFile:
                     Copy(each.chunk, each.into.detach())
                 )
         read_tensors(self.path.parent, reads.values(), self._expected)
+        self._verified.update(record for record, _ in reads)
         for each, held in views:
             self._read_view(each, held)
+            self._verified.add(held.record)
 
     def read_object(self, name: str) -> object:
         """The value of an object."""
@@ -105,6 +108,12 @@ class TorchFile:
         for key in self.paths[name]:
             whole = whole[key]
         return whole
+
+    def whole_records(self) -> Iterator[ItemRead]:
+        """A read of each storage that a tensor lies in, of which nothing is wanted."""
+        held = {each.record: (name, each) for name, each in self._held.items() if isinstance(each, StoredTensor)}
+        for record, (name, each) in held.items():
+            yield self._item_read(name, _elements(record, each.dtype))
 
     @property
     def _expected(self) -> Expected | None:
@@ -155,12 +164,13 @@ class TorchFile:
 
     def _item_read(self, name: str, found: TensorRecord) -> ItemRead:
         item = Item(self.path.name, 0, found.record.start + found.record.length)
-        return ItemRead(name=name, item=item, sizes=found.shape, found=found)
+        is_verified = found.record in self._verified
+        return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
 
     def _read_view(self, wanted: Wanted, held: StoredTensor) -> None:
         """A tensor that is a part of its storage, or lies in another order: the storage is read, and looked at so."""
-        elements = torch.empty(held.record.length // held.dtype.itemsize, dtype=held.dtype)
-        whole = TensorRecord(tuple(elements.shape), held.dtype, held.record)
+        whole = _elements(held.record, held.dtype)
+        elements = torch.empty(whole.shape, dtype=held.dtype)
         read = self._item_read(wanted.name, whole)
         read.copies.append(Copy(whole_box(whole.shape), elements))
         read_tensors(self.path.parent, [read], self._expected)
@@ -168,6 +178,11 @@ class TorchFile:
 
     def _damaged(self, error: Exception) -> CheckpointDamaged:
         return CheckpointDamaged(str(self.path), f"{type(error).__name__}: {error}")
+
+
+def _elements(record: Record, dtype: torch.dtype) -> TensorRecord:
+    """All that a storage holds, as one row of elements."""
+    return TensorRecord((record.length // dtype.itemsize,), dtype, record)
 
 
 def _copy(wanted: Wanted, held: torch.Tensor) -> None:
