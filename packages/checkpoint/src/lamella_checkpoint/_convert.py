@@ -26,6 +26,7 @@ from lamella_checkpoint._hf_files import copy_side_files, read_config, with_dtyp
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, Dialect, is_fsdp_dtensor, read_fsdp_dtensor
 from lamella_checkpoint._megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
+from lamella_checkpoint._rules import Rules
 from lamella_checkpoint._safetensors import SafetensorsSource
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
 from lamella_checkpoint._source import Source
@@ -220,8 +221,14 @@ class _Between:
         """From Megatron's canonical names to those of `fsdp_dtensor`."""
         return with_fsdp_dtensor_names(source, self.dialect, sizes=self._sizes())
 
+    def modules(self, source: Source) -> Translated:
+        """From the names in Hugging Face's files to those of modules, where a family's differ."""
+        family = self._family()
+        rules = Rules(()) if family is None or self.config is None else family.modules(self.config)
+        return translated(source, rules.match(parameter_shapes(source)), to="right")
+
     def translate(self, source: Source, to: Side) -> Translated:
-        """Between Hugging Face's names (left) and Megatron's canonical ones (right)."""
+        """Between modules' names (left) and Megatron's canonical ones (right)."""
         if self.config is None:
             raise ValueError(
                 f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
@@ -303,6 +310,8 @@ def _translations(
     """The layers from a checkpoint's names to the target's, each over the one before."""
     if is_megatrons:
         yield (source := between.read(source))
+    elif by is None and to != "hf":
+        yield (source := between.modules(source))
     if by is not None:
         yield (source := rename(by(source), lambda name: name))
     elif is_megatrons != (to == "fsdp_dtensor"):
