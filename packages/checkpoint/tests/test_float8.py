@@ -156,6 +156,7 @@ def test_stacks_of_experts_are_quantised_and_small_or_whole_numbers_are_not():
     assert linear_weights("mlp.experts.gate_up_proj", TensorInfo((4, 256, 256), torch.bfloat16, ()))
     assert not linear_weights("conv1d.weight", TensorInfo((256, 1, 4), torch.bfloat16, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 64), torch.bfloat16, ()))
+    assert not linear_weights("q_proj.weight", TensorInfo((256, 300), torch.bfloat16, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 256), torch.int8, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 256), FLOAT8, ()))
 
@@ -166,7 +167,7 @@ def test_a_vector_cannot_be_chosen():
 
 
 def test_a_configuration_says_how_and_is_read_back():
-    quantised = Quantised(Memory(**{"q.weight": torch.ones(200, 200), "head.weight": torch.ones(200, 200)}))
+    quantised = Quantised(Memory(**{"q.weight": torch.ones(256, 128), "head.weight": torch.ones(256, 128)}))
     assert quantised.left_alone == ("head",) and is_quantised(quantised)
     config = quantised_config({"model_type": "x"}, quantised.left_alone)
     assert config["quantization_config"]["quant_method"] == "fp8"

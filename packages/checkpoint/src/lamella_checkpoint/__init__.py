@@ -21,6 +21,9 @@ from lamella_checkpoint._families import known_model_types as known_model_types
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
+from lamella_checkpoint._open import Format as Format
+from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
+from lamella_checkpoint._open import open_checkpoint as open_checkpoint
 from lamella_checkpoint._rules import Grouped as Grouped
 from lamella_checkpoint._rules import Join as Join
 from lamella_checkpoint._rules import Rule as Rule

@@ -14,6 +14,7 @@ Note [What is read]
 import io
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -53,11 +54,15 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ItemRead:
-    """What is wanted of a stored chunk: all of it at once, so that it is read once."""
+    """What is wanted of a stored chunk: all of it at once, so that it is read once.
+
+    `found` says where in the item its elements are, if that is known already.
+    """
 
     name: str
     item: Item
     sizes: tuple[int, ...]
+    found: TensorRecord | None = None
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -135,7 +140,7 @@ def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
-        unknown = unsafe_types(io.BytesIO(content))
+        unknown = unsafe_types(io.BytesIO(content), error)
         if unknown and not trust:
             raise CheckpointUntrusted(str(file), unknown, name) from None
         raise damaged(file, name, error) from error
@@ -143,14 +148,15 @@ def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
         raise damaged(file, name, error) from error
 
 
-def unsafe_types(file: io.BytesIO | Path) -> str:
-    """The types in what `torch.save` wrote that its weights-only reader refuses, as text; empty without any."""
+def unsafe_types(file: io.BytesIO | Path, error: Exception) -> str:
+    """The types in what `torch.save` wrote that its weights-only reader refused, as text; empty without any."""
     try:
         if isinstance(file, io.BytesIO):
             file.seek(0)
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))))
-    except Exception:  # noqa: BLE001  It reads what has been refused already: anything can be wrong with it.
-        return ""
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))
+    except Exception:  # noqa: BLE001  It reads what has been refused already, and no files from before torch 1.6.
+        names = re.findall(r"nsupported (?:GLOBAL|global: GLOBAL) (\S+)", str(error))
+    return ", ".join(sorted(names))
 
 
 def check_content(file: Path, name: str, item: Item, content: bytes, expected: Expected) -> None:
@@ -250,8 +256,9 @@ def _use(streams: Sequence[torch.Stream]) -> None:
 
 def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected | None) -> None:
     try:
-        stored = FileSlice(descriptor, read.item.offset, read.item.length)
-        found = None if read.item.length <= _SMALL_BYTES else find_tensor(cast(BinaryIO, stored))
+        stored, found = FileSlice(descriptor, read.item.offset, read.item.length), read.found
+        if found is None and read.item.length > _SMALL_BYTES:
+            found = find_tensor(cast(BinaryIO, stored))
         if found is None:
             _copy_all(file, stored, read, expected)
         else:
