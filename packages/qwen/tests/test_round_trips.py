@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from qwen_tiny import KINDS, config_of, make_config, make_model
+from qwen_tiny import KINDS, config_of, make_config, make_model, translated
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -11,7 +11,7 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from lamella_checkpoint import load, load_safetensors, save, save_safetensors
+from lamella_checkpoint import load, save, save_safetensors
 from lamella_checkpoint._convert import convert
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
@@ -112,6 +112,7 @@ def test_weights_go_straight_from_hugging_face_to_megatron_and_back(kind, tmp_pa
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
     make_model(kind).save_pretrained(tmp_path / "hf")
+    modules = FAMILY.modules(config_of(kind))
     batch = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(8))
 
     def make_sharded():
@@ -122,7 +123,7 @@ def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
 
     def train():
         model, optimizer = make_sharded()
-        load_safetensors(tmp_path / "hf", model=model, rules=FAMILY.modules(config_of(kind)))
+        load(tmp_path / "hf", model=model, translate=lambda source: translated(source, modules, "right"))
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         F.cross_entropy(logits.transpose(1, 2), batch[:, 1:]).backward()
         optimizer.step()

@@ -163,7 +163,9 @@ def _open_safetensors(path: Path) -> OpenCheckpoint:
     from lamella_checkpoint._safetensors import SafetensorsSource
 
     raw = SafetensorsSource(path)
-    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=to_native(raw, {}).source)
+    # Each name is one key: the `model` in many of them is a module of the model, and no section.
+    paths: dict[str, Keys] = {name: (name,) for name in raw.tensors}
+    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=to_native(raw, paths).source)
 
 
 def _beside(raw: Source, native: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
