@@ -285,7 +285,7 @@ class TestBadInput:
             convert(source, tmp_path / "b", to="fsdp_dtensor")
 
     @pytest.mark.parametrize("of", ["dcp", "torch"])
-    def test_a_flipped_bit_is_found_before_anything_is_written(self, tmp_path, of):
+    def test_a_flipped_bit_is_found_and_nothing_is_written(self, tmp_path, of):
         weight = torch.arange(10_000.0)
         source = tmp_path / "a"
         if of == "dcp":

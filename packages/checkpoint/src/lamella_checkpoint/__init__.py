@@ -34,8 +34,6 @@ from lamella_checkpoint._rules import Join as Join
 from lamella_checkpoint._rules import Rule as Rule
 from lamella_checkpoint._rules import Rules as Rules
 from lamella_checkpoint._rules import Stack as Stack
-from lamella_checkpoint._safetensors_load import check_safetensors as check_safetensors
-from lamella_checkpoint._safetensors_load import load_safetensors as load_safetensors
 from lamella_checkpoint._safetensors_save import save_safetensors as save_safetensors
 from lamella_checkpoint._save import save as save
 from lamella_checkpoint._source import Source as Source

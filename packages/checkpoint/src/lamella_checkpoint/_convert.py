@@ -37,12 +37,11 @@ from lamella_checkpoint._open import Format, OpenCheckpoint, open_checkpoint
 from lamella_checkpoint._rules import Rules
 from lamella_checkpoint._safetensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsSource
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
-from lamella_checkpoint._source import Source, Wanted
+from lamella_checkpoint._source import Source
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
 from lamella_checkpoint._translate import Side, Translated, WithObjects, parameter_shapes, rename
 from lamella_checkpoint._translate import translate as translated
 from lamella_checkpoint._write_source import write_dcp, write_safetensors, write_torch
-from lamella_layout import Chunk
 
 Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
 
@@ -128,7 +127,7 @@ def convert(
         on_progress: Is told how far it is, piece by piece.
         trust: Whether types that a checkpoint pickles are made that are neither plain data nor torch's own, which can
             run anything.
-        verify: Whether all that has a checksum is held against it first, which reads the checkpoint once more.
+        verify: Whether all that has a checksum is held against it, which reads large chunks once more.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable or not what it should be; it is named.
@@ -145,7 +144,7 @@ def convert(
     beside = _beside(path) if like is None else Path(like)
     config = None if beside is None else read_config(beside)
     between = _Between(config=config, dialect=_DIALECTS[dialect], tensor_parallel_size=tensor_parallel_size)
-    opened = _open(path, between, trust=trust, verify=verify)
+    opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
     published = _published(opened, beside)
     plan = _plan(opened, to, between, translate, dtype, float8, published)
     if not plan.dtypes:
@@ -179,29 +178,6 @@ def convert(
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
-
-
-def _open(path: Path, between: "_Between", *, trust: bool, verify: bool) -> OpenCheckpoint:
-    """Open a checkpoint whose pieces can be read one by one: verified as a whole, and not again with each piece."""
-    if verify:
-        _verify(open_checkpoint(path, trust=trust, sizes=between.sizes()).raw)
-    return open_checkpoint(path, trust=trust, verify=False, sizes=between.sizes())
-
-
-def _verify(raw: Source) -> None:
-    """Hold all tensors against their checksums: an element of each stored chunk has its whole item read."""
-    if not isinstance(raw, SafetensorsSource):  # They have none.
-        firsts = [
-            Wanted(
-                name,
-                Chunk(chunk.offsets, (1,) * len(chunk.sizes)),
-                torch.empty((1,) * len(chunk.sizes), dtype=info.dtype),
-            )
-            for name, info in raw.tensors.items()
-            for chunk in info.chunks
-            if chunk.numel
-        ]
-        raw.read(firsts)
 
 
 def _beside(path: Path) -> Path | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +12,16 @@ from torch import nn
 from lamella._config import Values
 from lamella._models import ModelSpec, build_model
 from lamella._options import ConfigError
-from lamella_checkpoint import CheckpointDamaged, Rules, check_safetensors, find_family, load_safetensors
+from lamella_checkpoint import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    Source,
+    check,
+    find_family,
+    load,
+    parameter_shapes,
+    translate,
+)
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NUM_NAMED = 3
@@ -45,28 +54,38 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> str:
         ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
     """
     try:
-        found = check_safetensors(directory, model=outline, rules=_rules(spec))
+        check(directory, model=outline, translate=partial(_as_modules, spec=spec))
+    except CheckpointMismatch as error:
+        return f"weights: {directory}{_unused(directory, error)}"
     except (CheckpointDamaged, ValueError) as error:
         raise ConfigError(f"{error}") from error
-    unfit = [each for each in found.names if each.live is not None]
+    return f"weights: {directory}"
+
+
+def _unused(directory: Path, error: CheckpointMismatch) -> str:
+    """What the files hold and the model lacks, in words; a model that lacks something is refused."""
+    unfit = [each for each in error.differences.names if each.live is not None]
     if unfit:
         first = "; ".join(map(str, unfit[:_NUM_NAMED]))
         more = f"; and {len(unfit) - _NUM_NAMED} more" if len(unfit) > _NUM_NAMED else ""
-        raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {first}{more}.")
-    unused = [name.removeprefix("model.") for name in found.unexpected]
-    if not unused:
-        return f"weights: {directory}"
-    return f"weights: {directory}; {len(unused)} tensors stay unused: {', '.join(islice(unused, _NUM_NAMED))}, ..."
+        raise ConfigError(
+            f"Expected the weights in {str(directory)!r} to be the model's, got {first}{more}."
+        ) from error
+    first = ", ".join(name.removeprefix("model.") for name in error.unexpected[:_NUM_NAMED])
+    return f"; {len(error.unexpected)} tensors stay unused: {first}, ..."
 
 
 def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
     """Read the weights into a model that `check_weights` has been asked about. Effects: collective."""
-    load_safetensors(directory, model=model, rules=_rules(spec), strict=False)
+    load(directory, model=model, strict=False, translate=partial(_as_modules, spec=spec))
 
 
-def _rules(spec: ModelSpec) -> Rules:
+def _as_modules(source: Source, spec: ModelSpec) -> Source:
+    """The files' tensors under the names of the model's modules, where its family has rules for that."""
     family = find_family(spec.model_type)
-    return Rules(()) if family is None else family.modules(spec.to_dict())
+    if family is None:
+        return source
+    return translate(source, family.modules(spec.to_dict()).match(parameter_shapes(source)), to="right")
 
 
 def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:
