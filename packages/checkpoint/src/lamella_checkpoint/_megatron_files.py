@@ -19,7 +19,7 @@ from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._megatron import Counters, Dialect, counters, dialect_of, read_fsdp_dtensor, sizes_of_args
 from lamella_checkpoint._pickles import Inert, read_pickle
 from lamella_checkpoint._torch_dist import read_torch_dist
-from lamella_checkpoint._translate import Translated
+from lamella_checkpoint._translate import Translated, WithObjects
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER: Final = "latest_train_state.pt"
@@ -69,13 +69,19 @@ def open_megatron(
     stored = StoredCheckpoint(directory, trust=trust, verify=verify)
     common = plain_contents(directory / COMMON) if (directory / COMMON).is_file() else None
     beside = train_state(directory)
-    known = {**run_config_sizes(directory), **_told_sizes(stored, common), **(sizes or {})}
-    source = read_fsdp_dtensor(stored, sizes=known) if common is None else read_torch_dist(stored, common)
+    args = _args(stored) if common is None else common.get("args")
+    told = sizes_of_args(args) if isinstance(args, dict) else {}
+    known = {**run_config_sizes(directory), **told, **(sizes or {})}
+    if common is None:
+        # As a dict of plain values, `args` can be read without trust.
+        source = read_fsdp_dtensor(stored if args is None else WithObjects(stored, {"args": args}), sizes=known)
+    else:
+        source = read_torch_dist(stored, common)
     return MegatronCheckpoint(
         source=source,
         format="fsdp_dtensor" if common is None else "torch_dist",
         dialect=dialect_of(stored) if common is None else None,
-        counters=counters(source, beside),
+        counters=counters(WithObjects(stored, common or {}), beside),
         sizes=known,
     )
 
@@ -160,15 +166,11 @@ def _plain(value: object) -> object:
     return value
 
 
-def _told_sizes(stored: StoredCheckpoint, common: Mapping[str, Any] | None) -> dict[str, int]:
-    """The sizes that the checkpoint's `args` has numbers for."""
-    if common is not None:
-        args = common.get("args")
-    elif "args" in stored.objects:
-        item = stored.metadata.items["args", None]
-        with (stored.path / item.file).open("rb") as stream:
-            stream.seek(item.offset)
-            args = plain_contents(io.BytesIO(stream.read(item.length)), f"{stored.path}: args")
-    else:
-        args = None
-    return sizes_of_args(args) if isinstance(args, dict) else {}
+def _args(stored: StoredCheckpoint) -> dict[str, Any] | None:
+    """The plain values of a checkpoint's `args`; None where it has none."""
+    if "args" not in stored.objects:
+        return None
+    item = stored.metadata.items["args", None]
+    with (stored.path / item.file).open("rb") as stream:
+        stream.seek(item.offset)
+        return plain_contents(io.BytesIO(stream.read(item.length)), f"{stored.path}: args")
