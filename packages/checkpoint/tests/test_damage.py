@@ -130,7 +130,7 @@ def test_paths_do_not_lead_outside(path, model):
 
 def test_a_file_is_no_checkpoint(tmp_path, model):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointDamaged, match="not a directory"):
+    with pytest.raises(CheckpointDamaged, match="no format that is known"):
         load(tmp_path / "file", model=model)
 
 

@@ -61,10 +61,8 @@ def boxes(shape):
 
 
 @pytest.mark.parametrize("small_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("worth_a_read", [1, 1 << 30])
-def test_any_box_of_any_tensor_is_read(tmp_path, monkeypatch, threads, verify, small_bytes, worth_a_read):
+def test_any_box_of_any_tensor_is_read(tmp_path, monkeypatch, threads, verify, small_bytes):
     monkeypatch.setattr(_items, "_SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(_items, "_WORTH_A_READ_BYTES", worth_a_read)
     monkeypatch.setattr(_items, "_PIECE_BYTES", 1000)
     tensors = {f"{shape} {dtype}": values(shape, dtype) for shape in SHAPES for dtype in DTYPES}
     stored = StoredCheckpoint(saved(tmp_path / "a", tensors), verify=verify)
@@ -83,10 +81,9 @@ def test_any_box_of_any_tensor_is_read(tmp_path, monkeypatch, threads, verify, s
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     cuts=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=4, max_size=4),
     piece=st.integers(1, 200),
-    worth=st.sampled_from([1, 16, 1 << 20]),
     verified=st.booleans(),
 )
-def test_boxes_are_those_of_the_whole(tmp_path_factory, shape, cuts, piece, worth, verified):
+def test_boxes_are_those_of_the_whole(tmp_path_factory, shape, cuts, piece, verified):
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     path = saved(tmp_path_factory.mktemp("a"), {"x": tensor})
     slices = [slice(*sorted((int(a * size), int(b * size) + 1))) for (a, b), size in zip(cuts, shape, strict=False)]
@@ -96,7 +93,6 @@ def test_boxes_are_those_of_the_whole(tmp_path_factory, shape, cuts, piece, wort
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_items, "_SMALL_BYTES", 0)
         patch.setattr(_items, "_PIECE_BYTES", piece)
-        patch.setattr(_items, "_WORTH_A_READ_BYTES", worth)
         StoredCheckpoint(path, verify=verified).read([Wanted("model.x", box, into)])
     assert torch.equal(into, expected)
 
@@ -156,6 +152,16 @@ def test_of_a_large_chunk_only_the_rows_of_a_box_are_read(tmp_path, monkeypatch,
     sizes = reads_of(monkeypatch)
     stored.read([Wanted("model.x", box, torch.empty(box.sizes))])
     assert sum(sizes) < 10_000
+
+
+def test_a_large_chunk_that_is_read_part_by_part_is_verified_once(tmp_path, monkeypatch):
+    tensor = values((1000, 64), torch.float32)
+    stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}))
+    sizes = reads_of(monkeypatch)
+    for row in range(0, 1000, 10):
+        stored.read([Wanted("model.x", Chunk((row, 0), (10, 64)), into := torch.empty(10, 64))])
+        assert torch.equal(into, tensor[row : row + 10])
+    assert tensor.nbytes <= sum(sizes) < 3.5 * tensor.nbytes
 
 
 def test_of_long_rows_only_the_wanted_part_is_read(tmp_path, monkeypatch):

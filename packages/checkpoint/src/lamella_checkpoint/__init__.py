@@ -8,6 +8,9 @@ from lamella_checkpoint._convert import convert as convert
 from lamella_checkpoint._correspondence import Correspondence as Correspondence
 from lamella_checkpoint._correspondence import Piece as Piece
 from lamella_checkpoint._correspondence import Place as Place
+from lamella_checkpoint._diff import Diff as Diff
+from lamella_checkpoint._diff import Difference as Difference
+from lamella_checkpoint._diff import diff as diff
 from lamella_checkpoint._errors import CheckpointDamaged as CheckpointDamaged
 from lamella_checkpoint._errors import CheckpointFailed as CheckpointFailed
 from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
@@ -20,6 +23,8 @@ from lamella_checkpoint._families import find_family as find_family
 from lamella_checkpoint._families import known_model_types as known_model_types
 from lamella_checkpoint._fill import Filled as Filled
 from lamella_checkpoint._fill import fill as fill
+from lamella_checkpoint._inspect import Inspection as Inspection
+from lamella_checkpoint._inspect import inspect as inspect
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
@@ -27,6 +32,9 @@ from lamella_checkpoint._megatron import Counters as Counters
 from lamella_checkpoint._megatron import Dialect as Dialect
 from lamella_checkpoint._megatron_files import MegatronCheckpoint as MegatronCheckpoint
 from lamella_checkpoint._megatron_files import open_megatron as open_megatron
+from lamella_checkpoint._open import Format as Format
+from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
+from lamella_checkpoint._open import open_checkpoint as open_checkpoint
 from lamella_checkpoint._rules import Grouped as Grouped
 from lamella_checkpoint._rules import Join as Join
 from lamella_checkpoint._rules import Rule as Rule
@@ -40,3 +48,6 @@ from lamella_checkpoint._source import Wanted as Wanted
 from lamella_checkpoint._translate import Translated as Translated
 from lamella_checkpoint._translate import parameter_shapes as parameter_shapes
 from lamella_checkpoint._translate import translate as translate
+from lamella_checkpoint._verify import Problem as Problem
+from lamella_checkpoint._verify import Verification as Verification
+from lamella_checkpoint._verify import verify as verify

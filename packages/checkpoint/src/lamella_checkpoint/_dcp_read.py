@@ -38,6 +38,7 @@ class StoredCheckpoint:
         self._trust = trust
         self._verify = verify
         self._values: dict[Item, object] = {}
+        self._verified: set[Item] = set()
         self._identity = _identity(directory)
         _check_directory(directory)
         with self._unless_replaced():
@@ -88,6 +89,7 @@ class StoredCheckpoint:
             self._add(reads, each)
         with self._unless_replaced():
             read_tensors(self.path, reads.values(), self._expected if self._verify else None, on_item)
+        self._verified.update(reads)
 
     def read_object(self, name: str) -> object:
         """The value of an object; names that share a place share the value, and it is read once."""
@@ -131,7 +133,10 @@ class StoredCheckpoint:
                 continue
             num_found += common.numel
             item = self.metadata.items[wanted.name, chunk.offsets]
-            read = reads.setdefault(item, ItemRead(name=wanted.name, item=item, sizes=chunk.sizes))
+            is_verified = item in self._verified
+            read = reads.setdefault(
+                item, ItemRead(name=wanted.name, item=item, sizes=chunk.sizes, is_verified=is_verified)
+            )
             target = common.relative_to(wanted.chunk)
             slices = tuple(slice(along.start, along.stop) for along in target.ranges)
             read.copies.append(Copy(common.relative_to(chunk), into[slices]))
@@ -183,7 +188,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointDamaged(str(directory), "not a directory")
-    _size(directory, METADATA_FILE)
+    file_size(directory, METADATA_FILE)
 
 
 def _check_files(directory: Path, metadata: StoredMetadata) -> None:
@@ -192,14 +197,23 @@ def _check_files(directory: Path, metadata: StoredMetadata) -> None:
     for item in metadata.items.values():
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
     for file, end in ends.items():
-        if Path(file).name != file or file == "..":
-            raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")
-        size = _size(directory, file)
+        check_place(directory, file)
+        size = file_size(directory, file)
         if size < end:
             raise CheckpointDamaged(str(directory / file), f"expected {end} bytes or more, got {size}")
 
 
-def _size(directory: Path, file: str) -> int:
+def check_place(directory: Path, file: str) -> None:
+    """Refuse a name that leads out of the directory whose metadata has it.
+
+    Raises:
+        CheckpointDamaged: It does.
+    """
+    if Path(file).name != file or file == "..":
+        raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")
+
+
+def file_size(directory: Path, file: str) -> int:
     """The size of a file that lies in the directory itself, whatever links say, and is one."""
     path = directory / file
     try:

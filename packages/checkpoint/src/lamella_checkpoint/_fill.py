@@ -99,4 +99,4 @@ def _wanted(name: str, held: object, source: Source) -> list[Wanted]:
 def _boxes(held: torch.Tensor) -> list[LocalBox]:
     if isinstance(held, PiecesOfTensor):
         return [LocalBox(piece.chunk, piece.values) for piece in held.pieces]
-    return local_boxes(held.detach())
+    return local_boxes(held)

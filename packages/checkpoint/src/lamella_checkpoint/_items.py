@@ -7,13 +7,13 @@ Note [What is held]
 
 Note [What is read]
     An item whose checksum is to be verified is read whole, from front to back, and what is not wanted is dropped.
-    Otherwise only the rows that hold wanted elements are read; and of these only the wanted parts, where such a part is
-    long enough to be worth a read of its own.
+    Otherwise only the wanted boxes are read.
 """
 
 import io
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -31,12 +30,12 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 import torch
 
 from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_checkpoint._file_boxes import Stored, read_box
 from lamella_checkpoint._metadata import Item
 from lamella_checkpoint._torch_zip import FileSlice, Record, TensorRecord, find_tensor, records
 from lamella_layout import Chunk, Range
 
 _PIECE_BYTES: Final = 16 << 20
-_WORTH_A_READ_BYTES: Final = 256 << 10
 _SMALL_BYTES: Final = 16 << 10
 _MAX_THREADS: Final = 8
 
@@ -53,11 +52,17 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ItemRead:
-    """What is wanted of a stored chunk: all of it at once, so that it is read once."""
+    """What is wanted of a stored chunk: all of it at once, so that it is read once.
+
+    `found` says where in the item its elements are, if that is known already; `is_verified` that its checksum was right
+    when it was read before, as by whoever reads a large chunk part by part.
+    """
 
     name: str
     item: Item
     sizes: tuple[int, ...]
+    found: TensorRecord | None = None
+    is_verified: bool = False
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -86,17 +91,24 @@ def read_tensors(
     Effects: no collective; several threads, see Note [What is held]; copies to accelerators on the calling thread's
         current streams.
     """
-    ordered = sorted(reads, key=lambda read: (read.item.file, read.item.offset))
-    streams = _streams(ordered)
-    with _Files(directory, Counter(read.item.file for read in ordered)) as files:
+    for read, error in _outcomes(directory, reads, expected):
+        if error is not None:
+            raise error
+        on_item(read.item)
 
-        def run(read: ItemRead) -> Item:
-            with files.opened(read.item.file) as descriptor, torch.no_grad():
-                _read_tensor(directory / read.item.file, descriptor, read, expected)
-            return read.item
 
-        for item in _each(run, ordered, lambda: _use(streams)):
-            on_item(item)
+def check_tensors(
+    directory: Path, reads: Iterable[ItemRead], expected: Expected, on_item: Callable[[Item], None]
+) -> list[CheckpointDamaged]:
+    """What is wrong with stored chunks: all of them, where `read_tensors` stops at the first.
+
+    Effects: as `read_tensors`.
+    """
+    errors: list[CheckpointDamaged] = []
+    for read, error in _outcomes(directory, reads, expected):
+        on_item(read.item)
+        errors += [error] if error is not None else []
+    return errors
 
 
 def read_object(directory: Path, name: str, item: Item, expected: Expected | None, *, trust: bool) -> object:
@@ -113,6 +125,12 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
         CheckpointDamaged: It cannot be read, or differs from its checksum.
         CheckpointUntrusted: It holds other types, without `trust`.
     """
+    content = check_object(directory, name, item, expected)
+    return unpickle(content, directory / item.file, name, trust=trust)
+
+
+def check_object(directory: Path, name: str, item: Item, expected: Expected | None) -> bytes:
+    """Read an object's bytes and hold them against their checksum. Arguments and errors are those of `read_object`."""
     file = directory / item.file
     try:
         with file.open("rb") as stream:
@@ -122,7 +140,7 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
         raise damaged(file, name, error) from error
     if expected is not None:
         check_content(file, name, item, content, expected)
-    return unpickle(content, file, name, trust=trust)
+    return content
 
 
 def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
@@ -135,7 +153,7 @@ def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
-        unknown = unsafe_types(io.BytesIO(content))
+        unknown = unsafe_types(io.BytesIO(content), error)
         if unknown and not trust:
             raise CheckpointUntrusted(str(file), unknown, name) from None
         raise damaged(file, name, error) from error
@@ -143,14 +161,15 @@ def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
         raise damaged(file, name, error) from error
 
 
-def unsafe_types(file: io.BytesIO | Path) -> str:
-    """The types in what `torch.save` wrote that its weights-only reader refuses, as text; empty without any."""
+def unsafe_types(file: io.BytesIO | Path, error: Exception) -> str:
+    """The types in what `torch.save` wrote that its weights-only reader refused, as text; empty without any."""
     try:
         if isinstance(file, io.BytesIO):
             file.seek(0)
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))))
-    except Exception:  # noqa: BLE001  It reads what has been refused already: anything can be wrong with it.
-        return ""
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))
+    except Exception:  # noqa: BLE001  It reads what has been refused already, and no files from before torch 1.6.
+        names = re.findall(r"nsupported (?:GLOBAL|global: GLOBAL) (\S+)", str(error))
+    return ", ".join(sorted(names))
 
 
 def check_content(file: Path, name: str, item: Item, content: bytes, expected: Expected) -> None:
@@ -215,26 +234,42 @@ class _Files:
                 except OSError as error:
                     raise CheckpointDamaged(str(self._directory / file), f"{type(error).__name__}: {error}") from error
             descriptor = self._descriptors[file]
-        yield descriptor
-        with self._lock:
-            self._num_left[file] -= 1
-            if self._num_left[file] == 0:
-                os.close(self._descriptors.pop(file))
-
-
-def _each(run: Callable[[ItemRead], Item], reads: Sequence[ItemRead], prepare: Callable[[], None]) -> Iterator[Item]:
-    """The items as they are done; the first error ends the rest."""
-    threads = min(num_threads(), len(reads))
-    if threads <= 1:
-        yield from map(run, reads)
-        return
-    with ThreadPoolExecutor(threads, "lamella-checkpoint", prepare) as pool:
-        futures = [pool.submit(run, read) for read in reads]
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            yield descriptor
         finally:
-            pool.shutdown(cancel_futures=True)
+            with self._lock:
+                self._num_left[file] -= 1
+                if self._num_left[file] == 0:
+                    os.close(self._descriptors.pop(file))
+
+
+def _outcomes(
+    directory: Path, reads: Iterable[ItemRead], expected: Expected | None
+) -> Iterator[tuple[ItemRead, CheckpointDamaged | None]]:
+    """Read, and tell what came of it, in the order in which that is done; who stops listening ends the rest."""
+    ordered = sorted(reads, key=lambda read: (read.item.file, read.item.offset))
+    streams = _streams(ordered)
+    with _Files(directory, Counter(read.item.file for read in ordered)) as files:
+
+        def run(read: ItemRead) -> tuple[ItemRead, CheckpointDamaged | None]:
+            try:
+                with files.opened(read.item.file) as descriptor, torch.no_grad():
+                    _read_tensor(directory / read.item.file, descriptor, read, None if read.is_verified else expected)
+            except CheckpointDamaged as error:
+                return read, error
+            return read, None
+
+        threads = min(num_threads(), len(ordered))
+        if threads <= 1:
+            yield from map(run, ordered)
+            return
+        with ThreadPoolExecutor(threads, "lamella-checkpoint", lambda: _use(streams)) as pool:
+            futures = [pool.submit(run, read) for read in ordered]
+            try:
+                for future in as_completed(futures):
+                    yield future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
 
 def _streams(reads: Sequence[ItemRead]) -> list[torch.Stream]:
@@ -250,17 +285,37 @@ def _use(streams: Sequence[torch.Stream]) -> None:
 
 def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected | None) -> None:
     try:
-        stored = FileSlice(descriptor, read.item.offset, read.item.length)
-        found = None if read.item.length <= _SMALL_BYTES else find_tensor(cast(BinaryIO, stored))
+        stored, found = FileSlice(descriptor, read.item.offset, read.item.length), read.found
+        if found is None and read.item.length > _SMALL_BYTES:
+            found = find_tensor(cast(BinaryIO, stored))
         if found is None:
             _copy_all(file, stored, read, expected)
         else:
             _check_sizes(file, read, found.shape)
-            _Sweep(file, descriptor, read, found, expected).run()
+            _copy_boxes(file, descriptor, read, found, expected)
     except (CheckpointDamaged, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # Of an archive that is garbage.
         raise damaged(file, read.name, error) from error
+
+
+def _copy_boxes(file: Path, descriptor: int, read: ItemRead, found: TensorRecord, expected: Expected | None) -> None:
+    record, item = found.record, read.item
+    crc = None if expected is None else expected(item)
+    if crc is not None:
+        sweep = _Sweep(descriptor, read, found)
+        sweep.pass_over(0, record.start)
+        sweep.copy_rows()
+        sweep.pass_over(record.start + record.length, item.length)
+        _check_equal(file, read.name, (item.length, crc), (item.length, sweep.crc))
+    elif expected is not None and record.crc is not None:
+        sweep = _Sweep(descriptor, read, found)
+        sweep.copy_rows()
+        _check_record(file, read.name, record, sweep.crc)
+    else:
+        stored = Stored(item.offset + record.start, found.shape, found.dtype)
+        for box, into in read.copies:
+            read_box(descriptor, stored, box, into)
 
 
 def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected | None) -> None:
@@ -295,94 +350,54 @@ def _slices(box: Chunk) -> tuple[slice, ...]:
 
 
 class _Sweep:
-    """One pass over an item, from front to back."""
+    """One pass over a whole item, from front to back, that takes its checksum and copies what is wanted."""
 
-    def __init__(
-        self, file: Path, descriptor: int, read: ItemRead, found: TensorRecord, expected: Expected | None
-    ) -> None:
-        self._file, self._descriptor, self._read, self._found = file, descriptor, read, found
-        self._expected = None if expected is None else expected(read.item)
-        self._crc: int | None = None if expected is None or (self._expected is None and found.record.crc is None) else 0
+    def __init__(self, descriptor: int, read: ItemRead, found: TensorRecord) -> None:
+        self._descriptor, self._item, self._found = descriptor, read.item, found
         # A scalar is a row of one element.
         self._sizes = read.sizes or (1,)
-        self._copies = read.copies if read.sizes else [Copy(Chunk((0,), (1,)), _row(copy.into)) for copy in read.copies]
+        self._copies = (
+            read.copies if read.sizes else [Copy(Chunk((0,), (1,)), copy.into.view(1)) for copy in read.copies]
+        )
+        self.crc = 0
 
-    def run(self) -> None:
-        record, item = self._found.record, self._read.item
-        if self._crc is None:  # There is nothing to hold it against.
-            for copy in self._copies:
-                self._copy_box(copy)
-        elif self._expected is None:
-            self._rows(record.start, self._sizes, Range(0, self._sizes[0]), self._copies)
-            _check_record(self._file, self._read.name, record, self._crc)
-        else:
-            self._pass_over(0, record.start)
-            self._rows(record.start, self._sizes, Range(0, self._sizes[0]), self._copies)
-            self._pass_over(record.start + record.length, item.length)
-            _check_equal(self._file, self._read.name, (item.length, self._expected), (item.length, self._crc))
+    def pass_over(self, start: int, stop: int) -> None:
+        """Read bytes of the item of which none are wanted."""
+        for begin in range(start, stop, _PIECE_BYTES):
+            self._fill(memoryview(bytearray(min(_PIECE_BYTES, stop - begin))), begin)
 
-    def _copy_box(self, copy: Copy) -> None:
-        """Read one box: part by part where it lies in long parts, else along the rows that it is in."""
-        last = max((dim for dim, size in enumerate(self._sizes) if copy.box.sizes[dim] != size), default=0)
-        part_bytes = copy.box.sizes[last] * self._bytes_of(self._sizes[last + 1 :])
-        if last == 0 or part_bytes < _WORTH_A_READ_BYTES:
-            self._rows(self._found.record.start, self._sizes, copy.box.ranges[0], [copy])
-            return
-        for outer in product(*(range(size) for size in copy.box.sizes[:last])):
-            start = self._found.record.start
-            for along, index in enumerate(outer):
-                start += (copy.box.offsets[along] + index) * self._bytes_of(self._sizes[along + 1 :])
-            inner = Copy(Chunk(copy.box.offsets[last:], copy.box.sizes[last:]), copy.into[outer])
-            self._rows(start, self._sizes[last:], inner.box.ranges[0], [inner])
-
-    def _rows(self, start: int, sizes: tuple[int, ...], rows: Range, copies: Sequence[Copy]) -> None:
-        """Read rows of an array whose first byte is at `start` of the item, piece by piece."""
-        row_bytes = self._bytes_of(sizes[1:])
+    def copy_rows(self) -> None:
+        """Read the tensor, piece by piece: Note [What is held]."""
+        rows, sizes, dtype = self._sizes[0], self._sizes[1:], self._found.dtype
+        row_bytes = prod(sizes) * dtype.itemsize
         if not row_bytes:
             return
         step = max(1, _PIECE_BYTES // row_bytes)
-        for first in range(rows.start, rows.stop, step):
-            piece = Range(first, min(first + step, rows.stop))
-            target = _direct(piece, sizes, self._found.dtype, copies)
-            memory = torch.empty(piece.numel, *sizes[1:], dtype=self._found.dtype) if target is None else target
-            self._fill(memory, start + first * row_bytes)
-            for copy in copies if target is None else ():
-                common = piece.intersection(copy.box.ranges[0])
+        for first in range(0, rows, step):
+            piece = Range(first, min(first + step, rows))
+            target = _direct(piece, sizes, dtype, self._copies)
+            memory = torch.empty(piece.numel, *sizes, dtype=dtype) if target is None else target
+            as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
+            self._fill(memoryview(as_bytes), self._found.record.start + first * row_bytes)
+            for box, into in self._copies if target is None else ():
+                common = piece.intersection(box.ranges[0])
                 if common.numel:
-                    stored = memory[common.start - first : common.stop - first]
-                    inner = stored[:, *_slices(Chunk(copy.box.offsets[1:], copy.box.sizes[1:]))]
-                    offset = copy.box.offsets[0]
-                    copy.into[common.start - offset : common.stop - offset].copy_(inner)
+                    inner = memory[common.start - first : common.stop - first][:, *_slices(box)[1:]]
+                    into[common.start - box.offsets[0] : common.stop - box.offsets[0]].copy_(inner)
 
-    def _fill(self, memory: torch.Tensor, start: int) -> None:
-        as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
-        self._fill_bytes(memoryview(as_bytes), start)
-
-    def _fill_bytes(self, view: memoryview, start: int) -> None:
-        done, begin = 0, self._read.item.offset + start
+    def _fill(self, view: memoryview, start: int) -> None:
+        done, begin = 0, self._item.offset + start
         while done < len(view):
             num_read = os.preadv(self._descriptor, [view[done:]], begin + done)
             if num_read == 0:
                 raise EOFError(f"the file ends {len(view) - done} bytes too early")
             done += num_read
-        if self._crc is not None:
-            self._crc = zlib.crc32(view, self._crc)
-
-    def _pass_over(self, start: int, stop: int) -> None:
-        for begin in range(start, stop, _PIECE_BYTES):
-            self._fill_bytes(memoryview(bytearray(min(_PIECE_BYTES, stop - begin))), begin)
-
-    def _bytes_of(self, sizes: Sequence[int]) -> int:
-        return prod(sizes) * self._found.dtype.itemsize
-
-
-def _row(scalar: torch.Tensor) -> torch.Tensor:
-    return scalar.view(1)
+        self.crc = zlib.crc32(view, self.crc)
 
 
 def _direct(piece: Range, sizes: tuple[int, ...], dtype: torch.dtype, copies: Sequence[Copy]) -> torch.Tensor | None:
     """The part of the target that is the piece, bit by bit; None where there is no such part."""
-    if len(copies) != 1 or copies[0].box.sizes[1:] != sizes[1:]:
+    if len(copies) != 1 or copies[0].box.sizes[1:] != sizes:
         return None
     [(box, into)] = copies
     if box.ranges[0].intersection(piece) != piece or into.dtype != dtype or into.device.type != "cpu":

@@ -3,30 +3,35 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
 
 from lamella_checkpoint._boxes import local_boxes
-from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._directories import find
 from lamella_checkpoint._errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
+from lamella_checkpoint._float8 import Dequantised, block_of, is_quantised
+from lamella_checkpoint._hf_files import read_config
 from lamella_checkpoint._manifest import Manifest, OptimizerKind
 from lamella_checkpoint._model import LiveModel
+from lamella_checkpoint._open import OpenCheckpoint, Translate, open_checkpoint
 from lamella_checkpoint._optimizer import LiveOptimizer
 from lamella_checkpoint._optimizer_load import OptimizerLoad
 from lamella_checkpoint._ranks import everywhere, exchange, on_device_of
+from lamella_checkpoint._sections import LiveNames
 from lamella_checkpoint._source import Source, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialLoad:
-    """What `load(strict=False)` found: the caller's `extra`, and what did not fit and was left as it was."""
+    """What `load(strict=False)` found: the caller's `extra`, and what did not fit and was left as it was.
+
+    `stripped` are keys and prefixes of the stored names that the model's lack: what wrappers of another program added.
+    """
 
     extra: dict[str, Any]
     left: Differences
+    stripped: tuple[str, ...] = ()
 
 
 @overload
@@ -38,6 +43,7 @@ def load(
     strict: Literal[True] = True,
     trust: bool = False,
     verify: bool = True,
+    translate: Translate | None = None,
 ) -> dict[str, Any]: ...
 @overload
 def load(
@@ -48,6 +54,7 @@ def load(
     strict: Literal[False],
     trust: bool = False,
     verify: bool = True,
+    translate: Translate | None = None,
 ) -> PartialLoad: ...
 def load(
     path: str | os.PathLike[str],
@@ -57,18 +64,22 @@ def load(
     strict: bool = True,
     trust: bool = False,
     verify: bool = True,
+    translate: Translate | None = None,
 ) -> dict[str, Any] | PartialLoad:
     """Read a checkpoint into a model and its optimizer, however many ranks wrote it.
 
     All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
     dummy step: the checkpoint says which state each parameter has, and that is allocated and read in place. Data
-    is cast to the live tensors' dtypes. Also reads what plain torch DCP wrote under the same names
-    (`{"model": ..., "optimizer": <flattened>}`).
+    is cast to the live tensors' dtypes.
+
+    Also reads what other programs wrote, as `open_checkpoint` finds it, if its names are the model's: plain torch's DCP
+    and files of `torch.save`, with their optimizers by name or by number, wrappers' prefixes or none; safetensors.
+    Names of another family take its rules, as `translate`.
 
     A checkpoint is data from elsewhere. What is pickled in it is read as data, and nothing in it runs.
 
     Args:
-        path: The checkpoint's directory. Every rank must see the same one.
+        path: The checkpoint's directory or file. Every rank must see the same one.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain; on its device.
         optimizer: Over the model's parameters, stepped or not. Its options become the checkpoint's, except for how a
             step is computed (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
@@ -77,6 +88,7 @@ def load(
         trust: True makes whatever the checkpoint's pickles ask for, which can run anything. Needed for values of types
             that torch does not know as plain data, among what this load reads.
         verify: False reads without looking at checksums, and of large chunks only the part that is needed.
+        translate: Makes the model's names of the checkpoint's: an adapter's rules.
 
     Returns:
         The `extra` that was saved; with `strict=False` that and what was left.
@@ -89,13 +101,15 @@ def load(
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: There is no checkpoint.
 
-    Effects: collective on the default group, if there is one (four small object exchanges); each rank reads what its
+    Effects: collective on the default group, if there is one (five small object exchanges); each rank reads what its
         shards need; allocates the optimizer's state where there is none.
     """
     with on_device_of(model.parameters()):
-        plan = _find(path, model, optimizer, strict=strict, trust=trust, verify=verify)
+        plan = _find(path, model, optimizer, strict=strict, trust=trust, verify=verify, translate=translate)
         everywhere("read its state", plan.run)
-    return plan.extra if strict else PartialLoad(extra=plan.extra, left=plan.differences)
+    if strict:
+        return plan.extra
+    return PartialLoad(extra=plan.extra, left=plan.differences, stripped=plan.stripped)
 
 
 def check(
@@ -104,6 +118,7 @@ def check(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     trust: bool = False,
+    translate: Translate | None = None,
 ) -> dict[str, Any]:
     """Raise what `load` would raise, and read no tensor.
 
@@ -112,6 +127,7 @@ def check(
         model: As for `load`, or on the meta device: a model that nothing has been allocated for yet.
         optimizer: As for `load`.
         trust: As for `load`.
+        translate: As for `load`.
 
     Returns:
         The `extra` that was saved.
@@ -123,10 +139,12 @@ def check(
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: There is no checkpoint.
 
-    Effects: collective on the default group, if there is one (three small object exchanges).
+    Effects: collective on the default group, if there is one (four small object exchanges).
     """
     with on_device_of(model.parameters()):
-        return _find(path, model, optimizer, strict=True, trust=trust, verify=True, allow_meta=True).extra
+        return _find(
+            path, model, optimizer, strict=True, trust=trust, verify=True, translate=translate, allow_meta=True
+        ).extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +157,7 @@ class _Plan:
     optimizer: OptimizerLoad | None
     differences: Differences
     extra: dict[str, Any]
+    stripped: tuple[str, ...]
 
     def run(self) -> None:
         slots = {} if self.optimizer is None else self.optimizer.targets()
@@ -155,23 +174,36 @@ class _Plan:
             self.optimizer.assign(slots)
 
 
-def _open(path: str | os.PathLike[str], *, trust: bool, verify: bool) -> StoredCheckpoint:
-    return StoredCheckpoint(find(Path(os.path.realpath(path))), trust=trust, verify=verify)
-
-
-def _check_same_everywhere(stored: StoredCheckpoint) -> None:
+def _check_same_everywhere(opened: OpenCheckpoint) -> None:
     """Refuse ranks that have opened different checkpoints, as after a listing that had not reached all hosts."""
 
-    def compare(opened: list[tuple[str, str | None]]) -> list[None]:
-        for rank, (directory, save_id) in enumerate(opened):
-            if save_id != opened[0][1]:
+    def compare(of_ranks: list[tuple[str, str | None]]) -> list[None]:
+        for rank, (path, identity) in enumerate(of_ranks):
+            if identity != of_ranks[0][1]:
                 raise RuntimeError(
-                    f"Expected every rank to open the same checkpoint, got {opened[0][0]!r} on rank 0 and "
-                    f"{directory!r} on rank {rank}, from another save. Let rank 0 choose the path."
+                    f"Expected every rank to open the same checkpoint, got {of_ranks[0][0]!r} on rank 0 and "
+                    f"{path!r} on rank {rank}, from another save. Let rank 0 choose the path."
                 )
-        return [None] * len(opened)
+        return [None] * len(of_ranks)
 
-    exchange("open the same checkpoint", lambda: (str(stored.path), stored.save_id), compare)
+    exchange("open the same checkpoint", lambda: (str(opened.path), opened.identity), compare)
+
+
+class _Live(NamedTuple):
+    """The model and the optimizer that a checkpoint is for, by name."""
+
+    model: LiveModel
+    optimizer: LiveOptimizer | None
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, allow_meta: bool) -> "_Live":
+        named = LiveModel.of(model, allow_meta=allow_meta)
+        return cls(named, None if optimizer is None else LiveOptimizer.of(optimizer, named))
+
+    @property
+    def names(self) -> LiveNames:
+        of_optimizer = () if self.optimizer is None else tuple(name for name, _, _ in self.optimizer.params())
+        return LiveNames(model={*self.model.tensors, *self.model.aliases}, optimizer=of_optimizer)
 
 
 def _find(
@@ -182,34 +214,53 @@ def _find(
     strict: bool,
     trust: bool,
     verify: bool,
+    translate: Translate | None = None,
     allow_meta: bool = False,
 ) -> _Plan:
     """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
-    stored = everywhere("open the checkpoint", lambda: _open(path, trust=trust, verify=verify))
-    _check_same_everywhere(stored)
-    return everywhere(
-        "find its state in the checkpoint",
-        lambda: _plan(stored, LiveModel.of(model, allow_meta=allow_meta), optimizer, strict),
+    live = everywhere("name its state", lambda: _Live.of(model, optimizer, allow_meta=allow_meta))
+    opened = everywhere(
+        "open the checkpoint", lambda: open_checkpoint(path, trust=trust, verify=verify, live=live.names)
     )
+    _check_same_everywhere(opened)
+    return everywhere("find its state in the checkpoint", lambda: _plan(opened, live, translate, strict))
 
 
-def _plan(source: StoredCheckpoint, live: LiveModel, optimizer: torch.optim.Optimizer | None, strict: bool) -> _Plan:
-    targets, names = _match_model(source, live)
+def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, strict: bool) -> _Plan:
+    source = _numbers(opened)
+    if translate is not None:
+        source = translate(source)
+    targets, names = _match_model(source, live.model)
     unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
     load: OptimizerLoad | None = None
     conflicts: tuple[OptionConflict, ...] = ()
     kinds: tuple[str, str] | None = None
-    if optimizer is not None:
-        found = OptimizerLoad.find(source, LiveOptimizer.of(optimizer, live), live.all_names())
+    if live.optimizer is not None:
+        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names())
         names += found.differences()
         conflicts = tuple(found.conflicts())
-        kinds = _different_kinds(source.manifest, optimizer)
+        kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
         load = None if kinds else found.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
     if strict and differences:
-        raise CheckpointMismatch(str(source.path), differences)
-    extra = {} if source.manifest is None else dict(source.manifest.extra)
-    return _Plan(source=source, live=live, targets=targets, optimizer=load, differences=differences, extra=extra)
+        raise CheckpointMismatch(str(opened.path), differences)
+    return _Plan(
+        source=source,
+        live=live.model,
+        targets=targets,
+        optimizer=load,
+        differences=differences,
+        extra=opened.extra,
+        stripped=opened.stripped,
+    )
+
+
+def _numbers(opened: OpenCheckpoint) -> Source:
+    """Weights that are float8 with a scale a block, as the numbers that they stand for."""
+    if not is_quantised(opened.source):
+        return opened.source
+    config = read_config(opened.path if opened.path.is_dir() else opened.path.parent)
+    return Dequantised(opened.source, block=block_of(config or {}))
 
 
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:

@@ -4,6 +4,7 @@ import io
 import os
 import struct
 import zipfile
+from collections.abc import Mapping
 from math import prod
 from typing import BinaryIO, Final, NamedTuple
 
@@ -93,38 +94,78 @@ def find_tensor(file: BinaryIO) -> TensorRecord | None:
         zipfile.BadZipFile: It is no archive, or one that torch does not write.
     """
     files = records(file)
-    saved = read_pickle(io.BytesIO(_read(file, files["data.pkl"])), knows=lambda *_: True)
-    order = _read(file, files["byteorder"]) if "byteorder" in files else b"little"
-    if not isinstance(saved, Inert) or order != b"little":
+    saved = read_pickle(io.BytesIO(read_record(file, files["data.pkl"])), knows=lambda *_: True)
+    found = stored_tensor(saved, files) if is_little_endian(file, files) else None
+    return found.whole if found is not None else None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an archive: a view of a storage, which is a record. Offset and strides are in elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    record: Record
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def whole(self) -> TensorRecord | None:
+        """Where its elements lie, if they are all of the record, one after another."""
+        is_whole = self.offset == 0 and self.record.length == prod(self.shape) * self.dtype.itemsize
+        return TensorRecord(self.shape, self.dtype, self.record) if is_whole and self.is_contiguous else None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after another."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size not in (0, 1) and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | None:
+    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds."""
+    if not isinstance(saved, Inert):
         return None
     match saved.kind, saved.args:
-        case "torch._utils._rebuild_tensor_v2", (storage, 0, tuple(shape), tuple(strides), _, _):
+        case "torch._utils._rebuild_parameter", (data, _, _):
+            return stored_tensor(data, files)
+        case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _):
             dtype = _dtype(storage)
-        case "torch._utils._rebuild_tensor_v3", (
-            storage,
-            0,
-            tuple(shape),
-            tuple(strides),
-            _,
-            _,
-            torch.dtype() as dtype,
+        case (
+            "torch._utils._rebuild_tensor_v3",
+            (storage, int(offset), tuple(shape), tuple(strides), _, _, torch.dtype() as dtype),
         ):
             pass
         case _:
             return None
     match storage:
         case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
-            record = files[f"data/{key}"]
+            found = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
+            return found if len(shape) == len(strides) and _fits(found) else None
         case _:
             return None
-    if not _is_contiguous(shape, strides) or record.length != prod(shape) * dtype.itemsize:
-        return None
-    return TensorRecord(tuple(shape), dtype, record)
 
 
-def _read(file: BinaryIO, record: Record) -> bytes:
+def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
+    """Whether numbers are stored in the byte order of the machines that torch runs on."""
+    return "byteorder" not in files or read_record(file, files["byteorder"]) == b"little"
+
+
+def read_record(file: BinaryIO, record: Record) -> bytes:
+    """The contents of one file of the archive."""
     file.seek(record.start)
     return file.read(record.length)
+
+
+def _fits(tensor: StoredTensor) -> bool:
+    """Whether it lies inside its record."""
+    if min((tensor.offset, *tensor.shape, *tensor.strides)) < 0:
+        return False
+    last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return 0 in tensor.shape or (last + 1) * tensor.dtype.itemsize <= tensor.record.length
 
 
 def _dtype(storage: object) -> torch.dtype | None:
@@ -136,12 +177,3 @@ def _dtype(storage: object) -> torch.dtype | None:
             return None
     of_names: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
     return of_names.get(name)
-
-
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size not in (0, 1) and stride != expected:
-            return False
-        expected *= size
-    return True
