@@ -11,6 +11,7 @@ from memory_source import read_all
 
 from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._megatron_files import iteration_directory, open_megatron, plain_contents, train_state
+from lamella_checkpoint._open import Format, open_checkpoint
 
 
 def save(path, values):
@@ -95,6 +96,7 @@ class TestTorchDist:
         common = {"args": Namespace(tensor_model_parallel_size=2), "iteration": 12}
         save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2), "common_state/shard_0_1": (common,)})
         (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        assert open_checkpoint(tmp_path).format is Format.TORCH_DIST
         opened = open_megatron(tmp_path)
         assert (opened.format, opened.sizes, opened.counters.found) == ("torch_dist", {"tp": 2}, {"iteration": 12})
         assert list(opened.source.tensors) == [f"model.decoder.layers.{layer}.mlp.router.weight" for layer in range(2)]

@@ -89,6 +89,22 @@ def open_megatron(
     )
 
 
+def is_torch_dist(stored: StoredCheckpoint) -> bool:
+    """Whether a checkpoint of torch DCP's files is Megatron's `torch_dist`.
+
+    Raises:
+        CheckpointDamaged: The file that says which format it is cannot be read.
+    """
+    if (stored.path / COMMON).is_file() or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
+        return True
+    file = stored.path / FORMAT
+    try:
+        told = json.loads(file.read_text()) if file.is_file() else None
+    except ValueError as error:
+        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
+
+
 def iteration_directory(path: Path) -> Path:
     """The directory of the newest iteration in `path`, if it says one; else `path`.
 
@@ -173,21 +189,12 @@ def _plain(value: object) -> object:
 
 def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """What `torch_dist` keeps of everything that is not sharded, in a file or in an object; None for other formats."""
-    file = stored.path / COMMON
-    if file.is_file():
-        return plain_contents(file)
+    if (stored.path / COMMON).is_file():
+        return plain_contents(stored.path / COMMON)
     held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
     if held:
         return _plain_object(stored, held[0])
-    return {} if _is_torch_dist(stored.path / FORMAT) else None
-
-
-def _is_torch_dist(file: Path) -> bool:
-    try:
-        told = json.loads(file.read_text()) if file.is_file() else None
-    except ValueError as error:
-        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
-    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
+    return {} if is_torch_dist(stored) else None
 
 
 def _plain_object(stored: StoredCheckpoint, name: str) -> dict[str, Any] | None:
