@@ -21,11 +21,17 @@ from lamella_checkpoint._errors import OptionConflict as OptionConflict
 from lamella_checkpoint._families import Family as Family
 from lamella_checkpoint._families import find_family as find_family
 from lamella_checkpoint._families import known_model_types as known_model_types
+from lamella_checkpoint._fill import Filled as Filled
+from lamella_checkpoint._fill import fill as fill
 from lamella_checkpoint._inspect import Inspection as Inspection
 from lamella_checkpoint._inspect import inspect as inspect
 from lamella_checkpoint._load import PartialLoad as PartialLoad
 from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
+from lamella_checkpoint._megatron import Counters as Counters
+from lamella_checkpoint._megatron import Dialect as Dialect
+from lamella_checkpoint._megatron_files import MegatronCheckpoint as MegatronCheckpoint
+from lamella_checkpoint._megatron_files import open_megatron as open_megatron
 from lamella_checkpoint._open import Format as Format
 from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
 from lamella_checkpoint._open import open_checkpoint as open_checkpoint

@@ -16,10 +16,10 @@ from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import is_fsdp_dtensor
 from lamella_checkpoint._megatron_files import (
     BRIDGE_TRACKER,
-    COMMON,
     RUN_CONFIG,
     TRACKER,
     TRAIN_STATE,
+    is_torch_dist,
     iteration_directory,
     open_megatron,
 )
@@ -178,7 +178,9 @@ def _open_plain(
 
 def _open_safetensors(path: Path) -> OpenCheckpoint:
     raw = SafetensorsSource(path)
-    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=to_native(raw, {}).source)
+    # Each name is one key: the `model` in many of them is a module of the model, and no section.
+    paths: dict[str, Keys] = {name: (name,) for name in raw.tensors}
+    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=to_native(raw, paths).source)
 
 
 def _beside(raw: Source, native: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def _is_dcp(path: Path) -> bool:
 
 
 def _is_megatrons(stored: StoredCheckpoint) -> bool:
-    if (stored.path / COMMON).is_file():
+    if is_torch_dist(stored):
         return True
     # DDP's own names begin alike, so something else has to say that it is Megatron.
     is_told = (
