@@ -281,7 +281,9 @@ class TestBadInput:
         with pytest.raises(ValueError, match="'tiny'.*Pass `translate`"):
             convert(source, tmp_path / "b", to="fsdp_dtensor")
         (source / "config.json").unlink()
-        with pytest.raises(ValueError, match="config.json.*Pass `like`, or `translate`"):
+        with pytest.raises(
+            ValueError, match=r"config.json.*Pass `like` \(on the command line --config\), or `translate`"
+        ):
             convert(source, tmp_path / "b", to="fsdp_dtensor")
 
     @pytest.mark.parametrize("of", ["dcp", "torch"])

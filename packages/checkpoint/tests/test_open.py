@@ -293,7 +293,7 @@ def test_a_tracker_that_leads_nowhere_is_named(tmp_path, tracked):
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(CheckpointDamaged, match="no format that is known"):
+        with pytest.raises(CheckpointDamaged, match="of a format that is known"):
             open_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         open_checkpoint(tmp_path / "absent")

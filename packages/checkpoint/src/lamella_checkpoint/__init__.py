@@ -4,7 +4,9 @@ from lamella_checkpoint._async_save import AsyncSaver as AsyncSaver
 from lamella_checkpoint._async_save import SaveHandle as SaveHandle
 from lamella_checkpoint._checkpoint_directory import CheckpointDirectory as CheckpointDirectory
 from lamella_checkpoint._convert import Conversion as Conversion
+from lamella_checkpoint._convert import Target as Target
 from lamella_checkpoint._convert import convert as convert
+from lamella_checkpoint._convert import open_both as open_both
 from lamella_checkpoint._correspondence import Correspondence as Correspondence
 from lamella_checkpoint._correspondence import Piece as Piece
 from lamella_checkpoint._correspondence import Place as Place
@@ -16,8 +18,11 @@ from lamella_checkpoint._errors import CheckpointFailed as CheckpointFailed
 from lamella_checkpoint._errors import CheckpointMismatch as CheckpointMismatch
 from lamella_checkpoint._errors import CheckpointUntrusted as CheckpointUntrusted
 from lamella_checkpoint._errors import Differences as Differences
+from lamella_checkpoint._errors import FormatUnknown as FormatUnknown
+from lamella_checkpoint._errors import ModelUnknown as ModelUnknown
 from lamella_checkpoint._errors import NameDifference as NameDifference
 from lamella_checkpoint._errors import OptionConflict as OptionConflict
+from lamella_checkpoint._errors import SizeUnknown as SizeUnknown
 from lamella_checkpoint._families import Family as Family
 from lamella_checkpoint._families import find_family as find_family
 from lamella_checkpoint._families import known_model_types as known_model_types

@@ -1,9 +1,11 @@
 """`convert`: a checkpoint of one format written in another, piece by piece, by one process."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
@@ -11,7 +13,8 @@ from typing import Any, Final, Literal, TypedDict
 import torch
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._directories import find, publish, stage, sync
+from lamella_checkpoint._directories import check_vacant, find, publish, stage, sync
+from lamella_checkpoint._errors import FormatUnknown, ModelUnknown
 from lamella_checkpoint._families import Family, find_family, known_model_types
 from lamella_checkpoint._float8 import (
     Dequantised,
@@ -33,7 +36,7 @@ from lamella_checkpoint._hf_files import (
 from lamella_checkpoint._manifest import Manifest, check_extra
 from lamella_checkpoint._megatron import BRIDGE, EXPECTED_OBJECTS, RELEASE_0_19, Dialect
 from lamella_checkpoint._megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
-from lamella_checkpoint._open import Format, OpenCheckpoint, open_checkpoint
+from lamella_checkpoint._open import Format, OpenCheckpoint, find_files, open_checkpoint
 from lamella_checkpoint._rules import Rules
 from lamella_checkpoint._safetensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsSource
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
@@ -53,6 +56,7 @@ SIDE_FILES: Final = "hf"
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
 _OF_MODEL: Final = "model."
+_MEGATRONS: Final = frozenset({Format.FSDP_DTENSOR, Format.TORCH_DIST})
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -95,6 +99,7 @@ def convert(
     tensor_parallel_size: int | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     buffer_nbytes: int = BUFFER_NBYTES,
+    replace: bool = False,
     on_progress: OnProgress = lambda done, total: None,
     trust: bool = False,
     verify: bool = True,
@@ -109,7 +114,7 @@ def convert(
     Args:
         src: A checkpoint of any format that `open_checkpoint` knows: of this package, torch's DCP or `torch.save`, a
             Hugging Face directory or safetensors file, Megatron's `fsdp_dtensor` and `torch_dist`.
-        dst: A directory; for "torch" a file. It must not exist, or be an empty directory.
+        dst: A directory; for "torch" a file. It must not exist, or be an empty directory, without `replace`.
         to: "dcp" is a checkpoint as `save` writes it, "hf" safetensors, "torch" one file of `torch.save`,
             "fsdp_dtensor" Megatron's.
         translate: What gives the source other names and cuts (`lamella_checkpoint.translate`): those of the target's
@@ -124,6 +129,8 @@ def convert(
         tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
         max_shard_nbytes: About how much one file holds.
         buffer_nbytes: How much is held of tensors, unless a single row is more.
+        replace: Whether a checkpoint at `dst` gives way to the new one, once that is whole. Folders in it that are not
+            a checkpoint's are never removed, nor is `src`.
         on_progress: Is told how far it is, piece by piece.
         trust: Whether types that a checkpoint pickles are made that are neither plain data nor torch's own, which can
             run anything.
@@ -132,8 +139,11 @@ def convert(
     Raises:
         CheckpointDamaged: A file is absent or unreadable or not what it should be; it is named.
         CheckpointUntrusted: The checkpoint holds other types, without `trust`.
-        FileExistsError: `dst` holds something.
-        FileNotFoundError: `src` is no checkpoint.
+        FileExistsError: `dst` holds something, and with `replace` something else than a checkpoint of its kind.
+        FileNotFoundError: `src` is absent.
+        FormatUnknown: `src` is no checkpoint.
+        ModelUnknown: No package has rules for the configuration's model type, and they are needed.
+        SizeUnknown: `tensor_parallel_size`, or a configuration, is needed.
         TypeError: The format lacks a dtype.
         ValueError: Arguments contradict each other, nothing is left to write, or the names cannot be translated.
 
@@ -151,7 +161,7 @@ def convert(
         raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.path)!r}.")
     options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
     target = Path(os.path.realpath(dst))
-    staged = stage(target, replace=False)
+    staged = stage(target, check=partial(_check_replaceable, path, to) if replace else check_vacant)
     try:
         copied = _copy_side_files(plan, to, beside, published, staged)
         manifest = Manifest(
@@ -175,6 +185,69 @@ def convert(
         inexact={name: why for layer in plan.layers for name, why in layer.inexact.items()},
         side_files=copied,
     )
+
+
+def open_both(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    tensor_parallel_size: int | None = None,
+    trust: bool = False,
+    verify: bool = True,
+) -> tuple[Source, Source]:
+    """Two checkpoints of any formats under names that they can be compared by.
+
+    Those of Hugging Face's files are read as those of the model's modules, by the rules that an installed package has
+    for the configuration's `model_type`; so are Megatron's where only one side has them, and then what lies beside the
+    model and the optimizer is left out. Weights in float8 are read as numbers unless both sides have them.
+
+    Args:
+        a: As `src` of `convert`.
+        b: The other.
+        like: A Hugging Face directory whose configuration counts for a checkpoint that has none. The other
+            checkpoint's is the next that is asked.
+        tensor_parallel_size: As for `convert`.
+        trust: As for `convert`.
+        verify: As for `convert`.
+
+    Raises:
+        CheckpointDamaged: As for `convert`.
+        FileNotFoundError: There is nothing.
+        FormatUnknown: As for `convert`.
+        ModelUnknown: As for `convert`.
+        SizeUnknown: As for `convert`.
+        ValueError: As for `convert`.
+
+    Effects: reads metadata and small files.
+    """
+    paths = [find(Path(os.path.realpath(each))) for each in (a, b)]
+    besides = [_beside(path) for path in paths]
+    configs = [None if beside is None else read_config(beside) for beside in besides]
+    folders = [Path(like)] if like is not None else []
+    shared = next((config for config in (*map(read_config, folders), *configs) if config is not None), None)
+    betweens = [
+        _Between(config=config or shared, dialect=RELEASE_0_19, tensor_parallel_size=tensor_parallel_size)
+        for config in configs
+    ]
+    opened = [
+        open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+        for path, between in zip(paths, betweens, strict=True)
+    ]
+    are_megatrons = all(each.format in _MEGATRONS for each in opened)
+    are_quantised = all(is_quantised(each.raw) for each in opened)
+
+    def read(each: OpenCheckpoint, between: _Between, beside: Path | None) -> Source:
+        source = each.source
+        if is_quantised(source) and not are_quantised:
+            source = Dequantised(source, block=block_of(between.config or {}))
+        if each.format is Format.SAFETENSORS:
+            return between.modules(source, _published(each, beside), "right")
+        if each.format in _MEGATRONS and not are_megatrons:
+            return rename(between.translate(source, "left"), _of_sections)
+        return source
+
+    return read(opened[0], betweens[0], besides[0]), read(opened[1], betweens[1], besides[1])
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -242,14 +315,11 @@ class _Between:
         if self.config is None:
             raise ValueError(
                 f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
-                f"names and Megatron's, got none. Pass `like`, or `translate`."
+                f"names and Megatron's, got none. Pass `like` (on the command line --config), or `translate`."
             )
         family = self._family()
         if family is None:
-            raise ValueError(
-                f"Expected a package with the rules of model type {self.config.get('model_type')!r}, to go between "
-                f"Hugging Face's names and Megatron's, got those of {known_model_types()}. Pass `translate`."
-            )
+            raise ModelUnknown(str(self.config.get("model_type")), known_model_types())
         rules = family.megatron(self.config)
         return translated(source, rules.match(parameter_shapes(source), "left" if to == "right" else "right"), to=to)
 
@@ -330,7 +400,7 @@ def _translations(
 
     Between formats, the names are those of modules; what goes from Hugging Face to Hugging Face keeps its own.
     """
-    is_megatrons = opened.format in (Format.FSDP_DTENSOR, Format.TORCH_DIST)
+    is_megatrons = opened.format in _MEGATRONS
     if by is not None:
         yield (source := rename(by(source), lambda name: name))
     elif opened.format is Format.SAFETENSORS and to != "hf":
@@ -449,8 +519,34 @@ def _is_plain(name: str, value: object) -> bool:
     return True
 
 
+def _check_replaceable(source: Path, to: Target, target: Path) -> None:
+    """What is replaced is deleted: it must be a checkpoint, and hold nothing else that is known of."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    problem = None
+    if source.is_relative_to(target):
+        problem = "the source"
+    elif target.is_dir() == (to == "torch"):
+        problem = "a directory" if target.is_dir() else "a file"
+    elif target.is_dir():
+        folders = sorted(each.name for each in target.iterdir() if each.is_dir() and each.name != SIDE_FILES)
+        problem = f"folders: {', '.join(folders)}" if folders else None
+    try:
+        found = find_files(target)[0]
+    except FormatUnknown as error:
+        problem = problem or error.problem
+    if problem is not None or found != target:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"Expected a checkpoint to replace, and nothing else, got {problem or found}. Convert to a path of its own",
+            str(target),
+        )
+
+
 def _publish(staged: Path, target: Path, *, is_file: bool) -> None:
     if is_file:
+        if target.is_dir():
+            target.rmdir()  # An empty one.
         (staged / target.name).rename(target)
         staged.rmdir()
         sync(target.parent)

@@ -78,9 +78,10 @@ class Diff:
 
 
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: str | os.PathLike[str] | Source,
+    b: str | os.PathLike[str] | Source,
     *,
+    values: bool = True,
     rtol: float = 0.0,
     atol: float = 0.0,
     translate_a: Translate | None = None,
@@ -92,8 +93,9 @@ def diff(
     """Compare two checkpoints of any formats, under native names.
 
     Args:
-        a: The one checkpoint.
+        a: The one checkpoint: its path, or what has been made of it.
         b: The other.
+        values: Whether values are compared, too: of tensors and objects. Else nothing is read of them.
         rtol: How far apart values may be in relation to those of `b`. Integers too, where it is not 0.
         atol: How far apart values may be besides. Not-a-number equals itself.
         translate_a: Makes of `a`'s names those to compare by: an adapter's rules.
@@ -109,17 +111,20 @@ def diff(
     Effects: holds 64 MiB of tensors at most, unless a single row is more; no collective, no accelerator.
     """
     sources = []
-    for path, translate in ((a, translate_a), (b, translate_b)):
-        source = open_checkpoint(path, trust=trust, verify=verify).source
+    for given, translate in ((a, translate_a), (b, translate_b)):
+        source = _opened(given, trust=trust, verify=verify)
         sources.append(source if translate is None else translate(source))
-    comparison = _Comparison(*sources, rtol=rtol, atol=atol, on_progress=on_progress)
+    comparison = _Comparison(*sources, values=values, rtol=rtol, atol=atol, on_progress=on_progress)
     differences = tuple(comparison.run())
     return Diff(a=sources[0].path, b=sources[1].path, differences=differences, num_equal=comparison.num_equal)
 
 
 class _Comparison:
-    def __init__(self, a: Source, b: Source, *, rtol: float, atol: float, on_progress: OnProgress) -> None:
+    def __init__(
+        self, a: Source, b: Source, *, values: bool, rtol: float, atol: float, on_progress: OnProgress
+    ) -> None:
         self._a, self._b = a, b
+        self._values = values
         self._rtol, self._atol = rtol, atol
         self._on_progress = on_progress
         self._total = sum(prod(info.shape) * info.dtype.itemsize for info in a.tensors.values())
@@ -143,7 +148,7 @@ class _Comparison:
     def _of_name(self, name: str) -> Iterator[Difference]:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None and b is None:
-            yield from self._of_object(name)
+            yield from self._of_object(name) if self._values else ()
         elif a is None or b is None:
             yield Difference(name, _told(self._a, name), _told(self._b, name), "object")
         elif tuple(a.shape) != tuple(b.shape):
@@ -151,7 +156,8 @@ class _Comparison:
         else:
             if a.dtype != b.dtype:
                 yield Difference(name, str(a.dtype), str(b.dtype), "dtype")
-            yield from self._of_values(name)
+            if self._values:
+                yield from self._of_values(name)
 
     def _of_object(self, name: str) -> Iterator[Difference]:
         try:
@@ -182,6 +188,12 @@ class _Comparison:
         if first is not None:
             what = f"{num_different} of {prod(info.shape)} values, first at {first[0]}"
             yield Difference(name, repr(first[1]), repr(first[2]), what)
+
+
+def _opened(given: str | os.PathLike[str] | Source, *, trust: bool, verify: bool) -> Source:
+    if isinstance(given, str | os.PathLike):
+        return open_checkpoint(given, trust=trust, verify=verify).source
+    return given
 
 
 def _read(source: Source, name: str, box: Chunk) -> torch.Tensor:

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,20 +43,19 @@ def leftovers(parent: Path) -> Iterator[Leftover]:
             yield Leftover(path, match["target"], match["kind"])
 
 
-def stage(target: Path, *, replace: bool = True) -> Path:
+def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
     """An empty directory to write in, which `publish` turns into `target`.
 
     Args:
         target: What is to appear.
-        replace: Whether it may take a checkpoint's place. Formats in whose directories people keep files of their own
-            may not.
+        check: Raises if what is there must not be replaced; None is `check_replaceable`.
 
     Raises:
         FileExistsError: `target` is something else than a checkpoint that may be replaced, and a save would delete it.
 
     Effects: creates the parents of `target`; removes the leftovers of killed saves to it.
     """
-    check_replaceable(target, replace=replace)
+    (check or check_replaceable)(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     staged = staging_path(target, secrets.token_hex(4))
@@ -161,18 +160,25 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.with_name(f"{target.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def check_replaceable(target: Path, *, replace: bool = True) -> None:
-    """A save deletes what it replaces: that must be a checkpoint (with `replace`), or nothing.
+def check_replaceable(target: Path) -> None:
+    """A save deletes what it replaces: that must be a checkpoint, or nothing.
 
     Raises:
         FileExistsError: It is something else.
     """
-    if not target.exists() or (replace and (target / METADATA_FILE).is_file()):
-        return
-    if not target.is_dir() or any(target.iterdir()):
+    if not (target / METADATA_FILE).is_file():
+        check_vacant(target, "a checkpoint, ")
+
+
+def check_vacant(target: Path, besides: str = "") -> None:
+    """Nothing may be there to replace: people keep files of their own in directories of some formats.
+
+    Raises:
+        FileExistsError: Something is, and it is no empty directory.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(
             errno.EEXIST,
-            f"Expected {'a checkpoint, ' if replace else ''}an empty directory or nothing to replace, got other files. "
-            "Save to a path of its own",
+            f"Expected {besides}an empty directory or nothing to replace, got other files. Save to a path of its own",
             str(target),
         )

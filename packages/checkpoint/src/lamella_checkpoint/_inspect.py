@@ -102,6 +102,7 @@ def inspect(path: str | os.PathLike[str], *, trust: bool = False, native: bool =
         CheckpointDamaged: As for `open_checkpoint`.
         CheckpointUntrusted: As for `open_checkpoint`.
         FileNotFoundError: There is nothing.
+        SizeUnknown: Native names are wanted, as for `OpenCheckpoint.source`.
 
     Effects: reads metadata and small files, and no tensor; no collective, no accelerator.
     """

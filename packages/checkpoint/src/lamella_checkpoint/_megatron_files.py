@@ -8,8 +8,9 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -36,18 +37,27 @@ class MegatronCheckpoint:
     """A checkpoint of Megatron, of any of its formats that hold named tensors.
 
     Attributes:
-        source: Under canonical names.
         format: Of its files.
         dialect: Of `fsdp_dtensor`, where its names show one.
         counters: How far training was, and what the checkpoint does not say of it.
         sizes: What rank-major tensors are read with.
+        make_source: What `source` is made by.
     """
 
-    source: Translated
     format: Literal["fsdp_dtensor", "torch_dist"]
     dialect: Dialect | None
     counters: Counters
     sizes: Mapping[str, int]
+    make_source: Callable[[], Translated]
+
+    @cached_property
+    def source(self) -> Translated:
+        """Under canonical names.
+
+        Raises:
+            ValueError: As for `read_fsdp_dtensor`. Its names as stored can be listed without what that needs.
+        """
+        return self.make_source()
 
 
 def open_megatron(
@@ -64,7 +74,6 @@ def open_megatron(
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable.
-        ValueError: As for `read_fsdp_dtensor`.
 
     Effects: reads metadata and small files; no collective.
     """
@@ -77,15 +86,16 @@ def open_megatron(
     known = {**run_config_sizes(directory), **told, **(sizes or {})}
     if common is None:
         # As a dict of plain values, `args` can be read without trust.
-        source = read_fsdp_dtensor(stored if args is None else WithObjects(stored, {"args": args}), sizes=known)
+        plain = stored if args is None else WithObjects(stored, {"args": args})
+        make_source = partial(read_fsdp_dtensor, plain, sizes=known)
     else:
-        source = read_torch_dist(stored, common)
+        make_source = partial(read_torch_dist, stored, common)
     return MegatronCheckpoint(
-        source=source,
         format="fsdp_dtensor" if common is None else "torch_dist",
         dialect=dialect_of(stored) if common is None else None,
         counters=counters(WithObjects(stored, common or {}), beside),
         sizes=known,
+        make_source=make_source,
     )
 
 

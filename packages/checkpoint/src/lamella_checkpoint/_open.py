@@ -5,12 +5,13 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import METADATA_FILE, find
-from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_checkpoint._errors import CheckpointUntrusted, FormatUnknown
 from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import is_fsdp_dtensor
@@ -53,7 +54,7 @@ class OpenCheckpoint:
     Attributes:
         format: Of its files.
         raw: Names as they are stored.
-        source: Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
+        make_source: What `source` is made by.
         extra: Plain values that are beside: what `save` was given, or counters and the like of other programs.
         stripped: Keys and prefixes that are in the stored names and not in the native ones.
         lacking: What a resumed run of the program that wrote it would look for and not find (Megatron's formats).
@@ -63,12 +64,22 @@ class OpenCheckpoint:
 
     format: Format
     raw: Source
-    source: Source
+    make_source: Callable[[], Source]
     extra: dict[str, Any] = field(default_factory=dict)
     stripped: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
     manifest: Manifest | None = None
     identity: str | None = None
+
+    @cached_property
+    def source(self) -> Source:
+        """Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
+
+        Raises:
+            SizeUnknown: Tensors are stored in the order of ranks that the checkpoint does not tell the number of.
+            ValueError: The names are not what the format has.
+        """
+        return self.make_source()
 
     @property
     def path(self) -> Path:
@@ -98,10 +109,10 @@ def open_checkpoint(
         live: Names of a live model, by which shared prefixes are told from names.
 
     Raises:
-        CheckpointDamaged: A file is absent, unreadable, or not what its name says; or there is no format that has
-            these files.
+        CheckpointDamaged: A file is absent, unreadable, or not what its name says.
         CheckpointUntrusted: Its metadata holds other types than torch's own.
         FileNotFoundError: There is nothing.
+        FormatUnknown: There is no format that has these files.
 
     Effects: no collective; reads metadata and small files, and no tensor.
     """
@@ -118,8 +129,8 @@ def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, 
     """Where a checkpoint's files are, and which kind of files they are: whoever wrote DCP's, it is DCP.
 
     Raises:
-        CheckpointDamaged: There is no format that has these files.
         FileNotFoundError: There is nothing.
+        FormatUnknown: There is no format that has these files.
 
     Effects: looks at names, and at the first bytes of a file.
     """
@@ -132,7 +143,7 @@ def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, 
         return found, Format.SAFETENSORS
     if found.is_file() and _is_torch_file(found):
         return found, Format.TORCH
-    raise CheckpointDamaged(str(found), _unknown(found))
+    raise FormatUnknown(str(found), _unknown(found))
 
 
 def _open_dcp(
@@ -144,7 +155,7 @@ def _open_dcp(
         return OpenCheckpoint(
             format=Format.LAMELLA,
             raw=stored,
-            source=stored,
+            make_source=lambda: stored,
             extra=dict(stored.manifest.extra),
             manifest=stored.manifest,
             identity=stored.save_id,
@@ -154,7 +165,7 @@ def _open_dcp(
         return OpenCheckpoint(
             format=Format(opened.format),
             raw=stored,
-            source=opened.source,
+            make_source=lambda: opened.source,
             extra=dict(opened.counters.found),
             lacking=opened.counters.lacking,
             identity=stored.save_id,
@@ -169,7 +180,7 @@ def _open_plain(
     return OpenCheckpoint(
         format=kind,
         raw=raw,
-        source=native.source,
+        make_source=lambda: native.source,
         extra=_beside(raw, native.source, paths),
         stripped=native.stripped,
         identity=identity,
@@ -180,7 +191,7 @@ def _open_safetensors(path: Path) -> OpenCheckpoint:
     raw = SafetensorsSource(path)
     # Each name is one key: the `model` in many of them is a module of the model, and no section.
     paths: dict[str, Keys] = {name: (name,) for name in raw.tensors}
-    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=to_native(raw, paths).source)
+    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, make_source=lambda: to_native(raw, paths).source)
 
 
 def _beside(raw: Source, native: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
@@ -233,6 +244,6 @@ def _is_torch_file(file: Path) -> bool:
 
 def _unknown(path: Path) -> str:
     if not path.is_dir():
-        return "no format that is known: expected a directory, a file of torch.save or a safetensors file"
+        return "a file that is neither torch.save's nor safetensors"
     held = sorted(each.name for each in path.iterdir())[:8]
-    return f"no format that is known: expected {METADATA_FILE}, model.safetensors or an iteration, got {held}"
+    return f"{held} and no {METADATA_FILE}, model.safetensors or iteration" if held else "an empty directory"

@@ -21,6 +21,7 @@ from itertools import accumulate, product
 from typing import NamedTuple, TypeAlias
 
 from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings, whole_chunk
+from lamella_checkpoint._errors import SizeUnknown
 from lamella_checkpoint._translate import Side
 from lamella_layout import Chunk
 
@@ -234,6 +235,8 @@ def _correspondence(
         made = _make(near, instance.captures, instance.counts, known, sizes)
         derived, counts = _shapes_of(far, instance.captures, made.shape, sizes)
         other = _make(far, instance.captures, counts, derived, sizes)
+    except SizeUnknown as error:
+        raise SizeUnknown(error.size, error.known, instance.names[0]) from None
     except ValueError as error:
         raise ValueError(f"{error} Needed for {instance.names[0]!r}.") from error
     pieces = tuple(_pieces(made, other))
@@ -366,7 +369,7 @@ def _number(size: Size, named: Mapping[str, int]) -> int:
     if isinstance(size, int):
         return size
     if size not in named:
-        raise ValueError(f"Expected the size {size!r}, got {dict(named)!r}. Give it to the rules, as `sizes`.")
+        raise SizeUnknown(size, named)
     return named[size]
 
 

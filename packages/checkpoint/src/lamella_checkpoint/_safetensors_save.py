@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._contents import Contents, Ranks
-from lamella_checkpoint._directories import publish, stage
+from lamella_checkpoint._directories import check_vacant, publish, stage
 from lamella_checkpoint._hf_files import copy_side_files
 from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, on_rank_zero, rank
 from lamella_checkpoint._safetensors_write import (
@@ -125,7 +125,7 @@ def _make(
     path: str | os.PathLike[str], files: tuple[PlannedFile, ...], like: str | os.PathLike[str] | None
 ) -> tuple[Path, Path]:
     target = Path(os.path.realpath(path))
-    staged = stage(target, replace=False)
+    staged = stage(target, check=check_vacant)
     try:
         make_files(staged, files)
         if like is not None:

@@ -67,7 +67,8 @@ class Verification:
             yield f"not needed: {', '.join(self.unneeded)}"
         if self.num_unverified_bytes:
             yield f"{self.num_unverified_bytes} of {self.num_bytes} bytes have no checksum"
-        yield f"{self.path}: {'whole' if self else f'damaged, {len(self.problems)} problems'}"
+        state = "whole" if self else f"damaged, {len(self.problems)} problems"
+        yield f"{self.path}: {state}, {self.num_bytes} bytes read"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -97,6 +98,7 @@ def verify(
     Raises:
         CheckpointUntrusted: The metadata holds other types.
         FileNotFoundError: There is nothing.
+        FormatUnknown: There is no format that has these files.
 
     Effects: reads every stored chunk, several at a time, and holds 16 MiB of each; no collective, no accelerator.
     """
