@@ -26,7 +26,7 @@ from lamella._prepare import prepare
 from lamella._text import collect, train_tokenizer
 from lamella._tokens import load_tokens, sequences, validation_indices
 from lamella.cli import config_of, parse
-from lamella_checkpoint import convert, find_family, load
+from lamella_checkpoint import convert, load
 
 TrainOn = Callable[[Config, int], "object"]
 
@@ -77,19 +77,6 @@ def make_model(kind: str) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
-
-
-@pytest.fixture
-def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Qwen adapter as it is installed; from a source tree nobody would find it."""
-    if find_family("qwen3_5_text") is None:
-        metadata = tmp_path / "site" / "lamella_qwen-0.dist-info"
-        metadata.mkdir(parents=True)
-        types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-        lines = [f"{name} = lamella_qwen:FAMILY" for name in types]
-        (metadata / "entry_points.txt").write_text("\n".join(["[lamella.families]", *lines]), encoding="utf-8")
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lamella-qwen\nVersion: 0\n", encoding="utf-8")
-        monkeypatch.syspath_prepend(str(metadata.parent))
 
 
 @pytest.fixture

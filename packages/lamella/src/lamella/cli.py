@@ -1,4 +1,4 @@
-"""The command line: `lamella train`, its options derived from the configuration's fields, and `overlap-report`."""
+"""The command line: `lamella train`, its options derived from the configuration's fields, and the other commands."""
 
 import argparse
 import dataclasses
@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lamella import __version__
+from lamella import __version__, _ckpt
 from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, to_toml
 from lamella._launch import WorkerError
 from lamella._models import named_settings
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
+from lamella._output import show, write
 from lamella._pretrained import pretrained_settings
 from lamella._run import train
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
@@ -24,16 +25,21 @@ _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (1: a worker died, 2: refused, 130: interrupted)."""
+    """Run the command line.
+
+    Returns:
+        The exit code. 1: a worker died, checkpoints differ, or one is damaged; 2: refused; 130: interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        _run(sys.argv[1:] if argv is None else argv)
-        return 0
+        return _run(argv)
     except (ConfigError, TraceError) as error:
         return _leave(f"error: {error}", _REFUSED)
-    except WorkerError as error:
+    except (WorkerError, _ckpt.DamageError) as error:
         return _leave(f"error: {error}", _FAILED)
     except KeyboardInterrupt:
-        return _leave("interrupted; the same command goes on from the last checkpoint.", _INTERRUPTED)
+        goes_on = "; the same command goes on from the last checkpoint" if "train" in argv[:1] else ""
+        return _leave(f"interrupted{goes_on}.", _INTERRUPTED)
 
 
 def _leave(message: str, code: int) -> int:
@@ -42,14 +48,17 @@ def _leave(message: str, code: int) -> int:
     return code
 
 
-def _run(argv: Sequence[str]) -> None:
+def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
+    if arguments.command == "ckpt":
+        return _ckpt.run(arguments)
     if arguments.command == "overlap-report":
         _report_overlap(arguments)
     elif arguments.print_config:
         print(to_toml(config_of(arguments)))
     else:
         train(config_of(arguments))
+    return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -60,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
-        raise ConfigError(_unknown(unknown[0], arguments.command))
+        raise ConfigError(_unknown(unknown[0], arguments))
     return arguments
 
 
@@ -79,10 +88,14 @@ def config_of(arguments: argparse.Namespace) -> Config:
     return resolve(named_settings(str(name)), pretrained_settings(str(name)), *layers)
 
 
-def _unknown(argument: str, command: str) -> str:
-    known = ["--json", "--html"]
+def _unknown(argument: str, arguments: argparse.Namespace) -> str:
+    command = arguments.command
+    known: Sequence[str] = ["--json", "--html"]
     if command == "train":
         known = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
+    elif command == "ckpt":
+        known = _ckpt.options_of(arguments.ckpt_command)
+        command = f"ckpt {arguments.ckpt_command}"
     word = argument.split("=")[0]
     return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, known)}"
 
@@ -117,23 +130,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("trace", metavar="TRACE", help="what torch.profiler exported on one rank, .json or .json.gz")
     command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints that in place of the text")
     command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
+    _ckpt.add_commands(commands)
     return parser
 
 
 def _report_overlap(arguments: argparse.Namespace) -> None:
     report = overlap_report(read_trace(Path(arguments.trace)), arguments.trace)
-    print(as_json(report) if arguments.json == "-" else as_text(report))
-    if arguments.json not in (None, "-"):
-        _write(arguments.json, as_json(report))
+    show([as_text(report)], as_json(report), arguments.json)
     if arguments.html is not None:
-        _write(arguments.html, as_html(report))
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"Expected to write {path!r}, got {error.strerror}.") from error
+        write(arguments.html, as_html(report))
 
 
 def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) -> None:

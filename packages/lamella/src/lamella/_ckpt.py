@@ -1,0 +1,368 @@
+"""`lamella ckpt`: checkpoints of any format listed, compared, converted and checked, by one process without a GPU."""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar, cast, get_args
+
+import torch
+from tqdm import tqdm
+
+from lamella._options import ConfigError, nearest
+from lamella._output import say, show
+from lamella_checkpoint import (
+    CheckpointDamaged,
+    CheckpointUntrusted,
+    Conversion,
+    Diff,
+    FormatUnknown,
+    ModelUnknown,
+    SizeUnknown,
+    Target,
+    convert,
+    diff,
+    inspect,
+    open_both,
+    verify,
+)
+
+T = TypeVar("T")
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+DIALECTS: Final = ("release-0.19", "bridge")
+TARGETS: Final[tuple[str, ...]] = get_args(Target)
+
+_DIFFERS, _DAMAGED = 1, 1
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_NUM_NAMED: Final = 5
+
+
+class DamageError(Exception):
+    """A checkpoint that cannot be read as it is: one line that names the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """One of the commands: what it takes, and what it does, to the exit code."""
+
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    paths: tuple[str, ...]
+    options: Mapping[str, Mapping[str, Any]]
+
+
+def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `ckpt` and its own commands to a parser's."""
+    text = "list, compare, convert or check checkpoints"
+    group = commands.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
+    inner = group.add_subparsers(dest="ckpt_command", required=True, metavar="command")
+    for name, command in _COMMANDS.items():
+        parser = inner.add_parser(name, help=command.help, description=_sentence(command.help), allow_abbrev=False)
+        for path in command.paths:
+            parser.add_argument(path.lower(), metavar=path)
+        for flag, settings in command.options.items():
+            parser.add_argument(flag, **settings)
+
+
+def options_of(name: str) -> Sequence[str]:
+    """The options of one of the commands."""
+    return tuple(_COMMANDS[name].options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run one of the commands; returns the exit code.
+
+    Raises:
+        ConfigError: It is refused.
+        DamageError: A checkpoint is not whole.
+
+    Effects: no collective, no accelerator.
+    """
+    try:
+        return _COMMANDS[arguments.ckpt_command].run(arguments)
+    except ModelUnknown as error:
+        raise ConfigError(_no_family(error)) from error
+    except SizeUnknown as error:
+        raise ConfigError(_no_size(error)) from error
+    except (CheckpointUntrusted, FormatUnknown, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointDamaged) and not isinstance(error, CheckpointUntrusted | FormatUnknown):
+            raise DamageError(f"{error}") from error
+        raise ConfigError(f"{error}") from error
+    except OSError as error:
+        raise ConfigError(_of_system(error, arguments)) from error
+
+
+def _no_family(error: ModelUnknown) -> str:
+    known = ", ".join(error.known) or "none"
+    return (
+        f"Expected a model type whose rules a package has, got {error.model_type!r}. Known: {known}. Packages with "
+        f"rules are extras: pip install 'lamella[qwen]' adds Qwen3.5."
+    )
+
+
+def _no_size(error: SizeUnknown) -> str:
+    if error.size == "tp":
+        return (
+            f"Expected --tp, how many tensor-parallel ranks there were or will be, got none. {error.needed_for!r} lies "
+            f"in their order, which the checkpoint does not tell."
+        )
+    return (
+        f"Expected --config, the model's config.json or the folder that has it, got none that tells {error.size!r}. "
+        f"{error.needed_for!r} is taken apart by it."
+    )
+
+
+def _of_system(error: OSError, arguments: argparse.Namespace) -> str:
+    where = f": {str(error.filename)!r}" if error.filename is not None else ""
+    text = error.strerror or str(error)
+    if isinstance(error, FileExistsError) and not arguments.force:
+        return f"{text}{where}. With --force a checkpoint there is replaced."
+    return f"{text}{where}." if text.startswith("Expected") else f"Expected files that can be used, got {text}{where}."
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    found = inspect(arguments.path, trust=arguments.trust)
+    depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
+    show(found.lines(depth=depth), json.dumps(found.as_json(), indent=2), arguments.json)
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    rtol, atol = (_number(f"--{name}", getattr(arguments, name), float) for name in ("rtol", "atol"))
+    limit = _number("--limit", arguments.limit, int)
+    tp = _tensor_parallel_size(arguments)
+    with _config_folder(arguments.config) as like, _Bar("comparing") as bar:
+        both = open_both(arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust)
+        found = diff(*both, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
+    show(_differences(found, limit), json.dumps(found.as_json(), indent=2), arguments.json)
+    return _DIFFERS if found else 0
+
+
+def _differences(found: Diff, limit: int) -> Iterator[str]:
+    yield from islice(found.lines(), limit)
+    num_hidden = len(found.differences) - limit
+    if num_hidden > 0:
+        yield f"and {num_hidden} more"
+    yield f"{len(found.differences)} differences, {found.num_equal} names are equal: {found.a} (a), {found.b} (b)"
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    to = cast(Target, _one_of("--to", arguments.to, TARGETS))
+    dtype = None if arguments.dtype is None else DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)]
+    dialect = _one_of("--dialect", arguments.dialect, DIALECTS)
+    size = _nbytes(arguments.max_shard_size)
+    with _config_folder(arguments.config) as like, _Bar("writing") as bar:
+        done = convert(
+            arguments.src,
+            arguments.dst,
+            to=to,
+            dtype=dtype,
+            float8=arguments.float8,
+            like=like,
+            dialect=dialect,
+            tensor_parallel_size=_tensor_parallel_size(arguments),
+            max_shard_nbytes=size,
+            replace=arguments.force,
+            on_progress=bar.to,
+            trust=arguments.trust,
+            verify=arguments.verify,
+        )
+    say(_told(done))
+    return 0
+
+
+def _told(done: Conversion) -> Iterator[str]:
+    size = tqdm.format_sizeof(done.nbytes, "B", 1024)
+    yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
+    if done.side_files:
+        yield f"beside them: {', '.join(done.side_files)}"
+    if done.left:
+        yield f"left out: {len(done.left)} names: {_first(done.left)}"
+    if done.inexact:
+        inexact = tuple(f"{name} ({why})" for name, why in done.inexact.items())
+        yield f"not exact: {len(inexact)} tensors: {_first(inexact)}"
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with _Bar("reading") as bar:
+        found = verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
+    show(found.lines(), json.dumps(found.as_json(), indent=2), arguments.json)
+    return 0 if found else _DAMAGED
+
+
+_TRUST: Final = {
+    "--trust": {"action": "store_true", "help": "make the types that it pickles, whatever they run"},
+}
+_JSON: Final = {
+    "--json": {"metavar": "PATH", "help": "write the same as JSON; - prints that in place of the text"},
+}
+_MODEL: Final = {
+    "--config": {
+        "metavar": "PATH",
+        "help": "the model's Hugging Face folder, or its config.json, where the checkpoint has none",
+    },
+    "--tp": {"metavar": "N", "help": "tensor-parallel ranks, where tensors of fsdp_dtensor lie in their order"},
+}
+
+_COMMANDS: Final[Mapping[str, _Command]] = {
+    "inspect": _Command(
+        run=_inspect,
+        help="list what a checkpoint holds: names, shapes, dtypes, bytes, chunks",
+        paths=("PATH",),
+        options={
+            "--depth": {"metavar": "N", "help": "how many parts of a name are shown; the rest is summed up"},
+            **_JSON,
+            **_TRUST,
+        },
+    ),
+    "diff": _Command(
+        run=_diff,
+        help="compare two checkpoints of any formats; exit code 1 where they differ",
+        paths=("A", "B"),
+        options={
+            "--rtol": {"metavar": "X", "default": "0", "help": "how far apart values may be, in relation to B's [0]"},
+            "--atol": {"metavar": "X", "default": "0", "help": "how far apart values may be besides [0]"},
+            "--names-only": {"action": "store_true", "help": "compare names, shapes and dtypes, and no values"},
+            "--limit": {"metavar": "N", "default": "20", "help": "how many differences are printed [20]"},
+            **_MODEL,
+            **_JSON,
+            **_TRUST,
+        },
+    ),
+    "convert": _Command(
+        run=_convert,
+        help="write a checkpoint in another format, holding no more of it than a buffer",
+        paths=("SRC", "DST"),
+        options={
+            "--to": {"required": True, "metavar": "FORMAT", "help": f"one of {', '.join(TARGETS)}"},
+            "--dtype": {"metavar": "DTYPE", "help": f"of the weights: {', '.join(DTYPES)} [as they are]"},
+            "--dialect": {
+                "metavar": "NAME",
+                "default": DIALECTS[0],
+                "help": f"of fsdp_dtensor: {' or '.join(DIALECTS)} [{DIALECTS[0]}]",
+            },
+            **_MODEL,
+            "--float8": {
+                "action": argparse.BooleanOptionalAction,
+                "help": "weights in float8 with a scale a block, with --to hf [as they are]",
+            },
+            "--max-shard-size": {"metavar": "SIZE", "default": "5GB", "help": "about how much one file holds [5GB]"},
+            "--force": {"action": "store_true", "help": "replace the checkpoint that is at DST"},
+            "--verify": {
+                "action": argparse.BooleanOptionalAction,
+                "default": True,
+                "help": "hold what is read against its checksums [yes]",
+            },
+            **_TRUST,
+        },
+    ),
+    "verify": _Command(
+        run=_verify,
+        help="read all of a checkpoint and say what is wrong with it; exit code 1 where something is",
+        paths=("PATH",),
+        options={**_JSON, **_TRUST},
+    ),
+}
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+class _Bar:
+    """A progress bar in bytes, on a terminal; absent elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._bar = tqdm(
+            desc=what,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def to(self, done: int, total: int) -> None:
+        """So many bytes are done of so many."""
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+
+@contextmanager
+def _config_folder(path: str | None) -> Iterator[Path | None]:
+    """The folder that `--config` names; of a lone file, one that has a copy of it and nothing else."""
+    if path is None:
+        yield None
+        return
+    given = Path(path)
+    file = given / "config.json" if given.is_dir() else given
+    if not file.is_file():
+        raise ConfigError(f"Expected a config.json as --config, or a folder that has one, got {path!r}.")
+    if given.is_dir():
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(file, Path(folder) / "config.json")
+        yield Path(folder)
+
+
+def _tensor_parallel_size(arguments: argparse.Namespace) -> int | None:
+    return None if arguments.tp is None else _number("--tp", arguments.tp, int, at_least=1)
+
+
+def _number(flag: str, given: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:
+    try:
+        value = kind(given)
+    except ValueError:
+        value = None
+    if value is None or not cast(float, value) >= at_least:
+        what = "an integer" if kind is int else "a number"
+        raise ConfigError(f"Expected {flag} to be {what} of at least {at_least:g}, got {given!r}.")
+    return value
+
+
+def _one_of(flag: str, given: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    if given not in known:
+        raise ConfigError(f"Expected {flag} to be one of {', '.join(known)}, got {given!r}.{nearest(given, known)}")
+    return given
+
+
+def _nbytes(given: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", given.upper())
+    nbytes = 0
+    if match is not None:
+        unit = 1024 ** list(_UNITS).index(match[2]) if match[3] else _UNITS[match[2]]
+        nbytes = int(float(match[1]) * unit)
+    if nbytes < 1:
+        raise ConfigError(f"Expected --max-shard-size to be a size such as 5GB or 500MiB, got {given!r}.")
+    return nbytes
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join((*names[:_NUM_NAMED], *(["..."] if len(names) > _NUM_NAMED else [])))
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

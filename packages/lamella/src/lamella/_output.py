@@ -1,0 +1,46 @@
+"""Where a command's report goes: to the terminal as text or JSON, and to files."""
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from lamella._options import ConfigError
+
+
+def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
+    """Print a report.
+
+    Args:
+        lines: As text.
+        as_json: The same as JSON.
+        to: A file to write that to besides; "-" prints it in place of the text.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    say([as_json] if to == "-" else lines)
+    if to is not None and to != "-":
+        write(to, as_json)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines; a reader that has seen enough (`| head`) may leave."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else the interpreter complains at exit.
+
+
+def write(path: str, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Expected to write {path!r}, got {error.strerror}.") from error
