@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sources import random_bits, read, same_bits
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, convert, load, save, save_safetensors
+from lamella_checkpoint import CheckpointDamaged, convert, diff, load, open_both, save, save_safetensors
 from lamella_checkpoint._convert import SIDE_FILES
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._safetensors import DTYPES, SafetensorsSource
@@ -191,6 +191,19 @@ MATRICES = {
 }
 
 
+def test_two_checkpoints_are_opened_under_names_that_both_have(tmp_path):
+    weight = torch.randn(128, 128)
+    source = published(tmp_path / "a", {"layer.weight": weight})
+    convert(source, tmp_path / "b", to="hf", float8=True)
+    convert(source, tmp_path / "c", to="dcp")
+    numbers, quantised = open_both(source, tmp_path / "b")
+    assert list(numbers.tensors) == list(quantised.tensors) == ["model.layer.weight"]
+    assert not diff(*open_both(source, tmp_path / "c"))
+    found = diff(numbers, quantised, rtol=1 / 15, atol=1e-2)
+    assert [each.what for each in found.differences] == ["dtype"]
+    assert len(open_both(tmp_path / "b", tmp_path / "b")[0].tensors) == 2  # As they are stored.
+
+
 class TestFloat8:
     @pytest.fixture
     def quantised(self, tmp_path):
@@ -262,6 +275,24 @@ class TestBadInput:
             with pytest.raises(FileExistsError, match=str(source)):
                 convert(source, source, to=to)
         assert set(opened(source)) == {"a"}
+
+    def test_only_a_checkpoint_gives_way_and_only_when_told_to(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        for to in ("hf", "dcp", "torch"):
+            convert(published(tmp_path / f"old{to}", {"b": torch.ones(2)}), tmp_path / to, to=to)
+            convert(source, tmp_path / to, to=to, replace=True)
+            convert(tmp_path / to, tmp_path / f"{to}.again", to="hf")
+            assert set(opened(tmp_path / f"{to}.again")) == {"a"}
+        with pytest.raises(FileExistsError, match="got a file"):
+            convert(source, tmp_path / "torch", to="dcp", replace=True)
+        with pytest.raises(FileExistsError, match="got a directory"):
+            convert(source, tmp_path / "dcp", to="torch", replace=True)
+        with pytest.raises(FileExistsError, match="got the source"):
+            convert(source, tmp_path, to="dcp", replace=True)
+        (tmp_path / "hf" / "runs").mkdir()
+        with pytest.raises(FileExistsError, match="folders: runs"):
+            convert(source, tmp_path / "hf", to="hf", replace=True)
+        assert set(opened(source)) == {"a"} and (tmp_path / "hf" / "runs").is_dir()
 
     def test_a_dtype_that_the_format_lacks_is_named_with_the_tensor(self, tmp_path):
         model = nn.Module()

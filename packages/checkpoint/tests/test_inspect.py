@@ -132,6 +132,12 @@ def test_differences_are_told_in_order_with_the_first_element(tmp_path):
     assert "model.only_b: only in b" in str(found) and json.dumps(found.as_json())
 
 
+def test_values_need_not_be_compared(tmp_path):
+    a = torch_save({"x": torch.ones(2), "step": 1}, tmp_path / "a.pt")
+    b = torch_save({"x": torch.zeros(2), "step": 2}, tmp_path / "b.pt")
+    assert not diff(a, b, values=False) and len(diff(a, b).differences) == 2
+
+
 @pytest.mark.parametrize(
     ("dtype", "near", "options", "is_equal"),
     [

@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from memory_source import read_all
 
-from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._errors import CheckpointDamaged, SizeUnknown
+from lamella_checkpoint._inspect import inspect
 from lamella_checkpoint._megatron_files import iteration_directory, open_megatron, plain_contents, train_state
 from lamella_checkpoint._open import Format, open_checkpoint
 
@@ -100,6 +101,13 @@ class TestTorchDist:
         opened = open_megatron(tmp_path)
         assert (opened.format, opened.sizes, opened.counters.found) == ("torch_dist", {"tp": 2}, {"iteration": 12})
         assert list(opened.source.tensors) == [f"model.decoder.layers.{layer}.mlp.router.weight" for layer in range(2)]
+
+    def test_names_are_listed_without_the_sizes_that_reading_needs(self, tmp_path):
+        name = "model.module.decoder.layers.0.self_attention.in_proj.weight"
+        save(tmp_path, {name: counted(8, 2), "checkpoint_version": 3.0})
+        assert [entry.name for entry in inspect(tmp_path).entries] == [name, "checkpoint_version"]
+        with pytest.raises(SizeUnknown, match="'tp'.*in_proj"):
+            _ = open_checkpoint(tmp_path).source
 
     def test_a_model_alone_is_known_by_its_format(self, tmp_path):
         save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2)})

@@ -193,10 +193,10 @@ def _told(done: Conversion) -> Iterator[str]:
     if done.side_files:
         yield f"beside them: {', '.join(done.side_files)}"
     if done.left:
-        yield f"left out: {len(done.left)} names: {_first(done.left)}"
+        yield f"left out: {_first(done.left)}"
     if done.inexact:
         inexact = tuple(f"{name} ({why})" for name, why in done.inexact.items())
-        yield f"not exact: {len(inexact)} tensors: {_first(inexact)}"
+        yield f"not exact: {_first(inexact)}"
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -361,7 +361,8 @@ def _nbytes(given: str) -> int:
 
 
 def _first(names: Sequence[str]) -> str:
-    return ", ".join((*names[:_NUM_NAMED], *(["..."] if len(names) > _NUM_NAMED else [])))
+    shown = ", ".join(names[:_NUM_NAMED])
+    return f"{shown} and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else shown
 
 
 def _sentence(text: str) -> str:
