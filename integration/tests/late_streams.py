@@ -1,5 +1,6 @@
 """What tests of late streams share: batches with a row for each microbatch of four ranks, and streams that sleep."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -7,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lamella_engine._attached import state_of
 from lamella_engine._context import Context
-from lamella_integration.tasks import TASKS, Batch, Task
+from lamella_integration.repeatable import use_repeatable_kernels
+from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, train
+from lamella_testing import run_ranks
 
 LONGEST_SLEEP = 400_000  # cycles: 0.2 ms, longer than any of these models' kernels and copies
 
@@ -42,3 +46,33 @@ def delay_streams(model: nn.Module, context: Context) -> None:
         module.register_forward_hook(delay)
         if not list(module.children()):
             module.register_full_backward_pre_hook(delay)
+
+
+def assert_no_bit_changes_when_late(
+    task: Task,
+    sharded: Callable[[], nn.Module],
+    recipe: Recipe,
+    num_ranks: int,
+    training: Callable[[Task, nn.Module, Recipe], Trace] = train,
+) -> None:
+    """Train twice, with streams in time and with streams that are late: a missing wait shows as another bit.
+
+    Args:
+        task: With a row for each microbatch of every rank.
+        sharded: Makes the model; called on each rank, once for either run.
+        recipe: What both runs do.
+        num_ranks: One a GPU.
+        training: How a run goes.
+    """
+
+    def traces() -> tuple[Trace, Trace]:
+        use_repeatable_kernels()
+        punctual = training(task, sharded(), recipe)
+        model = sharded()
+        delay_streams(model, state_of(model).context)
+        return punctual, training(task, model, recipe)
+
+    for punctual, late in run_ranks(traces, num_ranks, device="cuda"):
+        assert late.losses == punctual.losses
+        assert late.grad_norms == punctual.grad_norms
+        torch.testing.assert_close(late.weights, punctual.weights, rtol=0.0, atol=0.0)

@@ -320,7 +320,7 @@ def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # The compiler looks for it.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
 def test_the_benchmark_runs_and_its_losses_agree(num_ranks: int, setting: str) -> None:
-    backends = ["ideal", "lamella", "lamella:allocator=mempool,keep=1MiB", "fsdp2", "ddp"]
+    backends = ["ideal", "lamella", "lamella:allocator=mempool,keep=1MiB", "lamella:graph=true", "fsdp2", "ddp"]
     options = bench.parse_options(
         ["--size", "tiny", "--tokens", "256", "--backends", *backends, "--steps", "4", *setting.split()]
     )

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 import torch.distributed as dist
+from late_streams import LLAMA, assert_no_bit_changes_when_late
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lamella_buffers import CachingAllocator, NcclTransport, Payload, copy_engines_of
 from lamella_buffers.testing import check_allocator
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import state_of
 from lamella_integration.tasks import TASKS, Recipe, shard, train
 from lamella_testing import run_ranks
@@ -144,14 +145,30 @@ def test_training_is_that_of_rings(num_ranks: int) -> None:
 
 
 @MANY_RANKS
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
+@pytest.mark.parametrize("stage", [ZERO2, ZERO3], ids=["ZERO2", "ZERO3"])
+def test_streams_that_are_late_at_random_change_no_bit(num_ranks: int, stage: AxisPlacement) -> None:
+    """A missing wait shows as memory that was read, or written by a peer, too early."""
+    recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
+
+    def sharded() -> nn.Module:
+        model = LLAMA.model(device=torch.device("cuda", torch.cuda.current_device()))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        return shard(model, fully_shard, mp_policy=policy, placements=stage)
+
+    assert_no_bit_changes_when_late(LLAMA, sharded, recipe, num_ranks)
+
+
+@MANY_RANKS
 def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
     def check() -> None:
         model = fully_shard(nn.Linear(4096, 4096, bias=False, device="cuda"), reshard_after_forward=True)
         x = torch.randn(4, 4096, device="cuda")
+        nn.functional.linear(x, x)  # cuBLAS's workspace comes with the first product
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
             model(x)
-        assert torch.cuda.memory_allocated() - before <= 2**25  # a workspace of cuBLAS's
+        assert torch.cuda.memory_allocated() - before < 2**20  # what ranks told one another
         windows = state_of(model).groups[0]._windows
         assert windows is not None
         assert windows.reserved_nbytes == 4096 * 4096 * 4

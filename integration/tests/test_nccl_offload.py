@@ -9,7 +9,7 @@ import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 import torch.distributed as dist
 from four_gpus import WAYS, mesh
-from late_streams import LLAMA, ODD, delay_streams
+from late_streams import LLAMA, ODD, assert_no_bit_changes_when_late
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,9 +23,7 @@ from lamella_engine import (
     fully_shard,
     parameter_norms,
 )
-from lamella_engine._attached import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
-from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
@@ -156,20 +154,10 @@ def test_copies_that_are_late_at_random_change_no_bit(way: str) -> None:
     """A missing wait shows as gradients that were read, or shards that were written, too early."""
     recipe = Recipe(num_steps=100, num_microbatches=2, max_norm=1.0)
 
-    def traces() -> tuple[Trace, Trace]:
-        use_repeatable_kernels()
-        found = []
-        for is_late in (False, True):
-            model = _offloaded(LLAMA, mp_policy=BF16, **WAYS[way]())
-            if is_late:
-                delay_streams(model, state_of(model).context)
-            found.append(_train(LLAMA, model, recipe))
-        return found[0], found[1]
+    def sharded() -> nn.Module:
+        return _offloaded(LLAMA, mp_policy=BF16, **WAYS[way]())
 
-    for punctual, late in run_ranks(traces, 4, device="cuda"):
-        assert late.losses == punctual.losses
-        assert late.grad_norms == punctual.grad_norms
-        torch.testing.assert_close(late.weights, punctual.weights, rtol=0.0, atol=0.0)
+    assert_no_bit_changes_when_late(LLAMA, sharded, recipe, num_ranks=4, training=_train)
 
 
 # -- what lies where, and who waits ----------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from four_gpus import Options, mesh
-from late_streams import LLAMA, ODD, delay_streams
+from late_streams import LLAMA, ODD, assert_no_bit_changes_when_late
 from torch import nn
 
 from lamella_buffers import MemPoolAllocator, PoolAllocator
 from lamella_engine import MixedPrecisionPolicy, fully_shard
-from lamella_engine._attached import state_of
-from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
@@ -62,18 +60,8 @@ def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
     """A missing wait shows as memory that was read or freed too early."""
     recipe = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, max_norm=1.0)
 
-    def traces() -> tuple[Trace, Trace]:
-        use_repeatable_kernels()
-        found = []
-        for is_late in (False, True):
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            model = shard(_model(LLAMA), fully_shard, mp_policy=policy, **WAYS[way]())
-            if is_late:
-                delay_streams(model, state_of(model).context)
-            found.append(train(LLAMA, model, recipe))
-        return found[0], found[1]
+    def sharded() -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        return shard(_model(LLAMA), fully_shard, mp_policy=policy, **WAYS[way]())
 
-    for punctual, late in run_ranks(traces, 4, device="cuda"):
-        assert late.losses == punctual.losses
-        assert late.grad_norms == punctual.grad_norms
-        torch.testing.assert_close(late.weights, punctual.weights, rtol=0.0, atol=0.0)
+    assert_no_bit_changes_when_late(LLAMA, sharded, recipe, num_ranks=4)

@@ -5,11 +5,13 @@ bf16, so that backends which are handed a bf16 model and derive their main weigh
 as those that keep fp32 throughout. Keyword arguments are what `variants` lets a command line choose.
 """
 
+import gc
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from types import ModuleType
 from typing import Literal, cast
 from unittest.mock import patch
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lamella_integration.llama import Block, Head, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 
+NUM_STEPS_BEFORE_CAPTURE = 3  # Units learn their order in the first; optimizers make their state.
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -91,6 +94,10 @@ class Workload:
         return [Block] if self.units == "blocks" else [nn.Embedding, Block, Head]
 
 
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Tokens and labels to the mean loss."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A model that is ready to step.
@@ -98,6 +105,7 @@ class Training:
     Attributes:
         microbatch: Given whether a microbatch is the step's last, what its forward and backward run in.
         learns: Whether steps change the weights.
+        is_captured: Whether steps are replayed, so that only the first ones ask for memory.
     """
 
     model: nn.Module
@@ -107,6 +115,7 @@ class Training:
     microbatch: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext()
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
     learns: bool = True
+    is_captured: bool = False
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One update. The mean loss comes back on the device: nothing here waits for it."""
@@ -128,6 +137,53 @@ class Training:
         return torch.stack(losses).sum()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Captured(Training):
+    """A training whose steps are one CUDA graph, captured after some eager ones and replayed: the host does nothing.
+
+    All steps must have the first one's batch, and the optimizer must be `capturable`.
+    """
+
+    is_captured: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_steps", self._eager_then_replayed())
+
+    def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        steps: Iterator[Step] = self._steps  # type: ignore[attr-defined]  # Set above, past the frozen fields.
+        return next(steps)(tokens, labels)
+
+    def _eager_then_replayed(self) -> Iterator[Step]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        eager_step = super().step
+
+        def eager(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # Backward, and later the capture, run where forward ran.
+                loss = eager_step(tokens, labels)
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss
+
+        for _ in range(NUM_STEPS_BEFORE_CAPTURE):
+            yield eager
+        gc.collect()
+        torch.cuda.empty_cache()  # A graph's memory is its own: what eager steps left would lie beside it.
+        graph = torch.cuda.CUDAGraph()
+        losses: list[torch.Tensor] = []
+
+        def capture(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.graph(graph, stream=stream):
+                losses.append(eager_step(tokens, labels))
+            return replay(tokens, labels)
+
+        def replay(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            graph.replay()
+            return losses[0].clone()  # The next replay writes it again.
+
+        yield capture
+        yield from repeat(replay)
+
+
 Backend = Callable[[Workload], Training]
 
 
@@ -143,6 +199,7 @@ def lamella(
     reductions: int = 1,
     separate: bool = False,
     step_in_backward: bool = False,
+    graph: bool = False,
 ) -> Training:
     """`lamella_engine.fully_shard`, built on the meta device."""
     import lamella_buffers as buffers
@@ -161,7 +218,7 @@ def lamella(
         allocator=None if allocator is None else allocators[allocator](),
     )
     prepare = engine.step_in_backward if step_in_backward else None
-    training = _train_sharded(workload, shard, reshard, prepare)
+    training = _train_sharded(workload, shard, reshard, prepare, graph=graph)
     root = cast(engine.FSDPModule, training.model)
     root.set_keep_budget(keep)
     root.set_prefetch_budget(prefetch)
@@ -176,11 +233,12 @@ def fsdp2(
     reshard: bool | int | None = None,
     reductions: int = 1,
     separate: bool = False,
+    graph: bool = False,
 ) -> Training:
     """`torch.distributed.fsdp.fully_shard`, built on the meta device."""
     policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
     shard = partial(torch_fsdp.fully_shard, mesh=_mesh(workload, mesh), mp_policy=policy)
-    training = _train_sharded(workload, shard, reshard)
+    training = _train_sharded(workload, shard, reshard, graph=graph)
     _set_reductions(cast(torch_fsdp.FSDPModule, training.model), reductions, separate)
     return training
 
@@ -202,7 +260,7 @@ def ddp(workload: Workload) -> Training:
     )
 
 
-def ideal(workload: Workload) -> Training:
+def ideal(workload: Workload, *, graph: bool = False) -> Training:
     """The limit: bf16 weights on every rank, no communication, AdamW over one rank's share in fp32.
 
     Its weights never move, because nothing carries gradients to the optimizer: only its first loss can be compared.
@@ -211,8 +269,9 @@ def ideal(workload: Workload) -> Training:
     numel = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     share = nn.Parameter(torch.zeros(numel, device=workload.device))
     share.grad = torch.zeros_like(share)
-    optimizer = _adamw([share], workload)
-    return Training(model=model, optimizer_step=optimizer.step, zero_grad=model.zero_grad, learns=False)
+    optimizer = _adamw([share], workload, capturable=graph)
+    kind = Captured if graph else Training
+    return kind(model=model, optimizer_step=optimizer.step, zero_grad=model.zero_grad, learns=False)
 
 
 def megatron_fsdp(workload: Workload, *, stage: int = 3, mesh: Sequence[int] = ()) -> Training:
@@ -323,6 +382,8 @@ def _train_sharded(
     shard: Callable[..., object],
     reshard: bool | int | None,
     prepare: Callable[[torch.optim.Optimizer], object] | None = None,
+    *,
+    graph: bool = False,
 ) -> Training:
     model = workload.model_on_meta()
     for unit in workload.units_of(model):
@@ -332,7 +393,7 @@ def _train_sharded(
         cast(torch_fsdp.FSDPModule, model.embedding).set_unshard_in_backward(False)
     workload.materialize(model)
     root = cast(torch_fsdp.FSDPModule, model)
-    optimizer = _adamw(model.parameters(), workload)
+    optimizer = _adamw(model.parameters(), workload, capturable=graph)
     if prepare is not None:
         prepare(optimizer)
 
@@ -341,7 +402,8 @@ def _train_sharded(
         root.set_is_last_backward(is_last)
         return nullcontext()
 
-    return Training(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
+    kind = Captured if graph else Training
+    return kind(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
 
 
 def _set_reductions(root: torch_fsdp.FSDPModule, in_flight: int, separate: bool) -> None:
@@ -377,8 +439,8 @@ def _average_in_bf16(_: object, bucket: GradBucket) -> torch.futures.Future[torc
     return copied
 
 
-def _adamw(parameters: Iterable[nn.Parameter], workload: Workload) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True)
+def _adamw(parameters: Iterable[nn.Parameter], workload: Workload, *, capturable: bool = False) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True, capturable=capturable)
 
 
 def _shard_optimizer_without_a_step(

@@ -185,11 +185,13 @@ def _release(workload: Workload) -> None:
 
 
 def _measure(backend: Backend, workload: Workload, options: Options, baseline_gib: float) -> Measurement:
+    _reset_peaks(workload.device)
     training = _on_every_rank(lambda: backend(workload))
     built_gib = _allocated_gib(workload.device) - baseline_gib
     tokens, labels = workload.batch(options.num_tokens)
     losses, _ = _on_every_rank(lambda: _steps(training, tokens, labels, options.num_warmup_steps))
-    _reset_peaks(workload.device)
+    if not training.is_captured:
+        _reset_peaks(workload.device)
     more_losses, step_s = _on_every_rank(lambda: _steps(training, tokens, labels, options.num_steps))
     losses += more_losses
     slowest_s = _over_ranks(statistics.median(step_s), dist.ReduceOp.MAX, workload)

@@ -82,6 +82,7 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "reshard": ("true, false or a number of ranks", _flag_or_count),
     "reductions": ("a number", int),
     "separate": ("true or false", _flag),
+    "graph": ("true or false", _flag),
     "step_in_backward": ("true or false", _flag),
     "stage": ("a number", int),
     "symmetric": ("true or false", _flag),

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, _directories, _manifest, _save, _storage, load, save
+from lamella_checkpoint import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    _dcp_read,
+    _dcp_write,
+    _directories,
+    _manifest,
+    _save,
+    load,
+    save,
+)
 from lamella_testing import RankFailure, run_ranks
 
 
@@ -48,9 +58,9 @@ def in_child(fn):
 
 
 MOMENTS = {
-    "before the data": (_storage._Writer, "write_data", False),
-    "after the data": (_storage._Writer, "write_data", True),
-    "after the metadata": (_storage._Writer, "finish", True),
+    "before the data": (_dcp_write._Writer, "write_data", False),
+    "after the data": (_dcp_write._Writer, "write_data", True),
+    "after the metadata": (_dcp_write._Writer, "finish", True),
     "after the manifest": (_manifest.Manifest, "write", True),
     "before publishing": (_save, "publish", False),
 }
@@ -104,7 +114,7 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path, monkeypatch):
         save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 1})
         kit.train(model, optimizer)
         if dist.get_rank() == 1:
-            killed_at(monkeypatch, _storage._Writer, "write_data")
+            killed_at(monkeypatch, _dcp_write._Writer, "write_data")
         save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
 
     with pytest.raises(RankFailure, match="SIGKILL"):
@@ -124,7 +134,7 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint
         model, optimizer = kit.build(sharded=True)
         save(tmp_path / "a", model=model, optimizer=optimizer)
         if dist.get_rank() == failing_rank:
-            monkeypatch.setattr(_storage._Writer, "write_data", no_space)
+            monkeypatch.setattr(_dcp_write._Writer, "write_data", no_space)
         try:
             save(tmp_path / "a", model=filled(2.0))
         except (OSError, CheckpointFailed) as error:
@@ -163,7 +173,7 @@ def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path, monkeypatch):
 
     def save_and_interrupt():
         if dist.get_rank() == 1:
-            monkeypatch.setattr(_storage._Writer, "write_data", interrupt)
+            monkeypatch.setattr(_dcp_write._Writer, "write_data", interrupt)
         with pytest.raises((KeyboardInterrupt, CheckpointFailed)) as info:
             save(tmp_path / "a", model=filled(2.0))
         return info.type
@@ -196,7 +206,7 @@ class TestWithoutExchange:
 
             patch.setattr(Path, "rename", rename_and_die)
             # The writer renames its metadata file, which is not meant here.
-            patch.setattr(_storage._Writer, "finish", lambda *_: None)
+            patch.setattr(_dcp_write._Writer, "finish", lambda *_: None)
             assert in_child(lambda: save(path, model=filled(2.0))) == -signal.SIGKILL
         assert not path.exists()
         assert value_at(path) == 1.0
@@ -244,13 +254,13 @@ def _raise_not_found():
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(tmp_path, monkeypatch):
     path = tmp_path / "a"
     save(path, model=filled(1.0))
-    read_data = _storage._Reader.read_data
+    read_data = _dcp_read._Reader.read_data
 
     def replace_and_read(*args):
         save(path, model=filled(2.0))
         return read_data(*args)
 
-    monkeypatch.setattr(_storage._Reader, "read_data", replace_and_read)
+    monkeypatch.setattr(_dcp_read._Reader, "read_data", replace_and_read)
     with pytest.raises(CheckpointDamaged, match="replaced while it was being read"):
         load(path, model=filled(0.0))
 

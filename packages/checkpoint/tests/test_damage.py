@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, _storage, load, save
+from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, _dcp_read, load, save
 from lamella_testing import run_ranks
 
 
@@ -57,7 +57,7 @@ def test_a_truncated_file_is_named(path, model, file):
 
 
 def test_a_file_that_is_too_short_is_found_before_anything_is_read(path, model, monkeypatch):
-    monkeypatch.setattr(_storage._Reader, "read_data", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(_dcp_read._Reader, "read_data", lambda *_: pytest.fail("read"))
     size = (path / "__0_0.distcp").stat().st_size
     os.truncate(path / "__0_0.distcp", size - 1)
     assert f"expected {size} bytes or more, got {size - 1}" in refused(path, model, "__0_0.distcp")

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import find
 from lamella_checkpoint._errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
 from lamella_checkpoint._manifest import Manifest, OptimizerKind
@@ -16,7 +17,6 @@ from lamella_checkpoint._model import LiveModel
 from lamella_checkpoint._optimizer import LiveOptimizer
 from lamella_checkpoint._optimizer_load import OptimizerLoad
 from lamella_checkpoint._ranks import everywhere, exchange, on_device_of
-from lamella_checkpoint._storage import StoredCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)

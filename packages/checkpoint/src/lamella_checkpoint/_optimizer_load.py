@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 
+from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._errors import NameDifference, OptionConflict
 from lamella_checkpoint._optimizer import LiveOptimizer, options
-from lamella_checkpoint._storage import StoredCheckpoint
 
 # How a step is computed, not what it computes: that is this run's choice, on this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})

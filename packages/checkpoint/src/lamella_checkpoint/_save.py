@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lamella_checkpoint._dcp_write import Section, write
 from lamella_checkpoint._directories import publish, stage
 from lamella_checkpoint._manifest import Manifest, OptimizerKind, check_extra
 from lamella_checkpoint._model import LiveModel
 from lamella_checkpoint._optimizer import LiveOptimizer
 from lamella_checkpoint._ranks import everywhere, num_ranks, on_device_of, on_rank_zero, rank
-from lamella_checkpoint._storage import Section, write
 
 _Contents = tuple[dict[str, Section], dict[str, Mapping[str, str]]]
 
