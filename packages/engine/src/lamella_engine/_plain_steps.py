@@ -11,6 +11,7 @@ Only where that cannot be told from a step on DTensors:
 - Nothing comes between: no closure, which makes gradients inside the step, and no hooks but this package's before it,
   which may change gradients or give the step another optimizer.
 - Gradients and state lie as their parameters do, and all are plain tensors below.
+- This rank has rows of each parameter in the flat layout: kernels are not given the others (Note [Empty shards]).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from lamella_engine._optimizers import held_by
-from lamella_engine._ragged import dtensor_over
+from lamella_engine._ragged import RaggedDTensor, dtensor_over
 from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._sharding import local_of
 
@@ -107,6 +108,8 @@ class PlainView:
             self._states.share(whole)
             return whole
         shard, gradient = whole._local_tensor, whole.grad
+        if isinstance(whole, RaggedDTensor) and shard.numel() == 0:
+            return None
         if (plain := self._plain.get(whole)) is None:
             if type(shard) is not torch.Tensor or not (isinstance(whole, nn.Parameter) and is_sharded(whole)):
                 return None
