@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import case, inputs, twins
+from engine_models import assert_weights_equal, case, inputs, twins
 from test_every_optimizer import OPTIMIZERS, Short, _flavours
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -122,10 +122,15 @@ def test_every_one_takes_the_steps_that_it_takes_on_dtensors(name: str) -> None:
     run_ranks(check, 4)
 
 
-def test_what_dtensors_cannot_do_is_done() -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [(DTENSORS_CANNOT, {}), ("SGD", {"fused": True}), ("Adagrad", {"fused": True})]
+)
+def test_what_dtensors_cannot_do_is_done(name: str, options: dict[str, Any]) -> None:
     def check() -> None:
-        model, optimizer = _pair(DTENSORS_CANNOT)[0]
-        assert _train(model, optimizer) == 0
+        reference, sharded = twins(Short, _sharded)
+        for model in (reference, sharded):
+            assert _train(model, OPTIMIZERS[name](model.parameters(), lr=1e-2, **options)) == 0
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
 
     run_ranks(check, 2)
 
