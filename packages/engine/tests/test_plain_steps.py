@@ -41,7 +41,7 @@ def _on_dtensors() -> Iterator[None]:
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_dtensors = 0
+        self.num_dtensors: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -68,13 +68,15 @@ def _train(model: nn.Module, optimizer: Optimizer, num_steps: int = 2, *, before
     Returns:
         How many DTensors the operators of the last step were given.
     """
+    num = 0
     for _ in range(num_steps):
         optimizer.zero_grad()
         model(X).square().mean().backward()
         before_step(optimizer)
         with _Seen() as seen:
             optimizer.step()
-    return seen.num_dtensors
+        num = seen.num_dtensors
+    return num
 
 
 def _assert_equal(pair: list[tuple[nn.Module, Optimizer]]) -> None:
@@ -180,7 +182,7 @@ def test_closures_and_subclasses_step_on_dtensors() -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = model(X).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         with _Seen() as seen:
@@ -350,7 +352,7 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
 
         def init_group(self: Any, *args: Any, **kwargs: Any) -> Any:
             self.was_stepped = True
-            return own(self, *args, **kwargs)
+            return own(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, "note", len(noted)))
         with patch.object(torch.optim.Adam, "_init_group", init_group):
