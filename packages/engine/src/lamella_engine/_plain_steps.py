@@ -8,8 +8,8 @@ and so does state, where what a step makes is laid out as soon as it is made.
 
 Only where that cannot be told from a step on DTensors:
 - The optimizer is one of torch's that update each element from its own gradient and state, and no subclass of it.
-- Nothing comes between: no closure, which makes gradients inside the step, and no hooks but this package's before it,
-  which may change gradients or give the step another optimizer.
+- Nothing comes between: no closure, which makes gradients inside the step, and no hooks before it, of the optimizer or
+  of all but this package's own, which may change gradients or give the step another optimizer.
 - Gradients and state lie as their parameters do, and all are plain tensors below.
 - This rank has rows of each parameter in the flat layout: kernels are not given the others (Note [Empty shards]).
 """
@@ -65,6 +65,7 @@ class PlainView:
 
         Effects: none on a stream.
         """
+        self._let_go()  # of what a step was given that failed
         self._states.own = optimizer.state
         groups = []
         for group, part in zip(optimizer.param_groups, parts, strict=True):
@@ -115,7 +116,7 @@ class PlainView:
                 return None
             plain = self._plain[whole] = nn.Parameter(shard, requires_grad=False)
             self._states.wholes[plain] = whole
-        elif plain.data_ptr() != shard.data_ptr() or plain.dtype != shard.dtype:
+        elif (plain.data_ptr(), plain.dtype, plain.device) != (shard.data_ptr(), shard.dtype, shard.device):
             plain.data = shard  # it was moved, cast or loaded
         if not self._states.follow(plain, whole):
             return None
