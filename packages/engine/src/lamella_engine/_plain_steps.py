@@ -8,9 +8,10 @@ and so does state, where what a step makes is laid out as soon as it is made.
 
 Only where that cannot be told from a step on DTensors:
 - The optimizer is one of torch's that update each element from its own gradient and state, and no subclass of it.
-- Nothing comes between: no closure, which makes gradients inside the step, and no hooks but this package's before it,
-  which may change gradients or give the step another optimizer.
+- Nothing comes between: no closure, which makes gradients inside the step, and no hooks before it, of the optimizer or
+  of all but this package's own, which may change gradients or give the step another optimizer.
 - Gradients and state lie as their parameters do, and all are plain tensors below.
+- This rank has rows of each parameter in the flat layout: kernels are not given the others (Note [Empty shards]).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from lamella_engine._optimizers import held_by
-from lamella_engine._ragged import dtensor_over
+from lamella_engine._ragged import RaggedDTensor, dtensor_over
 from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._sharding import local_of
 
@@ -64,6 +65,7 @@ class PlainView:
 
         Effects: none on a stream.
         """
+        self._let_go()  # of what a step was given that failed
         self._states.own = optimizer.state
         groups = []
         for group, part in zip(optimizer.param_groups, parts, strict=True):
@@ -107,12 +109,14 @@ class PlainView:
             self._states.share(whole)
             return whole
         shard, gradient = whole._local_tensor, whole.grad
+        if isinstance(whole, RaggedDTensor) and shard.numel() == 0:
+            return None
         if (plain := self._plain.get(whole)) is None:
             if type(shard) is not torch.Tensor or not (isinstance(whole, nn.Parameter) and is_sharded(whole)):
                 return None
             plain = self._plain[whole] = nn.Parameter(shard, requires_grad=False)
             self._states.wholes[plain] = whole
-        elif plain.data_ptr() != shard.data_ptr() or plain.dtype != shard.dtype:
+        elif (plain.data_ptr(), plain.dtype, plain.device) != (shard.data_ptr(), shard.dtype, shard.device):
             plain.data = shard  # it was moved, cast or loaded
         if not self._states.follow(plain, whole):
             return None
