@@ -336,12 +336,13 @@ def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(
 
 PEAK = """
 import os, sys
-from lamella_checkpoint import convert
+from lamella_checkpoint import _items, convert
 
 def peak(label):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(label))
 
 os.fsync = lambda _: None  # Memory is measured, and not the disk.
+_items._PIECE_BYTES = 1 << 20  # What a thread that reads holds, however large the model is.
 source, target, to, buffer = sys.argv[1:]
 convert(source + ".small", target + ".small", to=to, buffer_nbytes=int(buffer))  # Whatever is imported on the way.
 with open("/proc/self/clear_refs", "w") as file:

@@ -26,11 +26,14 @@ from lamella_checkpoint._source import Source, Wanted
 class PartialLoad:
     """What `load(strict=False)` found: the caller's `extra`, and what did not fit and was left as it was.
 
-    `stripped` are keys and prefixes of the stored names that the model's lack: what wrappers of another program added.
+    `kept` names options of parameters that the checkpoint lacks and that are as they were: an older release of the
+    optimizer had none, say. `stripped` are keys and prefixes of the stored names that the model's lack: what wrappers
+    of another program added.
     """
 
     extra: dict[str, Any]
     left: Differences
+    kept: tuple[str, ...] = ()
     stripped: tuple[str, ...] = ()
 
 
@@ -109,7 +112,7 @@ def load(
         everywhere("read its state", plan.run)
     if strict:
         return plan.extra
-    return PartialLoad(extra=plan.extra, left=plan.differences, stripped=plan.stripped)
+    return PartialLoad(extra=plan.extra, left=plan.differences, kept=plan.kept, stripped=plan.stripped)
 
 
 def check(
@@ -157,6 +160,7 @@ class _Plan:
     optimizer: OptimizerLoad | None
     differences: Differences
     extra: dict[str, Any]
+    kept: tuple[str, ...]
     stripped: tuple[str, ...]
 
     def run(self) -> None:
@@ -251,6 +255,7 @@ def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, stri
         optimizer=load,
         differences=differences,
         extra=opened.extra,
+        kept=() if load is None else tuple(load.kept()),
         stripped=opened.stripped,
     )
 

@@ -16,10 +16,10 @@ from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import is_fsdp_dtensor
 from lamella_checkpoint._megatron_files import (
     BRIDGE_TRACKER,
-    COMMON,
     RUN_CONFIG,
     TRACKER,
     TRAIN_STATE,
+    is_torch_dist,
     iteration_directory,
     open_megatron,
 )
@@ -205,7 +205,7 @@ def _is_dcp(path: Path) -> bool:
 
 
 def _is_megatrons(stored: StoredCheckpoint) -> bool:
-    if (stored.path / COMMON).is_file():
+    if is_torch_dist(stored):
         return True
     # DDP's own names begin alike, so something else has to say that it is Megatron.
     is_told = (

@@ -77,6 +77,13 @@ class OptimizerLoad:
         for stranger in self.strangers:
             yield NameDifference(stranger, "a parameter", None)
 
+    def kept(self) -> Iterator[str]:
+        """Options that the live optimizer has for a parameter that the checkpoint knows, and the checkpoint lacks."""
+        for name, _, group in self.live.params():
+            for option in options(group) if name in self.options else ():
+                if option not in self.options[name] and option not in _LIVE_OPTIONS:
+                    yield f"optimizer.param_groups.{name}.{option}"
+
     def conflicts(self) -> Iterator[OptionConflict]:
         """Options with two values for the parameters of one live group."""
         for index, named in enumerate(self.live.groups):

@@ -1,0 +1,324 @@
+"""What torch's DCP does, as far as this package relies on it, or protects from it: each fact beside what happens here.
+
+The first of each pair of assertions is about torch. One that fails says that torch has changed, and what to look at.
+"""
+
+import argparse
+import io
+import os
+import pickle
+import warnings
+import zipfile
+import zlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, CheckpointUntrusted, load
+from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._fill import fill
+from lamella_checkpoint._metadata import StoredMetadata
+from lamella_checkpoint._torch_zip import find_tensor, records
+from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def dcp_save(entries, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(entries, checkpoint_id=path)
+    return path
+
+
+def partial_load(entries, path):
+    dcp.load(entries, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+
+
+# -- what is in the files ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_tensors_and_two_files(tmp_path):
+    path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
+    assert sorted(each.name for each in path.iterdir()) == [".metadata", "__0_0.distcp"]
+    assert all(isinstance(each, TensorStorageMetadata) for each in metadata(path).state_dict_metadata.values())
+    assert StoredCheckpoint(path).objects == ()
+
+
+def metadata(path):
+    return dcp.FileSystemReader(path).read_metadata()
+
+
+def test_values_that_are_no_tensors_are_one_object_a_leaf(tmp_path):
+    entries = {
+        "int": 3,
+        "none": None,
+        "text": "x",
+        "tuple": (1, 2),
+        "args": argparse.Namespace(a=1),
+        "rng_state": {"(0, 0)": [{"py": "state"}]},
+        "lst": [1, torch.ones(2)],
+    }
+    path = dcp_save(entries, tmp_path / "a")
+    kinds = {name: type(entry) for name, entry in metadata(path).state_dict_metadata.items()}
+    tensors = {name for name, kind in kinds.items() if kind is TensorStorageMetadata}
+    objects = {name for name, kind in kinds.items() if kind is BytesStorageMetadata}
+    assert tensors == {"lst.1"}
+    assert objects == {"int", "none", "text", "tuple", "args", "rng_state.(0, 0).0.py", "lst.0"}
+    stored = StoredCheckpoint(path)
+    assert set(stored.tensors) == tensors and set(stored.objects) == objects
+    assert stored.read_object("tuple") == (1, 2) and stored.read_object("rng_state.(0, 0).0.py") == "state"
+    assert stored.metadata.paths["rng_state.(0, 0).0.py"] == ("rng_state", "(0, 0)", 0, "py")
+    with pytest.raises(CheckpointUntrusted, match="'args' of .* got argparse.Namespace"):
+        stored.read_object("args")
+
+
+def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_path):
+    """Note [Optimizers by group] of `_sections`."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    stored = StoredCheckpoint(dcp_save({"optimizer": optimizer.state_dict()}, tmp_path / "a"))
+    assert stored.read_object("optimizer.param_groups.0.params") == [0, 1]
+    assert stored.read_object("optimizer.param_groups.0.lr") == 1e-3
+
+
+def test_the_types_in_metadata_are_those_that_are_known(tmp_path):
+    """The allow-list is enough for what this torch writes; a new type must be looked at before it is added."""
+
+    def save_sharded():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        tensor = torch.distributed.tensor.distribute_tensor(torch.ones(4), mesh, [torch.distributed.tensor.Shard(0)])
+        dcp.save({"x": tensor, "y": torch.ones(1), "z": 3}, checkpoint_id=tmp_path / "a")
+
+    run_ranks(save_sharded, 2)
+    content = (tmp_path / "a" / ".metadata").read_bytes()
+    assert b"TensorStorageMetadata" in content and b"_StorageInfo" in content
+    found = StoredMetadata.read(tmp_path / "a")
+    assert set(found.tensors) == {"x", "y"} and found.objects == ("z",)
+    assert len(found.tensors["x"].chunks) == 2
+
+
+def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path):
+    tensor = torch.arange(600.0).reshape(20, 30)
+    path = dcp_save({"x": tensor}, tmp_path / "a")
+    [info] = metadata(path).storage_data.values()
+    content = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert {each.compress_type for each in archive.infolist()} == {zipfile.ZIP_STORED}
+    found = find_tensor(io.BytesIO(content))
+    start, length, crc = found.record
+    assert content[start : start + length] == tensor.numpy().tobytes()
+    assert crc == zlib.crc32(tensor.numpy().tobytes())
+    assert start % 64 == 0
+
+
+def test_archives_without_checksums_have_zeros_for_them():
+    buffer = io.BytesIO()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.ones(3), buffer)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert {record.crc for record in records(buffer).values()} == {None}
+
+
+# -- what torch does not notice ---------------------------------------------------------------------------------------
+
+
+def test_torch_loads_flipped_bits(tmp_path):
+    path = dcp_save({"model": {"weight": torch.zeros(40, 40), "bias": torch.zeros(40)}}, tmp_path / "a")
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[content.rfind(b"\0" * 1000)] ^= 1
+    (path / "__0_0.distcp").write_bytes(content)
+    state = {"model": {"weight": torch.ones(40, 40), "bias": torch.ones(40)}}
+    dcp.load(state, checkpoint_id=path)
+    assert any(each.any() for each in state["model"].values())
+    with pytest.raises(CheckpointDamaged, match="with the checksum"):
+        load(path, model=nn.Linear(40, 40))
+
+
+def test_torch_leaves_holes_as_they_are(tmp_path):
+    path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
+    content = metadata(path)
+    content.state_dict_metadata["model.weight"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    state = {"model": {"weight": torch.full((2, 2), 7.0)}}
+    dcp.load(state, checkpoint_id=path)
+    assert bool((state["model"]["weight"] == 7).all())
+    with pytest.raises(CheckpointDamaged, match="0 of the 4 elements of 'model.weight'"):
+        load(path, model=nn.Linear(2, 2))
+
+
+def test_torch_runs_what_metadata_says(tmp_path, monkeypatch):
+    class Runs:
+        def __reduce__(self):
+            return (os.mkdir, ("ran",))
+
+    monkeypatch.chdir(tmp_path)
+    path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
+    content = metadata(path)
+    content.planner_data["x"] = Runs()
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
+        load(path, model=nn.Linear(2, 2))
+    assert not os.path.exists("ran")
+    metadata(path)
+    assert os.path.exists("ran")
+
+
+def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path):
+    """Tensors of tensor-parallel ranks that are saved as if they were whole: the first of them is what is kept."""
+
+    def save_alike():
+        rank = torch.distributed.get_rank()
+        dcp.save({"x": torch.full((2,), float(rank))}, checkpoint_id=tmp_path / "a")
+
+    run_ranks(save_alike, 2)
+    state = {"x": torch.full((2,), 9.0)}
+    dcp.load(state, checkpoint_id=tmp_path / "a")
+    assert state["x"].tolist() in ([0.0, 0.0], [1.0, 1.0])
+
+
+# -- what a load does with what is missing ----------------------------------------------------------------------------
+
+
+def test_a_missing_key_raises_what_except_exception_lets_through(tmp_path):
+    path = dcp_save({"model": nn.Linear(2, 2, bias=False).state_dict()}, tmp_path / "a")
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: args") as info:
+        dcp.load({"args": argparse.Namespace()}, checkpoint_id=path)
+    assert not isinstance(info.value, Exception)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(path, model=nn.Linear(2, 2))
+    assert isinstance(info.value, Exception) and info.value.missing == ("model.bias",)
+
+
+def test_a_partial_load_puts_none_where_objects_were(tmp_path):
+    """The hazard that `fill` is for: not only at the top, but inside sections that are there."""
+    path = dcp_save({"model": {"x": torch.ones(2)}, "d": {"known": 1}}, tmp_path / "a")
+
+    def request():
+        return {
+            "model": {"x": torch.zeros(2)},
+            "args": argparse.Namespace(a=1),
+            "d": {"known": 0, "k": argparse.Namespace(b=2)},
+            "int": 5,
+            "float": 0.5,
+            "text": "x",
+            "tuple": (1,),
+            "list": [1],
+            "tensor": torch.full((1,), 3.0),
+        }
+
+    torchs, ours = request(), request()
+    partial_load(torchs, path)
+    assert torchs["args"] is None and torchs["d"]["k"] is None
+    kept = ("int", "float", "text", "tuple", "list")
+    assert {name: torchs[name] for name in kept} == {name: ours[name] for name in kept}
+    filled = fill(ours, StoredCheckpoint(path))
+    assert ours["args"] == argparse.Namespace(a=1) and ours["d"] == {"known": 1, "k": argparse.Namespace(b=2)}
+    assert ours["model"]["x"].tolist() == [1, 1]
+    assert set(filled.loaded) == {"model.x", "d.known"}
+    assert {"args", "d.k", "int", "tensor"} <= set(filled.kept)
+
+
+def test_a_section_is_not_taken_for_one_whose_name_it_begins(tmp_path):
+    path = dcp_save({"model_ema": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}, tmp_path / "a")
+    request = {"model": {"weight": torch.zeros(2, 2)}}
+    assert fill(request, StoredCheckpoint(path)).kept == ("model.weight",)
+    both = dcp_save({"model": {"weight": torch.zeros(2, 2)}, "model_ema": {"bias": torch.ones(2)}}, tmp_path / "b")
+    with pytest.raises(CheckpointMismatch) as info:
+        load(both, model=nn.Linear(2, 2))
+    assert info.value.missing == ("model.bias",)
+
+
+def test_options_that_the_checkpoint_lacks_are_kept_and_told(tmp_path):
+    model = nn.Linear(2, 2)
+    entries = {
+        "model": model.state_dict(),
+        "optimizer": {f"param_groups.{name}.lr": 0.5 for name in ("weight", "bias")},
+    }
+    path = dcp_save(entries, tmp_path / "a")
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0, momentum=0.25)
+    result = load(path, model=model, optimizer=optimizer, strict=False)
+    assert optimizer.param_groups[0]["momentum"] == 0.25 and optimizer.param_groups[0]["lr"] == 0.5
+    assert "optimizer.param_groups.weight.momentum" in result.kept and not result.left
+    assert "optimizer.param_groups.weight.lr" not in result.kept
+
+
+# -- what a load does with what is there ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allow_partial_load", [True, False])
+def test_another_size_is_refused_in_both_modes(tmp_path, allow_partial_load):
+    path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
+    planner = DefaultLoadPlanner(allow_partial_load=allow_partial_load)
+    with pytest.raises((ValueError, CheckpointException), match="Size mismatch"):
+        dcp.load({"model": nn.Linear(3, 3).state_dict()}, checkpoint_id=path, planner=planner)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(path, model=nn.Linear(3, 3))
+    assert [each.name for each in info.value.shapes] == ["model.weight", "model.bias"]
+
+
+def test_a_tensor_is_replaced_by_an_object_of_its_name(tmp_path):
+    path = dcp_save({"model": {"weight": "text", "bias": torch.ones(2)}}, tmp_path / "a")
+    state = {"model": {"weight": torch.zeros(2, 2)}}
+    dcp.load(state, checkpoint_id=path)
+    assert state["model"]["weight"] == "text"
+    with pytest.raises(CheckpointMismatch, match=r"model.weight: an object in the checkpoint, \(2, 2\) here"):
+        load(path, model=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Expected a tensor for 'model.weight'"):
+        fill({"model": {"weight": torch.zeros(2, 2)}}, StoredCheckpoint(path))
+
+
+def test_an_object_is_not_replaced_by_a_tensor(tmp_path):
+    path = dcp_save({"model": {"weight": torch.ones(2, 2)}}, tmp_path / "a")
+    with pytest.raises((ValueError, CheckpointException)):
+        dcp.load({"model": {"weight": "text"}}, checkpoint_id=path)
+    with pytest.raises(ValueError, match="got a tensor in the checkpoint"):
+        fill({"model": {"weight": "text"}}, StoredCheckpoint(path))
+
+
+def test_loads_are_in_place_and_cast_and_take_leaves(tmp_path):
+    weight = torch.tensor([[1.0009765625 + 2**-20]])
+    path = dcp_save({"model": {"weight": weight}}, tmp_path / "a")
+    for read in (
+        lambda leaf: dcp.load({"model": {"weight": leaf}}, checkpoint_id=path),
+        lambda leaf: fill({"model": {"weight": leaf}}, StoredCheckpoint(path)),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            leaf = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+            place = leaf.data_ptr()
+            read(leaf)
+            assert leaf.data_ptr() == place and torch.equal(leaf, weight.to(dtype)) and leaf.is_leaf
+
+
+def test_names_may_share_a_place(tmp_path):
+    """Note [Names that share data] of `_dcp_write`."""
+    path = dcp_save({"model": {"weight": torch.ones(2, 2)}}, tmp_path / "a")
+    content = metadata(path)
+    content.state_dict_metadata["model.alias"] = content.state_dict_metadata["model.weight"]
+    content.storage_data[MetadataIndex("model.alias", (0, 0))] = content.storage_data[
+        MetadataIndex("model.weight", (0, 0))
+    ]
+    content.planner_data["model.alias"] = ("model", "alias")
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    state = {"model": {"alias": torch.zeros(2, 2)}}
+    dcp.load(state, checkpoint_id=path)
+    assert bool((state["model"]["alias"] == 1).all())
+
+
+def test_a_dtensor_asks_its_local_tensor_what_it_holds():
+    """How Megatron-FSDP says where its uneven shards lie; `local_boxes` asks alike."""
+
+    def ask():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        tensor = torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, [torch.distributed.tensor.Shard(0)])
+        tensor._local_tensor.__create_chunk_list__ = lambda: ["mine"]
+        return tensor.__create_chunk_list__()
+
+    assert run_ranks(ask, 2) == [["mine"], ["mine"]]
