@@ -227,6 +227,12 @@ class TestFloat8:
         convert(quantised, tmp_path / "b", to="hf", float8=False)
         assert set(opened(tmp_path / "b")) == set(MATRICES)
 
+    def test_is_written_where_asked(self, tmp_path):
+        source = published(tmp_path / "a", MATRICES)
+        convert(source, tmp_path / "b", to="hf", float8=lambda name, _: name == "embed_tokens.weight")
+        names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
+        assert names == {"embed_tokens.weight"}
+
     def test_is_for_safetensors_alone(self, tmp_path):
         with pytest.raises(ValueError, match="to='dcp'"):
             convert(tmp_path, tmp_path / "b", to="dcp", float8=True)
