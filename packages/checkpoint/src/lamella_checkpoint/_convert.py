@@ -203,15 +203,19 @@ def _published(opened: OpenCheckpoint, beside: Path | None) -> _Shapes:
     return {name: info.shape for name, info in published.tensors.items() if not is_scale(published, name)}
 
 
-def _ties(opened: OpenCheckpoint) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own."""
+def _ties(opened: OpenCheckpoint, published: _Shapes) -> dict[str, str]:
+    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own.
+
+    The other is the one that was published, if either was.
+    """
     stored = opened.raw
     if opened.format is not Format.LAMELLA or not isinstance(stored, StoredCheckpoint):
         return {}
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
-    for name, info in stored.tensors.items():
-        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in info.chunks))
+    for name in sorted(stored.tensors, key=lambda name: name.removeprefix(_OF_MODEL) not in published):
+        chunks = stored.tensors[name].chunks
+        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in chunks))
         first = firsts.setdefault(places, name) if places else name
         if first != name:
             ties[name] = first
@@ -301,7 +305,7 @@ def _plan(
     float8: bool | Callable[[str, TensorInfo], bool] | None,
     published: _Shapes,
 ) -> _Plan:
-    source, ties, config = opened.source, _ties(opened), between.config
+    source, ties, config = opened.source, _ties(opened, published), between.config
     if by is not None or to in ("hf", "fsdp_dtensor"):
         source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
     if is_quantised(source) and (float8 is False or (float8 is None and to != "hf")):
