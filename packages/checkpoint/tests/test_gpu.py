@@ -3,12 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from lamella_checkpoint import CheckpointFailed, convert, load, save, save_safetensors
-from lamella_checkpoint._safetensors import SafetensorsSource
-from lamella_checkpoint._source import Wanted
-from lamella_layout import Chunk
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
 from lamella_testing import run_ranks
 
 
@@ -122,53 +118,42 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(kit, tmp_path, monkeypa
 
 
 @pytest.mark.gpu1
-def test_safetensors_are_written_from_a_gpu_and_read_into_one(kit, tmp_path):
-    def write():
-        model, optimizer = build(kit)
-        train(model, optimizer)  # Still running when the weights are asked for.
-        save_safetensors(tmp_path / "a", model=model)
-        return {name: tensor.cpu() for name, tensor in kit.weights(model).items()}
+def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goes_on(kit, tmp_path):
+    def save_while_the_gpu_is_busy():
+        model, optimizer = build(kit, fused=True)
+        train(model, optimizer)
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "first", model=model, optimizer=optimizer).wait()
+            expected = cpu_state(kit, model, optimizer)
+            torch.cuda._sleep(2_000_000_000)  # About a second.
+            handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
+            is_busy = not torch.cuda.current_stream().query()
+            train(model, optimizer)
+            handle.wait()
+            assert saver._memory._bytes.is_pinned()
+        return is_busy, expected, cpu_state(kit, model, optimizer)
 
-    def read():
-        model, _ = build(kit, seed=1)
-        load(tmp_path / "b", model=model)
-        return {name: tensor.cpu() for name, tensor in kit.weights(model).items()}
-
-    [saved] = run_ranks(write, 1, device="cuda")
-    convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    [loaded] = run_ranks(read, 1, device="cuda")
-    assert_equal(saved, loaded)
-
-
-@pytest.mark.gpu1
-def test_boxes_arrive_on_the_callers_stream(tmp_path):
-    """Threads read; what they copy must wait for the stream that is current where `read` was called."""
-
-    def read():
-        save_file({"a": torch.arange(4_000_000.0)}, tmp_path / "a.safetensors")
-        source = SafetensorsSource(tmp_path / "a.safetensors")
-        into = torch.empty(4_000_000, device="cuda")
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)
-            into.fill_(-1)  # Late: a copy that does not wait for this stream comes before it.
-            source.read([Wanted("a", Chunk((0,), (4_000_000,)), into)])
-            late = into.cpu()
-        return torch.equal(late, torch.arange(4_000_000.0)), torch.cuda.current_stream() == torch.cuda.default_stream()
-
-    assert run_ranks(read, 1, device="cuda") == [(True, True)]
+    [(is_busy, expected, later)] = run_ranks(save_while_the_gpu_is_busy, 1, device="cuda")
+    [(loaded, *_)] = run_ranks(lambda: load_and_train(kit, tmp_path / "a", fused=True), 1, device="cuda")
+    assert is_busy
+    assert_equal(expected, loaded)
+    assert not torch.equal(expected["head.weight"], later["head.weight"])
 
 
 @pytest.mark.gpu2
-def test_two_gpus_write_one_model(kit, tmp_path):
-    def write():
+def test_two_gpus_save_in_the_background_step_after_step_and_one_resumes(kit, tmp_path):
+    def save_three():
         model, optimizer = build(kit)
-        train(model, optimizer)
-        save_safetensors(tmp_path / "a", model=model, max_shard_nbytes=100)
-        return {name: tensor.cpu() for name, tensor in kit.weights(model).items()}
+        states = []
+        with CheckpointDirectory(tmp_path, keep=2) as checkpoints:
+            for step in (2, 4, 6):
+                train(model, optimizer)
+                states.append(cpu_state(kit, model, optimizer))
+                checkpoints.save_async(step, model=model, optimizer=optimizer, extra={"step": 2})
+        return states
 
-    saved, _ = run_ranks(write, 2, device="cuda")
-    source = SafetensorsSource(tmp_path / "a")
-    found = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Wanted(name, source.tensors[name].chunks[0], tensor) for name, tensor in found.items()])
-    assert_equal(saved, found)
+    _, second, third = run_ranks(save_three, 2, device="cuda")[0]
+    for step, expected in ((4, second), (6, third)):
+        path = CheckpointDirectory(tmp_path).path(step)
+        [(loaded, *_)] = run_ranks(lambda path=path: load_and_train(kit, path), 1, device="cuda")
+        assert_equal(expected, loaded)
