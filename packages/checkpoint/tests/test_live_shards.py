@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
+from lamella_checkpoint import load, save
 from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, from_model
 from lamella_checkpoint._shards import LiveCut, Shard, local_boxes, written_pieces
@@ -184,6 +185,28 @@ def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path):
     whole, _ = stored(tmp_path / "whole")
     kept = {value for part in PARTS for value in whole[f"{IN_PROJ}.{part}"].flatten().tolist()}
     assert len(kept) == 32
+
+
+def test_meshes_that_say_their_order_are_believed(tmp_path):
+    """Megatron-FSDP's: with even cuts, nothing else tells that tensor-parallel ranks come first."""
+    values = flat_indices((8, 2))
+
+    def save_and_load():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh._shard_order = [1, 0]
+        dp, tp = divmod(dist.get_rank(), 2)
+        part = values.chunk(2)[tp].chunk(2)[dp]
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(DTensor.from_local(part.clone(), mesh, [ShardDim(0), ShardDim(0)]))
+        save(tmp_path / "saved", model=model)
+        with torch.no_grad():
+            model.weight.to_local().zero_()
+        load(tmp_path / "saved", model=model)
+        return torch.equal(model.weight.to_local(), part)
+
+    assert run_ranks(save_and_load, 4) == [True] * 4
+    whole, _ = stored(tmp_path / "saved")
+    assert torch.equal(whole["model.weight"], values)
 
 
 @pytest.mark.parametrize("held", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])

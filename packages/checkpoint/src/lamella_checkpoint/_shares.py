@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lamella_checkpoint._boxes import cut_order
 from lamella_checkpoint._contents import Contents, Ranks
 from lamella_layout import Chunk, RaggedShard, Region, mesh_chunks, mesh_region
 
@@ -75,16 +76,19 @@ class Tables:
         """The ranks of the tensor's mesh that have some of it; all of them for one without elements."""
         key = _key(tensor)
         if key not in self._owners:
-            mesh, shape, placements = key
+            mesh, shape, placements, order = key
             ranks = self._ranks_of(mesh).flatten().tolist()
-            chunks = mesh_chunks(shape, tuple(mesh.shape), placements) if prod(shape) else [True] * len(ranks)
+            whole = [True] * len(ranks)
+            chunks = mesh_chunks(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else whole
             self._owners[key] = tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
         return self._owners[key]
 
-    def _part(self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> "_Part":
+    def _part(
+        self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], order: tuple[int, ...] | None
+    ) -> "_Part":
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
-        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate)
+        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate, order=order)
         along = zip(placements, coordinate, strict=True)
         alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
         ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
@@ -104,11 +108,12 @@ class _Part(NamedTuple):
     ranks: Ranks
 
 
-_Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...]]
+_Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...], tuple[int, ...] | None]
 
 
 def _key(tensor: DTensor) -> _Key:
-    return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements)
+    # Meshes that differ in the order of their cuts alone are equal.
+    return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements), cut_order(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

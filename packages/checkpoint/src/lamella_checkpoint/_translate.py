@@ -274,7 +274,7 @@ def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str
     entries: dict[tuple[int, str], set[str]] = {}
     for name in [*source.tensors, *source.objects]:
         if name.startswith(section):
-            parameter, entry = _longest_known(name.removeprefix(section), known)
+            parameter, entry = longest_known(name.removeprefix(section), known)
             if parameter in belongs:
                 entries.setdefault((belongs[parameter], entry), set()).add(parameter)
     for (index, entry), parameters in entries.items():
@@ -375,7 +375,7 @@ def _check_shapes(source: Source, each: Correspondence, prefix: str, suffix: str
             raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
 
 
-def _longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
+def longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
     """`<parameter>.<slot>` as both: the longest parameter that is known, since components continue fused names."""
     end = entry.rfind(".")
     while end != -1:
