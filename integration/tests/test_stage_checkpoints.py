@@ -1,6 +1,7 @@
 """Checkpoints of every ZeRO stage and both layouts: each box stored once, and plain torch reads the whole."""
 
 import json
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,61 @@ def _assert_stored_once(path: Path) -> None:
     files = json.loads((path / "lamella_checksums.json").read_text())["files"]
     written = {(file, offset) for file, items in files.items() for offset, _, _ in items if file.startswith("__")}
     assert written == placed
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+class _Sparse(torch.optim.Optimizer):
+    """Lion's moment for some parameters, and None and numbers beside it; nothing for the others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.shape[0] > 1:
+                state = self.state[parameter]
+                state.setdefault("buffer", None)
+                state.setdefault("moment", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                state["step"] = state.get("step", torch.tensor(0.0)) + 1
+                state["count"] = state.get("count", 0) + 1
+                parameter.sub_(torch.sign(state["moment"]), alpha=0.1)
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "sparse": _Sparse,
+}
+
+
+@pytest.mark.skipif(not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses how they compute")
+def test_optimizer_state_in_the_flat_layout_is_resharded_again_and_again(tmp_path: Path) -> None:
+    def pass_on(previous: int | None, num_ranks: int) -> dict[str, dict[str, Any]]:
+        states = {}
+        for name, make in _OPTIMIZERS.items():
+            model = fully_shard(_model(num_ranks), keep=Rows(1)) if num_ranks > 1 else _model(1)
+            optimizer = make(model.parameters())
+            if previous is None:
+                _step(model, optimizer)
+            else:
+                load(tmp_path / f"{name} {previous}", model=model, optimizer=optimizer)
+            states[name] = {key: _whole(value) for key, value in model.state_dict().items()} | {
+                f"{key}/{slot}": _whole(value) if isinstance(value, torch.Tensor) else value
+                for key, parameter in model.named_parameters()
+                for slot, value in optimizer.state.get(parameter, {}).items()
+            }
+            save(tmp_path / f"{name} {num_ranks}", model=model, optimizer=optimizer)
+        return states
+
+    expected = run_ranks(pass_on, 4, None, 4)[0]
+    assert expected["sparse"]["0.weight/count"] == 1 and "2.weight/count" not in expected["sparse"]
+    for previous, num_ranks in pairwise([4, 2, 1, 3]):
+        for states in run_ranks(pass_on, num_ranks, previous, num_ranks):
+            for name, state in states.items():
+                assert state.keys() == expected[name].keys()
+                for key, value in state.items():
+                    assert _same(value, expected[name][key]), (name, key)

@@ -77,7 +77,7 @@ def serve(connection: Connection, memory: Memory) -> None:
     while True:
         try:
             job: Job = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # The rank has ended, or was killed.
             return
         failures = run(job, memory, is_orphan=connection.poll)  # The next job comes after the answer, or never.
         try:
@@ -100,8 +100,10 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
         mark_failed(job.staged, job.rank, "another rank failed")
         failures = failed.failures
     except Exception as error:  # noqa: BLE001  Whatever it was, every rank has to hear of it.
-        _discard_files(job)
-        mark_failed(job.staged, job.rank, text := describe(error))
+        text = describe(error)
+        if job.staged.exists() or not is_orphan():  # A later run has cleaned up, and wants no new leftovers.
+            _discard_files(job)
+            mark_failed(job.staged, job.rank, text)
         failures = {job.rank: text}
     if failures:
         _discard_files(job)
@@ -114,9 +116,9 @@ def is_settled(staged: Path) -> bool:
 
 
 def is_published(target: Path, staged: Path) -> bool:
-    """Whether the staged directory has become the target."""
+    """Whether the staged directory has become the target. The other way round, it may hold what was there before."""
     try:
-        return not staged.exists() and staged.name.endswith(f"-{Manifest.read(target).save_id}")
+        return staged.name.endswith(f"-{Manifest.read(target).save_id}")
     except CheckpointDamaged:
         return False
 
@@ -211,13 +213,14 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     waiting.until(lambda: num_parts() == job.num_ranks, lambda: f"{num_parts()} of {job.num_ranks}")
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     _check_alike([content["digests"] for content in contents])
-    for file in files:
-        file.unlink()
     complete(job.staged, [[_from_json(each) for each in content["placed"]] for content in contents], job.manifest)
     _clean(job)
     publish(job.staged, job.target)
-    if job.retention is not None:
-        job.retention.apply()
+    with suppress(OSError):  # The checkpoint is there. What is not removed now, the next save removes.
+        for file in files:  # Not before: they tell a rank whose process was killed that others can do without it.
+            (job.target / file.name).unlink()
+        if job.retention is not None:
+            job.retention.apply()
 
 
 def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:

@@ -184,7 +184,7 @@ class AsyncSaver:
             self._last.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, then give back the process and the memory; the saver is of no use any more.
+        """Wait as `wait` does, then give back the process and the memory. The next save takes new ones.
 
         Raises:
             CheckpointFailed: As `wait`.
@@ -275,9 +275,11 @@ class AsyncSaver:
         assert self._process is not None
         exit_code = self._process.close()
         self._process = None
+        # In this order: a part that is not there, nor with the published checkpoint, never was.
+        has_part = (handle._staged / part_name(rank())).exists()
         if is_published(handle.path, handle._staged):
             return {}
-        if rank() == 0 or not (handle._staged / part_name(rank())).exists():
+        if rank() == 0 or not has_part:
             text = f"the process that writes checkpoints died (exit code {exit_code})"
             mark_failed(handle._staged, rank(), text)
             return {rank(): text}

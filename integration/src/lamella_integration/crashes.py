@@ -1,0 +1,214 @@
+"""Training that saves until something kills it, and checkpoints that something damages: what tests seed and repeat.
+
+A crash is drawn from its seed: how many ranks save, blocking or in the background, to one path or to a path a step;
+which of the processes is killed, and after how long. A checkpoint is filled with the number of its step, so that half
+of one and half of another show.
+"""
+
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lamella_checkpoint import AsyncSaver, CheckpointDamaged, CheckpointFailed, load, save
+from lamella_testing import RankFailure, run_ranks
+
+_SHAPE: Final = (300, 1000)
+_MAX_SAVES: Final = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash:
+    """What happens to a run that saves again and again."""
+
+    num_ranks: int
+    in_background: bool
+    to_one_path: bool
+    victim: int
+    kills_writer: bool
+    after_seconds: float
+
+    @classmethod
+    def draw(cls, seed: int, *, in_background: bool) -> "Crash":
+        """The crash of a seed."""
+        draw = random.Random(seed)
+        num_ranks = draw.choice([1, 2, 3])
+        return cls(
+            num_ranks=num_ranks,
+            in_background=in_background,
+            to_one_path=draw.random() < 0.5,
+            victim=draw.randrange(num_ranks),
+            kills_writer=in_background and draw.random() < 0.5,
+            after_seconds=draw.uniform(0.0, 0.5),
+        )
+
+    def happen(self, root: Path) -> int:
+        """Run it, and return how many saves were begun.
+
+        Effects: forks ranks; leaves checkpoints under `root`, and in `root/known` the last step that was known saved.
+        """
+        try:
+            run_ranks(self._save_until_killed, self.num_ranks, root)
+        except RankFailure as failure:
+            if "SIGKILL" not in str(failure):
+                raise
+        return int((root / "begun").read_text())
+
+    def _save_until_killed(self, root: Path) -> None:
+        model = _filled(0, sharded=True)
+        path_of = (lambda _: root / "only") if self.to_one_path else (lambda step: root / str(step))
+        saver = AsyncSaver() if self.in_background else None
+        self._save(model, 1, path_of, root, saver)
+        if saver is not None:
+            saver.wait()  # The processes have come up.
+        _tell(root / "known", 1)
+        dist.barrier()
+        self._arm(saver)
+        for step in range(2, _MAX_SAVES):
+            _tell(root / "begun", step)
+            try:
+                self._save(model, step, path_of, root, saver)
+            except CheckpointFailed:  # Its process was killed. The one that took its place saves the next.
+                if saver is not None:
+                    self._save(model, step, path_of, root, saver)
+                    saver.close()
+                    _tell(root / "known", step)
+                    return
+
+    def _save(
+        self, model: nn.Module, step: int, path_of: Callable[[int], Path], root: Path, saver: AsyncSaver | None
+    ) -> None:
+        if saver is not None:
+            saver.wait()
+            _tell(root / "known", step - 1)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.fill_(step)
+        if saver is not None:
+            saver.save(path_of(step), model=model, extra={"step": step})
+        else:
+            save(path_of(step), model=model, extra={"step": step})
+            _tell(root / "known", step)
+
+    def _arm(self, saver: AsyncSaver | None) -> None:
+        if dist.get_rank() == self.victim:
+            process = saver and saver._process
+            pid = process._popen.pid if self.kills_writer and process else os.getpid()
+            timer = threading.Timer(self.after_seconds, os.kill, (pid, signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+
+def check_whole(root: Path) -> None:
+    """Assert that what a crash left is whole: the last step that was known to be saved, or a later one.
+
+    Effects: reads every checkpoint.
+    """
+    known = int((root / "known").read_text())
+    paths = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.suffix]
+    found = [_step_of(path) for path in paths or [root / "only"]]  # Which may have stepped aside: `load` finds it.
+    assert max(found) >= known, f"step {known} was saved, and only {sorted(found)} are there"
+
+
+def damage(path: Path, seed: int) -> str:
+    """Flip a bit of one of a checkpoint's files, cut it short or remove it, and say what was done."""
+    draw = random.Random(seed)
+    file = draw.choice(sorted(each for each in path.iterdir() if each.is_file()))
+    content = bytearray(file.read_bytes())
+    at = draw.randrange(len(content))
+    kind = draw.choice(["flip", "flip", "cut", "remove"])
+    if kind == "remove":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(content[:at])
+    else:
+        content[at] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+    return f"{kind} {file.name} at {at}"
+
+
+def check_never_silently_wrong(source: Path, scratch: Path, seed: int) -> bool:
+    """Assert that a damaged copy is refused, or loads what was saved; whether it was refused."""
+    shutil.copytree(source, scratch)
+    what = damage(scratch, seed)
+    try:
+        assert _step_of(scratch) == 1, what
+    except (CheckpointDamaged, FileNotFoundError):
+        return True
+    finally:
+        shutil.rmtree(scratch)
+    return False
+
+
+def save_filled(path: Path) -> None:
+    """A checkpoint of step 1."""
+    save(path, model=_filled(1, sharded=False), extra={"step": 1})
+
+
+def save_without_room(path: Path, seed: int, *, in_background: bool) -> bool:
+    """Save over a checkpoint of step 1 where no file may become as large as it would; whether that was told.
+
+    Effects: asserts that the checkpoint of step 1 is what it was. The limit holds for this process meanwhile.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = random.Random(seed).randrange(math.prod(_SHAPE) * 4)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        saver = AsyncSaver() if in_background else None
+        model = _filled(2, sharded=False)
+        if saver is None:
+            save(path, model=model, extra={"step": 2})
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # The process beside this one has it for good.
+            saver.save(path, model=model, extra={"step": 2})
+            saver.close()
+    except (OSError, CheckpointFailed):
+        return _step_of(path) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return False
+
+
+def _filled(value: float, *, sharded: bool) -> nn.Module:
+    model = nn.Module()
+    whole = torch.full(_SHAPE, float(value))
+    if sharded:
+        whole = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    model.register_parameter("a", nn.Parameter(whole))
+    model.register_parameter("b", nn.Parameter(torch.full((7,), float(value))))
+    return model
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint that holds its number everywhere."""
+    model = _filled(-1, sharded=False)
+    while True:
+        try:
+            step = load(path, model=model)["step"]
+            break
+        except CheckpointDamaged as damage:  # By a process that goes on after its rank was killed.
+            if "replaced" not in damage.problem:
+                raise
+    for name, tensor in model.named_parameters():
+        assert bool(tensor.eq(step).all()), f"{name} of {path} is not all of step {step}"
+    return int(step)
+
+
+def _tell(file: Path, step: int) -> None:
+    if dist.get_rank() == 0:
+        temporary = file.with_suffix(".new")
+        temporary.write_text(str(step))
+        temporary.rename(file)

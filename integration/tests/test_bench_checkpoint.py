@@ -1,0 +1,30 @@
+"""The benchmark of checkpoints runs on the host, and says what it measured."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint.state_dict_saver  # noqa: F401  Imported once here, not in each forked rank.
+from torch.distributed.fsdp import fully_shard  # noqa: F401
+
+from lamella_integration.bench_checkpoint import Bench, Row, State, main, table
+from lamella_testing import run_ranks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_way_is_measured_on_the_same_state(tmp_path: Path) -> None:
+    def measure() -> list[Row]:
+        import torch
+
+        return list(Bench(State.build(1, torch.device("cpu")), tmp_path / "a", 1).rows())
+
+    rows = run_ranks(measure, 2)[0]
+    assert [row.save_s is None for row in rows] == [False, False, False, True, True]
+    assert all((row.save_s or row.stall_s or 0) > 0 for row in rows)
+    assert table(rows).count("\n") == 1 + len(rows)
+    assert not (tmp_path / "a").exists()
+
+
+def test_bad_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--mib", "0", "--folder", str(tmp_path)])
+    assert "Expected --mib and --times of at least 1, got 0 and 5" in capsys.readouterr().err
