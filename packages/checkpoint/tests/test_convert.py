@@ -65,6 +65,9 @@ def test_there_and_back_through_every_format_is_bit_equal(tmp_path_factory, blan
     assert equal(opened(root / "c"), tensors)
     assert equal(torch.load(root / "d", weights_only=True), tensors)
     assert (root / "c" / "config.json").exists() and (root / "c" / "tokenizer.json").exists()
+    convert(root / "d", root / "e", to="dcp", buffer_nbytes=buffer, max_shard_nbytes=shard)
+    convert(root / "e", root / "f", to="hf", buffer_nbytes=buffer)
+    assert equal(opened(root / "f"), tensors)
 
 
 def test_a_report_says_what_was_done(tmp_path):
@@ -124,6 +127,20 @@ def test_and_to_one_file_with_ties(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("b")] == ["b.pt"]
 
 
+def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_path):
+    model, optimizer = build()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    convert(tmp_path / "b.pt", tmp_path / "c", to="dcp", buffer_nbytes=64)
+    fresh, its_optimizer = build(seed=1)
+    load(tmp_path / "c", model=fresh, optimizer=its_optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert its_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
+        slots = optimizer.state[other]
+        assert all(torch.equal(its_optimizer.state[one][slot], value) for slot, value in slots.items())
+
+
 def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path):
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
@@ -146,7 +163,8 @@ def test_a_configuration_says_the_dtype_that_was_written(tmp_path):
 class TestSideFiles:
     def test_are_kept_in_a_checkpoint_that_says_so(self, tmp_path):
         convert(published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b", to="dcp")
-        assert {file.name for file in (tmp_path / "b" / SIDE_FILES).iterdir()} == {"config.json", "tokenizer.json"}
+        names = {"config.json", "tokenizer.json", "lamella_published.json"}
+        assert {file.name for file in (tmp_path / "b" / SIDE_FILES).iterdir()} == names
         assert Manifest.read(tmp_path / "b").side_files == SIDE_FILES
 
     def test_of_another_directory_take_their_place(self, tmp_path):
@@ -265,6 +283,27 @@ class TestBadInput:
         (source / "config.json").unlink()
         with pytest.raises(ValueError, match="config.json.*Pass `like`, or `translate`"):
             convert(source, tmp_path / "b", to="fsdp_dtensor")
+
+    @pytest.mark.parametrize("of", ["dcp", "torch"])
+    def test_a_flipped_bit_is_found_and_nothing_is_written(self, tmp_path, of):
+        weight = torch.arange(10_000.0)
+        source = tmp_path / "a"
+        if of == "dcp":
+            model = nn.Module()
+            model.register_buffer("weight", weight)
+            save(source, model=model)
+            file = source / "__0_0.distcp"
+        else:
+            torch.save({"weight": weight}, source)
+            file = source
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=file.name):
+            convert(source, tmp_path / "b", to="hf", buffer_nbytes=100)
+        assert not (tmp_path / "b").exists()
+        convert(source, tmp_path / "b", to="hf", verify=False)
+        assert not torch.equal(opened(tmp_path / "b")["weight"], weight)
 
     def test_damage_that_shows_on_the_way_leaves_nothing(self, tmp_path, monkeypatch):
         source = published(tmp_path / "a", {"a": torch.ones(200)})

@@ -1,5 +1,6 @@
 """Float8 with a scale a block: what is read is the product, and what is written loses what float8 must lose."""
 
+import json
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from sources import Memory, cut, read
 
-from lamella_checkpoint import CheckpointDamaged, _float8
+from lamella_checkpoint import CheckpointDamaged, _float8, load
 from lamella_checkpoint._float8 import Dequantised, Quantised, block_of, is_quantised, linear_weights, quantised_config
 from lamella_checkpoint._safetensors import SafetensorsSource
 from lamella_checkpoint._source import TensorInfo
@@ -156,6 +157,7 @@ def test_stacks_of_experts_are_quantised_and_small_or_whole_numbers_are_not():
     assert linear_weights("mlp.experts.gate_up_proj", TensorInfo((4, 256, 256), torch.bfloat16, ()))
     assert not linear_weights("conv1d.weight", TensorInfo((256, 1, 4), torch.bfloat16, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 64), torch.bfloat16, ()))
+    assert not linear_weights("q_proj.weight", TensorInfo((256, 300), torch.bfloat16, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 256), torch.int8, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 256), FLOAT8, ()))
 
@@ -166,7 +168,7 @@ def test_a_vector_cannot_be_chosen():
 
 
 def test_a_configuration_says_how_and_is_read_back():
-    quantised = Quantised(Memory(**{"q.weight": torch.ones(200, 200), "head.weight": torch.ones(200, 200)}))
+    quantised = Quantised(Memory(**{"q.weight": torch.ones(256, 128), "head.weight": torch.ones(256, 128)}))
     assert quantised.left_alone == ("head",) and is_quantised(quantised)
     config = quantised_config({"model_type": "x"}, quantised.left_alone)
     assert config["quantization_config"]["quant_method"] == "fp8"
@@ -175,3 +177,19 @@ def test_a_configuration_says_how_and_is_read_back():
     assert _float8.plain_config(config) == {"model_type": "x"}
     with pytest.raises(NotImplementedError, match="gptq"):
         block_of({"quantization_config": {"quant_method": "gptq"}})
+
+
+@pytest.mark.parametrize("block", [None, (4, 2)])
+def test_a_model_loads_the_numbers(tmp_path, block):
+    torch.manual_seed(0)
+    edges = block or (128, 128)
+    weight = torch.randn(6, 5).mul(50).to(FLOAT8)
+    scales = torch.rand(_float8._num_blocks((6, 5), edges)) + 0.01
+    bias = torch.randn(6)
+    save_file({"weight": weight, "weight_scale_inv": scales, "bias": bias}, tmp_path / "model.safetensors")
+    if block is not None:
+        (tmp_path / "config.json").write_text(json.dumps(quantised_config({}, (), block)))
+    model = torch.nn.Linear(5, 6)
+    load(tmp_path, model=model)
+    assert torch.equal(model.weight, by_hand(weight, scales, edges).float())
+    assert torch.equal(model.bias, bias)

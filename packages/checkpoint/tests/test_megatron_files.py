@@ -11,6 +11,7 @@ from memory_source import read_all
 
 from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._megatron_files import iteration_directory, open_megatron, plain_contents, train_state
+from lamella_checkpoint._open import Format, open_checkpoint
 
 
 def save(path, values):
@@ -90,6 +91,23 @@ class TestTorchDist:
         assert read("opt_param_scheduler.num_steps") == 99
         assert read("optimizer.state.decoder.layers.0.mlp.experts.linear_fc2.weight1.step") == 12
         assert read("optimizer.optimizer.param_groups.1.lr") == 0.25
+
+    def test_newer_releases_keep_the_same_in_an_object(self, tmp_path):
+        common = {"args": Namespace(tensor_model_parallel_size=2), "iteration": 12}
+        save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2), "common_state/shard_0_1": (common,)})
+        (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        assert open_checkpoint(tmp_path).format is Format.TORCH_DIST
+        opened = open_megatron(tmp_path)
+        assert (opened.format, opened.sizes, opened.counters.found) == ("torch_dist", {"tp": 2}, {"iteration": 12})
+        assert list(opened.source.tensors) == [f"model.decoder.layers.{layer}.mlp.router.weight" for layer in range(2)]
+
+    def test_a_model_alone_is_known_by_its_format(self, tmp_path):
+        save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2)})
+        (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        assert open_megatron(tmp_path).format == "torch_dist"
+        (tmp_path / "metadata.json").write_text("{")
+        with pytest.raises(CheckpointDamaged, match=r"metadata\.json"):
+            open_megatron(tmp_path)
 
     def test_nothing_in_it_runs(self, tmp_path):
         class Harm:

@@ -1,5 +1,7 @@
 """Checkpoints of Megatron are read under one set of names, whoever wrote them, and written for whoever reads them."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,7 +80,8 @@ def through(source, dialect, sizes, chunks=()):
     """Written, stored, and what is stored."""
     written = write_fsdp_dtensor(source, dialect, sizes=sizes, chunks=chunks)
     return MemorySource(
-        read_in_chunks(written) | scalars(written), {name: written.read_object(name) for name in written.objects}
+        read_in_chunks(written) | scalars(written),
+        {name: written.read_object(name) for name in written.objects if name != "args"},
     )
 
 
@@ -142,10 +145,61 @@ def test_bridge_stores_components_and_halves():
     gate = stored.held["optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer"]
     fused = tensors["optimizer.state.decoder.layers.0.mlp.linear_fc1.weight.momentum_buffer"]
     assert torch.equal(gate, fused[:4])
-    assert (
-        stored.values["optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_v.lr"]
-        == 0.5
-    )
+
+
+def test_options_go_by_the_models_names_and_come_back_for_each_component():
+    tensors, objects = checkpoint(parameters(num_layers=2))
+    for dialect in [BRIDGE, RELEASE_0_19]:
+        stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
+        prefix = "optimizer.param_to_group_meta.module.module.module.decoder.layers."
+        names = {name.removeprefix(prefix) for name in stored.values if name.startswith(f"{prefix}0.self_attention")}
+        assert names == {
+            f"0.self_attention.{name}.lr"
+            for name in ["in_proj.weight", "conv1d.weight", "A_log", "in_proj.layer_norm_weight"]
+        }
+        assert f"{prefix}0.mlp.linear_fc1.weight.lr" in stored.values
+        back = read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES})
+        assert {name for name in back.objects if "param_groups" in name} == {
+            name for name in objects if "param_groups" in name
+        }
+
+
+def test_options_of_components_must_agree():
+    tensors, objects = checkpoint(parameters(num_layers=1))
+    objects["optimizer.param_groups.decoder.layers.0.self_attention.in_proj.weight.key.lr"] = 0.25
+    written = write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE)
+    [name] = [name for name in written.objects if name.endswith("in_proj.weight.lr")]
+    with pytest.raises(ValueError, match=r"got 0.5 of '.*query.lr' and 0.25 of '.*key.lr'"):
+        written.read_object(name)
+
+
+def test_a_step_that_is_an_option_is_a_slot_of_each_component():
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    tensors = {f"model.module.{name}.{part}": torch.ones(rows, 2) for part, rows in GDN_ROWS.items()}
+    meta = f"optimizer.param_to_group_meta.module.module.module.{name}"
+    read = read_fsdp_dtensor(MemorySource(tensors, {f"{meta}.step": 9, f"{meta}.lr": 0.5}))
+    assert {each for each in read.objects if each.endswith("step")} == {
+        f"optimizer.state.{name}.{part}.step" for part in GDN_ROWS
+    }
+    assert read.read_object(f"optimizer.state.{name}.beta.step") == 9
+
+
+def test_what_megatrons_training_asks_for_is_there():
+    written = write_fsdp_dtensor(MemorySource({"model.a": torch.ones(2)}), BRIDGE, args={"num_layers": 2})
+    assert {name: written.read_object(name) for name in written.objects} == {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "args": Namespace(num_layers=2),
+    }
+    source = MemorySource({"model.a": torch.ones(2)}, {"args": {"hidden_size": 4}, "iteration": 3})
+    written = write_fsdp_dtensor(source, BRIDGE)
+    assert written.read_object("args") == Namespace(hidden_size=4)
+    assert written.read_object("iteration") == 3
+
+
+def test_the_state_of_the_processes_that_wrote_it_is_dropped():
+    source = MemorySource({"model.module.a": torch.ones(2)}, {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2})
+    assert read_fsdp_dtensor(source).objects == ()
 
 
 def test_the_number_of_ranks_must_be_known_of_what_they_hold_together():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen_tiny import KINDS, MemorySource, make_model, read_all, translated
+from qwen_tiny import KINDS, MemorySource, config_of, make_model, read_all, translated
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def assert_loads(source, model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_save_pretrained_become_the_modules_that_were_saved(kind, tmp_path):
     model = make_model(kind)
-    source = translated(as_saved(model, tmp_path), FAMILY.modules, "right")
+    source = translated(as_saved(model, tmp_path), FAMILY.modules(config_of(kind)), "right")
     assert_loads(source, model)
     assert set(source.tensors) == {f"model.{name}" for name, _ in model.named_parameters()}
 
@@ -47,8 +47,10 @@ def test_files_of_save_pretrained_become_the_modules_that_were_saved(kind, tmp_p
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_model_is_found_in_files_of_any_model(kind, tmp_path):
     model = make_model(kind)
-    source = translated(as_saved(model, tmp_path), FAMILY.text_modules, "right")
-    assert_loads(source, AutoModelForCausalLM.from_pretrained(tmp_path))
+    saved = as_saved(model, tmp_path)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path)
+    source = translated(saved, FAMILY.modules(text.config.to_dict()), "right")
+    assert_loads(source, text)
     assert any(".visual." in name for name in source.tensors) == ("vision" in kind)
 
 
@@ -57,10 +59,10 @@ def test_files_of_a_text_model_that_came_out_of_one_with_vision_are_read_too(tmp
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     saved = as_saved(model, tmp_path / "text")
     assert "model.model.language_model.norm.weight" in saved.tensors
-    assert_loads(translated(saved, FAMILY.text_modules, "right"), model)
+    assert_loads(translated(saved, FAMILY.modules(model.config.to_dict()), "right"), model)
 
 
 def test_packed_experts_stay_as_they_are():
     model = make_model("moe")
     weights = MemorySource({f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
-    assert_loads(translated(weights, FAMILY.modules, "right"), model)
+    assert_loads(translated(weights, FAMILY.modules(config_of("moe")), "right"), model)

@@ -3,15 +3,15 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._directories import METADATA_FILE, find, publish, stage, sync
+from lamella_checkpoint._directories import find, publish, stage, sync
 from lamella_checkpoint._families import Family, find_family, known_model_types
 from lamella_checkpoint._float8 import (
     Dequantised,
@@ -22,19 +22,28 @@ from lamella_checkpoint._float8 import (
     plain_config,
     quantised_config,
 )
-from lamella_checkpoint._hf_files import copy_side_files, read_config, with_dtype, write_config
-from lamella_checkpoint._manifest import Manifest
-from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, Dialect, is_fsdp_dtensor, read_fsdp_dtensor
+from lamella_checkpoint._hf_files import (
+    copy_side_files,
+    read_config,
+    read_published,
+    with_dtype,
+    write_config,
+    write_published,
+)
+from lamella_checkpoint._manifest import Manifest, check_extra
+from lamella_checkpoint._megatron import BRIDGE, EXPECTED_OBJECTS, RELEASE_0_19, Dialect
 from lamella_checkpoint._megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
-from lamella_checkpoint._safetensors import SafetensorsSource
+from lamella_checkpoint._open import Format, OpenCheckpoint, open_checkpoint
+from lamella_checkpoint._rules import Rules
+from lamella_checkpoint._safetensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsSource
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
 from lamella_checkpoint._source import Source
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
-from lamella_checkpoint._translate import Side, Translated, parameter_shapes, rename
+from lamella_checkpoint._translate import Side, Translated, WithObjects, parameter_shapes, rename
 from lamella_checkpoint._translate import translate as translated
 from lamella_checkpoint._write_source import write_dcp, write_safetensors, write_torch
 
-Format = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
+Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
 
 OnProgress = Callable[[int, int], None]
 """Told the bytes of tensors written so far, and all."""
@@ -44,7 +53,8 @@ SIDE_FILES: Final = "hf"
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
 _OF_MODEL: Final = "model."
-_NO_MANIFEST: Final = Manifest(extra={}, num_ranks=1, optimizer=None)
+
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +74,7 @@ class Conversion:
 
     source: Path
     target: Path
-    to: Format
+    to: Target
     num_tensors: int
     nbytes: int
     left: tuple[str, ...]
@@ -76,7 +86,7 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Format,
+    to: Target,
     translate: Callable[[Source], Source] | None = None,
     dtype: torch.dtype | None = None,
     float8: bool | None = None,
@@ -87,6 +97,7 @@ def convert(
     buffer_nbytes: int = BUFFER_NBYTES,
     on_progress: OnProgress = lambda done, total: None,
     trust: bool = False,
+    verify: bool = True,
 ) -> Conversion:
     """Write a checkpoint in another format, holding no more of it than a buffer.
 
@@ -96,8 +107,8 @@ def convert(
     The target appears whole or not at all.
 
     Args:
-        src: A checkpoint: a Hugging Face directory or safetensors file, a directory of torch DCP, of this package or of
-            Megatron's `fsdp_dtensor`.
+        src: A checkpoint of any format that `open_checkpoint` knows: of this package, torch's DCP or `torch.save`, a
+            Hugging Face directory or safetensors file, Megatron's `fsdp_dtensor` and `torch_dist`.
         dst: A directory; for "torch" a file. It must not exist, or be an empty directory.
         to: "dcp" is a checkpoint as `save` writes it, "hf" safetensors, "torch" one file of `torch.save`,
             "fsdp_dtensor" Megatron's.
@@ -116,6 +127,7 @@ def convert(
         on_progress: Is told how far it is, piece by piece.
         trust: Whether types that a checkpoint pickles are made that are neither plain data nor torch's own, which can
             run anything.
+        verify: Whether all that has a checksum is held against it, which reads large chunks once more.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable or not what it should be; it is named.
@@ -128,26 +140,33 @@ def convert(
     Effects: no collective; waits until all is on the disk.
     """
     _check_arguments(to, float8, dialect)
-    opened = _open(Path(os.path.realpath(src)), trust=trust)
-    beside = opened.side_files if like is None else Path(like)
+    path = find(Path(os.path.realpath(src)))
+    beside = _beside(path) if like is None else Path(like)
     config = None if beside is None else read_config(beside)
     between = _Between(config=config, dialect=_DIALECTS[dialect], tensor_parallel_size=tensor_parallel_size)
-    plan = _plan(opened, to, between, translate, dtype, float8)
+    opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+    published = _published(opened, beside)
+    plan = _plan(opened, to, between, translate, dtype, float8, published)
     if not plan.dtypes:
-        raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.source.path)!r}.")
+        raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.path)!r}.")
     options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
     target = Path(os.path.realpath(dst))
     staged = stage(target, replace=False)
     try:
-        copied = _copy_side_files(plan, to, beside, staged)
-        manifest = replace(opened.manifest or _NO_MANIFEST, save_id=None, side_files=SIDE_FILES if copied else None)
+        copied = _copy_side_files(plan, to, beside, published, staged)
+        manifest = Manifest(
+            extra=_extra(opened),
+            num_ranks=1,
+            optimizer=None if opened.manifest is None else opened.manifest.optimizer,
+            side_files=SIDE_FILES if copied else None,
+        )
         _write(plan, to, staged, target.name, manifest, max_shard_nbytes, options)
         _publish(staged, target, is_file=to == "torch")
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
     return Conversion(
-        source=opened.source.path,
+        source=opened.path,
         target=target,
         to=to,
         num_tensors=len(plan.dtypes),
@@ -161,36 +180,32 @@ def convert(
 # -- what is read -----------------------------------------------------------------------------------------------------
 
 
-class _Opened(NamedTuple):
-    """A checkpoint under `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
-
-    `is_megatrons` says whose names they are. `ties` are further names of tensors, by which they are read too.
-    """
-
-    source: Source
-    is_megatrons: bool = False
-    side_files: Path | None = None
-    manifest: Manifest | None = None
-    ties: Mapping[str, str] = {}
+def _beside(path: Path) -> Path | None:
+    """Where a checkpoint keeps what lay beside the weights in a Hugging Face directory."""
+    if (path / SIDE_FILES).is_dir():
+        return path / SIDE_FILES
+    return path if _has_weights(path) else None
 
 
-def _open(path: Path, *, trust: bool) -> _Opened:
-    path = find(path)
-    if not (path / METADATA_FILE).is_file():
-        source = SafetensorsSource(path)
-        return _Opened(rename(source, lambda name: f"{_OF_MODEL}{name}"), side_files=path if path.is_dir() else None)
-    stored = StoredCheckpoint(path, trust=trust, verify=False)
-    side_files = path / SIDE_FILES if (path / SIDE_FILES).is_dir() else None
-    manifest = Manifest.read(path) if stored.is_own else None
-    if is_fsdp_dtensor(stored):
-        return _Opened(stored, is_megatrons=True, side_files=side_files)
-    if not any(name.startswith(_OF_MODEL) for name in stored.tensors):
-        return _Opened(rename(stored, lambda name: f"{_OF_MODEL}{name}"), side_files=side_files)
-    return _Opened(stored, side_files=side_files, manifest=manifest, ties=_ties(stored))
+def _has_weights(directory: Path) -> bool:
+    return (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists()
 
 
-def _ties(stored: StoredCheckpoint) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name."""
+def _published(opened: OpenCheckpoint, beside: Path | None) -> _Shapes:
+    """The names and shapes that the weights were published with; none where nobody kept them."""
+    published: Source | None = opened.raw if opened.format is Format.SAFETENSORS else None
+    if published is None and beside is not None and _has_weights(beside):
+        published = SafetensorsSource(beside)
+    if published is None:
+        return {} if beside is None else read_published(beside)
+    return {name: info.shape for name, info in published.tensors.items() if not is_scale(published, name)}
+
+
+def _ties(opened: OpenCheckpoint) -> dict[str, str]:
+    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own."""
+    stored = opened.raw
+    if opened.format is not Format.LAMELLA or not isinstance(stored, StoredCheckpoint):
+        return {}
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
     for name, info in stored.tensors.items():
@@ -212,16 +227,18 @@ class _Between:
     dialect: Dialect
     tensor_parallel_size: int | None
 
-    def read(self, source: Source) -> Translated:
-        """From names of `fsdp_dtensor` to Megatron's canonical ones."""
-        return read_fsdp_dtensor(source, sizes=self._sizes())
-
     def write(self, source: Source) -> Translated:
         """From Megatron's canonical names to those of `fsdp_dtensor`."""
-        return with_fsdp_dtensor_names(source, self.dialect, sizes=self._sizes())
+        return with_fsdp_dtensor_names(source, self.dialect, sizes=self.sizes())
+
+    def modules(self, source: Source, published: _Shapes, to: Side) -> Translated:
+        """Between the names in Hugging Face's files (left) and those of modules (right), where a family's differ."""
+        family = self._family()
+        rules = Rules(()) if family is None or self.config is None else family.modules(self.config)
+        return translated(source, rules.match(published, "left"), to=to)
 
     def translate(self, source: Source, to: Side) -> Translated:
-        """Between Hugging Face's names (left) and Megatron's canonical ones (right)."""
+        """Between modules' names (left) and Megatron's canonical ones (right)."""
         if self.config is None:
             raise ValueError(
                 f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
@@ -239,7 +256,8 @@ class _Between:
     def _family(self) -> Family | None:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
 
-    def _sizes(self) -> Mapping[str, int]:
+    def sizes(self) -> Mapping[str, int]:
+        """What Megatron's rank-major tensors are made of, as far as it is known."""
         family, tp = self._family(), self.tensor_parallel_size
         if family is None or self.config is None or tp is None:
             return {} if tp is None else {"tp": tp}
@@ -273,21 +291,24 @@ class _Plan:
 
 
 def _plan(
-    opened: _Opened,
-    to: Format,
+    opened: OpenCheckpoint,
+    to: Target,
     between: _Between,
     by: Callable[[Source], Source] | None,
     dtype: torch.dtype | None,
     float8: bool | None,
+    published: _Shapes,
 ) -> _Plan:
-    source, ties, config = opened.source, opened.ties, between.config
+    source, ties, config = opened.source, _ties(opened), between.config
     if by is not None or to in ("hf", "fsdp_dtensor"):
-        source, ties = rename(source, lambda name: None if name in opened.ties else name), {}
+        source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
     if is_quantised(source) and (float8 is False or (float8 is None and to != "hf")):
         source = Dequantised(source, dtype=dtype or torch.bfloat16, block=block_of(config or {}))
-    layers = list(_translations(source, opened.is_megatrons, to, between, by))
+    layers = list(_translations(source, opened, to, between, by, published))
     layers.append(rename(layers[-1] if layers else source, _KEPT[to]))
     source, left = layers[-1], layers[-1].left_over
+    if to == "dcp":
+        left = tuple(name for name in left if name not in _extra(opened))
     if float8 and not is_quantised(source):
         source = Quantised(source)
     if config is not None:
@@ -298,17 +319,34 @@ def _plan(
 
 
 def _translations(
-    source: Source, is_megatrons: bool, to: Format, between: _Between, by: Callable[[Source], Source] | None
+    source: Source,
+    opened: OpenCheckpoint,
+    to: Target,
+    between: _Between,
+    by: Callable[[Source], Source] | None,
+    published: _Shapes,
 ) -> Iterator[Translated]:
-    """The layers from a checkpoint's names to the target's, each over the one before."""
-    if is_megatrons:
-        yield (source := between.read(source))
+    """The layers from a checkpoint's names to the target's, each over the one before.
+
+    Between formats, the names are those of modules; what goes from Hugging Face to Hugging Face keeps its own.
+    """
+    is_megatrons = opened.format in (Format.FSDP_DTENSOR, Format.TORCH_DIST)
     if by is not None:
         yield (source := rename(by(source), lambda name: name))
-    elif is_megatrons != (to == "fsdp_dtensor"):
+    elif opened.format is Format.SAFETENSORS and to != "hf":
+        yield (source := between.modules(source, published, "right"))
+    if by is None and is_megatrons != (to == "fsdp_dtensor"):
         yield (source := between.translate(source, "left" if is_megatrons else "right"))
+    if by is None and to == "hf" and published:
+        yield (source := between.modules(source, published, "left"))
     if to == "fsdp_dtensor":
-        yield between.write(source)
+        counters = {name: value for name, value in opened.extra.items() if name in EXPECTED_OBJECTS}
+        lacking = {name: value for name, value in counters.items() if name not in source.objects}
+        yield between.write(WithObjects(source, lacking))
+
+
+def _names(source: Source) -> tuple[str, ...]:
+    return (*source.tensors, *source.objects)
 
 
 def _of_sections(name: str) -> str | None:
@@ -319,7 +357,7 @@ def _of_model(name: str) -> str | None:
     return name.removeprefix(_OF_MODEL) if name.startswith(_OF_MODEL) else None
 
 
-_KEPT: Final[Mapping[Format, Callable[[str], str | None]]] = {
+_KEPT: Final[Mapping[Target, Callable[[str], str | None]]] = {
     "dcp": _of_sections,
     "torch": _of_sections,
     "hf": _of_model,
@@ -358,7 +396,7 @@ class _Options(TypedDict):
 
 
 def _write(
-    plan: _Plan, to: Format, staged: Path, name: str, manifest: Manifest, max_file_nbytes: int, options: _Options
+    plan: _Plan, to: Target, staged: Path, name: str, manifest: Manifest, max_file_nbytes: int, options: _Options
 ) -> None:
     match to:
         case "hf":
@@ -384,16 +422,31 @@ def _megatrons_path(name: str) -> tuple[str, ...]:
     return (section, ".".join(rest)) if rest else (section,)
 
 
-def _copy_side_files(plan: _Plan, to: Format, beside: Path | None, staged: Path) -> tuple[str, ...]:
+def _copy_side_files(plan: _Plan, to: Target, beside: Path | None, published: _Shapes, staged: Path) -> tuple[str, ...]:
     if beside is None or to == "torch":
         return ()
     folder = staged if to == "hf" else staged / SIDE_FILES
     folder.mkdir(exist_ok=True)
     copied = copy_side_files(beside, folder)
-    if to == "hf" and plan.config is not None and plan.config != read_config(beside):
+    if to != "hf":
+        write_published(folder, published)
+    elif plan.config is not None and plan.config != read_config(beside):
         write_config(folder, plan.config)
     sync(folder)
     return copied
+
+
+def _extra(opened: OpenCheckpoint) -> dict[str, Any]:
+    """What lay beside the sections, as far as it is plain."""
+    return {name: value for name, value in opened.extra.items() if _is_plain(name, value)}
+
+
+def _is_plain(name: str, value: object) -> bool:
+    try:
+        check_extra({name: value})
+    except TypeError:
+        return False
+    return True
 
 
 def _publish(staged: Path, target: Path, *, is_file: bool) -> None:

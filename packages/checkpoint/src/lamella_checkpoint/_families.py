@@ -17,8 +17,8 @@ GROUP: Final = "lamella.families"
 """The entry points' group; their names are model types."""
 
 
-class MegatronRules(Protocol):
-    """Makes the rules between Hugging Face's names (left) and Megatron's canonical ones (right)."""
+class RulesOf(Protocol):
+    """Makes rules for a model from its configuration."""
 
     def __call__(self, config: Mapping[str, object], /) -> Rules:
         """The rules for the model of a `config.json`. Raises ValueError if it is not a whole one of the family."""
@@ -36,17 +36,16 @@ class Family:
     """What a package knows of the checkpoints of its models.
 
     Attributes:
-        megatron: Between Hugging Face's names and Megatron's.
+        megatron: Between the names of transformers' modules (left) and Megatron's canonical ones (right).
         megatron_sizes: For tensor-parallel ranks of a given number.
         modules: Between the names in Hugging Face's files (left) and those of transformers' modules (right), where they
-            differ; names that no rule takes are the same.
-        text_modules: The same for the modules of the text model alone, which files of a model with vision hold too.
+            differ: files of another spelling, or of a larger model that this one is a part of. Names that no rule takes
+            are the same.
     """
 
-    megatron: MegatronRules
+    megatron: RulesOf
     megatron_sizes: MegatronSizes
-    modules: Rules
-    text_modules: Rules
+    modules: RulesOf
 
 
 def find_family(model_type: str) -> Family | None:

@@ -39,16 +39,17 @@ def is_scale(source: Source, name: str) -> bool:
 
 
 def linear_weights(name: str, info: TensorInfo) -> bool:
-    """Which weights are quantised unless told otherwise: matrices of at least a block a side, of linear layers.
+    """Which weights are quantised unless told otherwise: matrices of whole blocks, of linear layers.
 
-    Embeddings, heads, norms, gates and routers stay as they are.
+    Embeddings, heads, norms, gates and routers stay as they are. Matrices with blocks that the edge cuts do too:
+    transformers tells a block's size from the number of scales when it makes numbers of them, and is wrong there.
     """
     *modules, last = name.split(".")
     is_stack = len(info.shape) == 3
     return (
         (last == "weight" or is_stack)
         and len(info.shape) >= 2
-        and all(size >= edge for size, edge in zip(info.shape[-2:], BLOCK, strict=True))
+        and all(size and size % edge == 0 for size, edge in zip(info.shape[-2:], BLOCK, strict=True))
         and info.dtype.is_floating_point
         and info.dtype.itemsize > 1
         and not any(word.endswith("gate") or any(other in word for other in _LEFT_ALONE) for word in modules)

@@ -5,24 +5,27 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from lamella_checkpoint._errors import CheckpointDamaged
 
 CONFIG_FILE: Final = "config.json"
+_PUBLISHED_FILE: Final = "lamella_published.json"
+"""In a checkpoint's folder of side files: the weights' names in the Hugging Face directory, with their shapes."""
 _WEIGHTS: Final = frozenset({".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"})
 _DTYPE_KEYS: Final = frozenset({"dtype", "torch_dtype"})
 
 
 def side_files(directory: Path) -> Iterator[Path]:
-    """The files of a directory that are neither weights nor an index of such, by name; folders are left out.
+    """The files of a directory that are neither weights nor a list of such, by name; folders are left out.
 
     Effects: reads the directory.
     """
     for file in sorted(directory.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+        is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and file.name != _PUBLISHED_FILE:
             yield file
 
 
@@ -49,24 +52,31 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         CheckpointDamaged: It is no JSON object.
     """
     file = directory / CONFIG_FILE
-    if not file.exists():
-        return None
+    return cast(dict[str, Any], _read(file, dict)) if file.exists() else None
+
+
+def read_published(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that weights were published with; none where nobody kept them.
+
+    Raises:
+        CheckpointDamaged: The file is something else.
+    """
+    file = directory / _PUBLISHED_FILE
+    content = cast(dict[str, list[int]], _read(file, dict)) if file.exists() else {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return {name: tuple(map(int, shape)) for name, shape in content.items()}
+    except (TypeError, ValueError) as error:
         raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointDamaged(str(file), f"expected a JSON object, got {type(config).__name__}")
-    return config
+
+
+def write_published(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Keep them, and wait until they are on the disk."""
+    _write(directory / _PUBLISHED_FILE, shapes)
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write the model's configuration, over what is there, and wait until it is on the disk."""
-    with (directory / CONFIG_FILE).open("w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    _write(directory / CONFIG_FILE, config)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -76,3 +86,21 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         key: name if key in _DTYPE_KEYS else with_dtype(value, dtype) if isinstance(value, dict) else value
         for key, value in config.items()
     }
+
+
+def _read(file: Path, kind: type) -> object:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+    if not isinstance(content, kind):
+        raise CheckpointDamaged(str(file), f"expected a JSON {kind.__name__}, got {type(content).__name__}")
+    return content
+
+
+def _write(file: Path, content: object) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        json.dump(content, opened, indent=2)
+        opened.write("\n")
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -10,6 +10,8 @@ from torch import nn
 
 from lamella_checkpoint._boxes import local_boxes
 from lamella_checkpoint._errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
+from lamella_checkpoint._float8 import Dequantised, block_of, is_quantised
+from lamella_checkpoint._hf_files import read_config
 from lamella_checkpoint._manifest import Manifest, OptimizerKind
 from lamella_checkpoint._model import LiveModel
 from lamella_checkpoint._open import OpenCheckpoint, Translate, open_checkpoint
@@ -229,7 +231,9 @@ def _find(
 
 
 def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, strict: bool) -> _Plan:
-    source = opened.source if translate is None else translate(opened.source)
+    source = _numbers(opened)
+    if translate is not None:
+        source = translate(source)
     targets, names = _match_model(source, live.model)
     unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
     load: OptimizerLoad | None = None
@@ -254,6 +258,14 @@ def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, stri
         kept=() if load is None else tuple(load.kept()),
         stripped=opened.stripped,
     )
+
+
+def _numbers(opened: OpenCheckpoint) -> Source:
+    """Weights that are float8 with a scale a block, as the numbers that they stand for."""
+    if not is_quantised(opened.source):
+        return opened.source
+    config = read_config(opened.path if opened.path.is_dir() else opened.path.parent)
+    return Dequantised(opened.source, block=block_of(config or {}))
 
 
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:

@@ -21,17 +21,22 @@ Note [Megatron's names]
     Rank-major is what the tensor-parallel ranks hold, one after another: each has its share of every component. Such
     a tensor cannot be read without the number of ranks, which its file does not tell.
 
+Note [Options go by the model's names]
+    `fsdp_dtensor` stores a parameter's group options (`param_to_group_meta`) under the name that the model has for it,
+    also where its tensors are stored as halves or components. Canonical names have them for each component.
+
 Note [Dialects]
     `release-0.19` is what megatron-core 0.19.2 itself reads and writes; `bridge` is what Megatron-Bridge does. They
     differ in what is written: whatever is read is recognised by its names, tensor by tensor.
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from lamella_checkpoint._correspondence import Correspondence
+from lamella_checkpoint._correspondence import Correspondence, Piece
 from lamella_checkpoint._hybrid_stack import logical_name, nested_names
 from lamella_checkpoint._rules import Grouped, Join, Rule, Rules
 from lamella_checkpoint._source import Source
@@ -58,8 +63,6 @@ GDN: Final = (
 )
 """Gated delta networks: components on the left, a model's tensors on the right."""
 
-_MAMBA_IN: Final = _rank_major(f"{_MIXER}in_proj.weight", f"{_MIXER}in_proj.weight", MAMBA_PARTS, MAMBA_SIZES)
-
 
 def _mamba_conv(separator: str) -> tuple[Rule, ...]:
     return tuple(
@@ -68,11 +71,17 @@ def _mamba_conv(separator: str) -> tuple[Rule, ...]:
     )
 
 
-MAMBA: Final = (_MAMBA_IN, *_mamba_conv("_"))
-"""Mamba mixers of megatron-core 0.19, whose convolution's parameters are the mixer's own."""
+MAMBA_IN: Final = (_rank_major(f"{_MIXER}in_proj.weight", f"{_MIXER}in_proj.weight", MAMBA_PARTS, MAMBA_SIZES),)
+"""The projection into a Mamba mixer."""
 
-OLDER_MAMBA: Final = (_MAMBA_IN, *_mamba_conv("."))
-"""Mamba mixers whose convolution is a module."""
+MAMBA: Final = _mamba_conv("_")
+"""Convolutions of Mamba mixers of megatron-core 0.19, whose parameters are the mixer's own."""
+
+OLDER_MAMBA: Final = _mamba_conv(".")
+"""Convolutions of Mamba mixers that are modules."""
+
+FUSED: Final = (*GDN, *MAMBA_IN, *MAMBA)
+"""What tensor-parallel ranks of megatron-core 0.19 hold rank-major, but for gated layers."""
 
 _MLA: Final = "**.self_attention."
 FUSED_MLA: Final = (
@@ -199,7 +208,9 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
 
     Returns:
         The checkpoint as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`;
-        other entries under their own names. `_extra_state` is dropped.
+        other entries under their own names. A step that is an option (fused optimizers have it there) is a slot.
+        `_extra_state` is dropped, and so is the state of the processes that wrote it (`rng_state`,
+        `rerun_state_machine`).
 
     Raises:
         ValueError: A size that is needed is not known, two layers of a grouped hybrid stack have one logical name, or
@@ -207,15 +218,22 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
 
     Effects: reads nothing.
     """
-    names = rename(source, _reads(tuple(source.tensors)))
+    names = rename(source, _reads([*source.tensors, *source.objects]))
     shapes = parameter_shapes(names)
     # What is stored by component, or whole, has none of these names.
-    rules = Rules((*GDN, *MAMBA, *OLDER_MAMBA, *FUSED_MLA, *GATED), sizes or {})
-    return translate(names, rules.match(shapes, "right"), to="left")
+    rules = Rules((*FUSED, *OLDER_MAMBA, *FUSED_MLA, *GATED), sizes or {})
+    tensors = translate(names, rules.match(shapes, "right"), to="left")
+    # Now only options can go by a fused name, Note [Options go by the model's names].
+    return translate(tensors, _of_options(parameter_shapes(tensors)), to="left")
 
 
 def write_fsdp_dtensor(
-    source: Source, dialect: Dialect, *, sizes: Mapping[str, int] | None = None, chunks: Sequence[int] = ()
+    source: Source,
+    dialect: Dialect,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    chunks: Sequence[int] = (),
+    args: Mapping[str, object] | None = None,
 ) -> Translated:
     """A checkpoint with canonical names, under those of `fsdp_dtensor`.
 
@@ -225,28 +243,39 @@ def write_fsdp_dtensor(
         sizes: "tp", the tensor-parallel ranks that are to read it, where the dialect stores tensors rank-major.
         chunks: How many decoder layers each model chunk has, for virtual pipelines: `model0`, `model1`, ... The
             optimizer's names count layers through. Empty for `model`.
+        args: The values of Megatron's `args`, which its training holds against its own (unless it fine-tunes). None for
+            those of the source.
 
     Returns:
-        The checkpoint with `checkpoint_version` and `iteration` (0 where the source has none) among its objects.
+        The checkpoint with what megatron-core's training cannot do without among its objects: `checkpoint_version`,
+        `iteration` (0 where the source has none), and `args` (a namespace; empty where none are known).
 
     Raises:
         ValueError: "tp" is needed and not known, or does not divide a component; the pattern is not the model's.
 
-    Effects: reads nothing.
+    Effects: reads `args`.
     """
     shapes = parameter_shapes(source)
-    rules = [*GATED]
-    if not dialect.splits_gdn:
-        rules += GDN
-    rules += OLDER_MAMBA if dialect.older_mamba else MAMBA
+    rules = [*GATED, *MAMBA_IN, *(OLDER_MAMBA if dialect.older_mamba else MAMBA)]
+    rules += () if dialect.splits_gdn else GDN
     rules += FUSED_MLA if dialect.fused_mla else ()
-    cut = translate(source, Rules(tuple(rules), sizes or {}).match(_without_ungated(shapes), "left"), to="right")
+    cut = translate(
+        source,
+        Rules(tuple(rules), sizes or {}).match(_without_ungated(shapes), "left"),
+        to="right",
+        options=_of_options(shapes, older_mamba=dialect.older_mamba, fused_mla=dialect.fused_mla),
+    )
+    if args is None and "args" in source.objects:
+        known = source.read_object("args")
+        args = known if isinstance(known, Mapping) else vars(known)
+    present = {*cut.objects, *cut.tensors}
     defaults = {"checkpoint_version": 3.0, "iteration": 0}
-    absent = {name: value for name, value in defaults.items() if name not in {*cut.objects, *cut.tensors}}
-    return rename(WithObjects(cut, absent), _writes(dialect, tuple(parameter_shapes(cut)), chunks))
+    given = {name: value for name, value in defaults.items() if name not in present}
+    complete = WithObjects(cut, {**given, "args": Namespace(**(args or {}))})
+    return rename(complete, _writes(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
-def from_model(
+def from_megatron_model(
     shapes: Mapping[str, tuple[int, ...]], *, sizes: Mapping[str, int], dialect: Dialect | None = None
 ) -> list[Correspondence]:
     """What a live model's tensors are in a checkpoint: the left side is the checkpoint's, the right the model's.
@@ -262,10 +291,15 @@ def from_model(
     if dialect is None or dialect.splits_gdn:
         rules += GDN
     if dialect is None:
-        rules += [*MAMBA, *OLDER_MAMBA]
+        rules += [*MAMBA_IN, *MAMBA, *OLDER_MAMBA]
     if dialect is None or not dialect.fused_mla:
         rules += FUSED_MLA
-    return Rules(tuple(rules), sizes).match(_without_ungated(shapes), "right")
+    found = Rules(tuple(rules), sizes).match(_without_ungated(shapes), "right")
+    if dialect is not None:
+        return found
+    taken = {name for each in found for name in each.right}
+    found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
+    return [_logical(each) for each in found]
 
 
 def global_expert(name: str, first: int) -> str:
@@ -330,6 +364,24 @@ def counters(source: Source, beside: Mapping[str, object] | None = None) -> Coun
     return Counters(found=found, lacking=lacking)
 
 
+def _logical(each: Correspondence) -> Correspondence:
+    """The same, with logical names for the layers of hybrid stacks on the left."""
+    pieces = tuple(Piece(piece.left._replace(name=logical_name(piece.left.name)), piece.right) for piece in each.pieces)
+    left = {logical_name(name): shape for name, shape in each.left.items()}
+    return replace(each, left=left, pieces=pieces)
+
+
+def _of_options(
+    shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
+) -> list[Correspondence]:
+    """Canonical names (left) and the model's (right), as far as they are of other parameters.
+
+    For options, which have no shape: any number of tensor-parallel ranks will do.
+    """
+    rules = (*GDN, *MAMBA_IN, *(OLDER_MAMBA if older_mamba else MAMBA), *(FUSED_MLA if fused_mla else ()))
+    return Rules(rules, {"tp": 1}).match(shapes, "left")
+
+
 def _without_ungated(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """All but the first layers of MLPs that are not two halves.
 
@@ -354,6 +406,7 @@ def _is_gated(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int,
     return columns * 2 == shape[0]
 
 
+_OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
 _FC1_NAME: Final = re.compile(r"((?:^|\.)mlp\.(?:.+\.)?)linear_fc1\.(?:weight|bias)(\d*)$")
 _EXPERT: Final = re.compile(r"^((?:.*\.)?mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)(.*)$")
 _MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
@@ -366,20 +419,22 @@ _LAYER: Final = re.compile(r"^((?:language_model\.)?decoder\.layers\.)(\d+)(\..+
 def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
     """Stored names as canonical ones, but for what is fused."""
     firsts = _first_layers(names)
+    counts_in_groups = not any(_STATE.match(name) and name.endswith(".step") for name in names)
     is_nested = any(logical_name(match[3]) != match[3] for match in map(_MODEL.match, names) if match)
 
     def canonical(name: str) -> str:
         return logical_name(canonical_name(name)) if is_nested else canonical_name(name)
 
     def read(name: str) -> str | None:
-        if "._extra_state" in name:
+        if "._extra_state" in name or name.split(".", 1)[0] in _OF_PROCESSES:
             return None
         if match := _MODEL.match(name):
             return f"model.{canonical(_renumbered(match[3], firsts.get(match[1], 0)))}"
         if match := _STATE.match(name):
             return f"optimizer.state.{canonical(match[1])}"
         if match := _OPTIONS.match(name):
-            return f"optimizer.param_groups.{canonical(match[1])}"
+            is_step = counts_in_groups and name.endswith(".step")
+            return f"optimizer.{'state' if is_step else 'param_groups'}.{canonical(match[1])}"
         return name
 
     return read

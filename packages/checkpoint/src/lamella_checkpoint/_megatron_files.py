@@ -5,6 +5,7 @@ anything of it, see Note [Nothing runs].
 """
 
 import io
+import json
 import re
 import zipfile
 from collections.abc import Mapping
@@ -19,13 +20,15 @@ from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._megatron import Counters, Dialect, counters, dialect_of, read_fsdp_dtensor, sizes_of_args
 from lamella_checkpoint._pickles import Inert, read_pickle
 from lamella_checkpoint._torch_dist import read_torch_dist
-from lamella_checkpoint._translate import Translated
+from lamella_checkpoint._translate import Translated, WithObjects
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER: Final = "latest_train_state.pt"
 TRAIN_STATE: Final = "train_state.pt"
 RUN_CONFIG: Final = "run_config.yaml"
+FORMAT: Final = "metadata.json"
 COMMON: Final = "common.pt"
+COMMON_OBJECT: Final = "common_state/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +70,39 @@ def open_megatron(
     """
     directory = iteration_directory(path)
     stored = StoredCheckpoint(directory, trust=trust, verify=verify)
-    common = plain_contents(directory / COMMON) if (directory / COMMON).is_file() else None
+    common = _common(stored)
     beside = train_state(directory)
-    known = {**run_config_sizes(directory), **_told_sizes(stored, common), **(sizes or {})}
-    source = read_fsdp_dtensor(stored, sizes=known) if common is None else read_torch_dist(stored, common)
+    args = _plain_object(stored, "args") if common is None else common.get("args")
+    told = sizes_of_args(args) if isinstance(args, dict) else {}
+    known = {**run_config_sizes(directory), **told, **(sizes or {})}
+    if common is None:
+        # As a dict of plain values, `args` can be read without trust.
+        source = read_fsdp_dtensor(stored if args is None else WithObjects(stored, {"args": args}), sizes=known)
+    else:
+        source = read_torch_dist(stored, common)
     return MegatronCheckpoint(
         source=source,
         format="fsdp_dtensor" if common is None else "torch_dist",
         dialect=dialect_of(stored) if common is None else None,
-        counters=counters(source, beside),
+        counters=counters(WithObjects(stored, common or {}), beside),
         sizes=known,
     )
+
+
+def is_torch_dist(stored: StoredCheckpoint) -> bool:
+    """Whether a checkpoint of torch DCP's files is Megatron's `torch_dist`.
+
+    Raises:
+        CheckpointDamaged: The file that says which format it is cannot be read.
+    """
+    if (stored.path / COMMON).is_file() or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
+        return True
+    file = stored.path / FORMAT
+    try:
+        told = json.loads(file.read_text()) if file.is_file() else None
+    except ValueError as error:
+        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
 
 
 def iteration_directory(path: Path) -> Path:
@@ -131,7 +156,7 @@ def run_config_sizes(directory: Path) -> dict[str, int]:
 
 
 def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, Any]:
-    """What `torch.save` wrote of nested plain data; objects are dicts of their attributes, tensors are left out.
+    """What `torch.save` wrote of nested plain data; objects are dicts of their attributes, tensors are None.
 
     Args:
         file: A file of torch's archive format.
@@ -147,6 +172,8 @@ def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, 
     except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
         raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error
     plain = _plain(value)
+    if isinstance(plain, list | tuple) and len(plain) == 1:
+        (plain,) = plain  # megatron-core's sharded objects are lists of this rank's.
     return plain if isinstance(plain, dict) else {}
 
 
@@ -160,15 +187,21 @@ def _plain(value: object) -> object:
     return value
 
 
-def _told_sizes(stored: StoredCheckpoint, common: Mapping[str, Any] | None) -> dict[str, int]:
-    """The sizes that the checkpoint's `args` has numbers for."""
-    if common is not None:
-        args = common.get("args")
-    elif "args" in stored.objects:
-        item = stored.metadata.items["args", None]
-        with (stored.path / item.file).open("rb") as stream:
-            stream.seek(item.offset)
-            args = plain_contents(io.BytesIO(stream.read(item.length)), f"{stored.path}: args")
-    else:
-        args = None
-    return sizes_of_args(args) if isinstance(args, dict) else {}
+def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
+    """What `torch_dist` keeps of everything that is not sharded, in a file or in an object; None for other formats."""
+    if (stored.path / COMMON).is_file():
+        return plain_contents(stored.path / COMMON)
+    held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
+    if held:
+        return _plain_object(stored, held[0])
+    return {} if is_torch_dist(stored) else None
+
+
+def _plain_object(stored: StoredCheckpoint, name: str) -> dict[str, Any] | None:
+    """The plain values in an object of nested data; None where the checkpoint has none of this name."""
+    if name not in stored.objects:
+        return None
+    item = stored.metadata.items[name, None]
+    with (stored.path / item.file).open("rb") as stream:
+        stream.seek(item.offset)
+        return plain_contents(io.BytesIO(stream.read(item.length)), f"{stored.path}: {name}")

@@ -35,6 +35,11 @@ _KNOWN_TYPES: Final = frozenset(
             )
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        # megatron-core keeps the plans of a save in its metadata.
+        *(
+            ("torch.distributed.checkpoint.planner", name)
+            for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),
         ("torch.serialization", "_get_layout"),
         # torch 2.0 and 2.1 kept a tensor's properties where sharded tensors are.
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),

@@ -18,10 +18,10 @@ from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import is_fsdp_dtensor
 from lamella_checkpoint._megatron_files import (
     BRIDGE_TRACKER,
-    COMMON,
     RUN_CONFIG,
     TRACKER,
     TRAIN_STATE,
+    is_torch_dist,
     iteration_directory,
     open_megatron,
 )
@@ -185,7 +185,7 @@ def _open_safetensors(path: Path, live: LiveNames | None) -> OpenCheckpoint:
     if is_quantised(raw):
         config = read_config(path) if path.is_dir() else None
         source = Dequantised(raw, block=block_of(config or {}))
-    # `model.` is a part of names here, as of any file without nesting, and no section.
+    # Each name is one key: the `model` in many of them is a module of the model, and no section.
     native = to_native(source, {name: (name,) for name in source.tensors}, live)
     return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=native.source, stripped=native.stripped)
 
@@ -213,7 +213,7 @@ def _is_dcp(path: Path) -> bool:
 
 
 def _is_megatrons(stored: StoredCheckpoint) -> bool:
-    if (stored.path / COMMON).is_file():
+    if is_torch_dist(stored):
         return True
     # DDP's own names begin alike, so something else has to say that it is Megatron.
     is_told = (

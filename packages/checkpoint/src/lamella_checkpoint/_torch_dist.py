@@ -19,7 +19,8 @@ MAIN_WEIGHT: Final = "fp32_param"
 
 _STATE: Final = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
 _NUMBERED: Final = re.compile(r"\.layers\.\d+\.")
-_NO_PARAMETERS: Final = ("optimizer.", "rng_state", "rerun_state_machine")
+_NO_PARAMETERS: Final = ("optimizer.",)
+_DROPPED: Final = ("rng_state", "rerun_state_machine", "common_state/")
 
 
 def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) -> Translated:
@@ -30,12 +31,13 @@ def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) 
 
     Args:
         source: With the names as they are stored.
-        common: The contents of `common.pt`, nested. Plain values of it are among the objects, by dotted name; the
-            optimizer's step becomes every parameter's.
+        common: What is not sharded, nested: the contents of `common.pt`, or of the object that newer releases have
+            instead. Plain values of it are among the objects, by dotted name; the optimizer's step becomes every
+            parameter's.
 
     Returns:
-        `model.<name>`, `optimizer.state.<name>.<slot>`, and what else there is. Slots that older releases stored flat
-        (their shape is not the parameter's) are left over.
+        `model.<name>`, `optimizer.state.<name>.<slot>`, and what else there is, but for the state of the processes
+        that wrote it. Slots that older releases stored flat (their shape is not the parameter's) stay as they are.
 
     Effects: reads nothing.
     """
@@ -59,7 +61,7 @@ def _reads(main_weights: Mapping[str, str]) -> Callable[[str], str | None]:
     replaced = frozenset(main_weights.values())
 
     def read(name: str) -> str | None:
-        if "._extra_state" in name or name in replaced:
+        if "._extra_state" in name or name in replaced or name.startswith(_DROPPED):
             return None
         if name in main_weights:
             return f"model.{canonical_name(main_weights[name])}"

@@ -8,7 +8,7 @@ Note [What becomes of optimizer state]
     A shift moves weights, so it applies to slots that are weights (`WEIGHT_SLOTS`), and not to moments.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from lamella_checkpoint._boxes import box_of
 from lamella_checkpoint._correspondence import Correspondence, Piece, carried, meetings
 from lamella_checkpoint._source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk
@@ -56,6 +57,7 @@ def translate(
     correspondences: Iterable[Correspondence],
     *,
     to: Side,
+    options: Iterable[Correspondence] | None = None,
     rest: Literal["keep", "drop"] = "keep",
 ) -> "Translated":
     """A checkpoint with the names and cuts of one side, over one that has the other side's.
@@ -65,6 +67,8 @@ def translate(
         correspondences: Of parameters and buffers, by `<name>`. One of which the source lacks a tensor does not
             apply: what the source has of it is left over.
         to: The side to give; the source has the other.
+        options: What applies to the options of parameter groups instead, where a format names these by other parameters
+            than the tensors. None for the same.
         rest: What becomes of the names that are left over (`Translated.left_over`).
 
     Raises:
@@ -73,9 +77,10 @@ def translate(
     Effects: reads nothing. A tensor that is only renamed costs nothing more, now or when it is read.
     """
     plan = _Plan()
-    turned = [each if to == "right" else each.inverse for each in correspondences]
+    turned = _turned(correspondences, to)
     _plan_model(source, turned, plan)
-    _plan_optimizer(source, turned, plan)
+    _plan_entries(source, turned, "optimizer.state.", plan)
+    _plan_entries(source, turned if options is None else _turned(options, to), "optimizer.param_groups.", plan)
     left_over = tuple(name for name in [*source.tensors, *source.objects] if name not in plan.used)
     if rest == "keep":
         for name in left_over:
@@ -179,7 +184,7 @@ class Translated:
         for index, _, shared in meetings(boxes, [want.chunk]):
             origin, target = cut.pieces[index]
             chunk = carried(shared, target.chunk, origin.chunk)
-            into = _box_of(want.into, shared.relative_to(want.chunk)).view(chunk.sizes)
+            into = box_of(want.into, shared.relative_to(want.chunk)).view(chunk.sizes)
             if not cut.shift:
                 requests.append(Wanted(origin.name, chunk, into))
                 continue
@@ -198,7 +203,7 @@ class Translated:
 
 
 class WithObjects:
-    """A `Source` with more objects, whose values are given: what a format asks for and another does not have."""
+    """A `Source` with more objects, whose values are given; they stand before its own of the same name."""
 
     def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
         self._source = source
@@ -217,7 +222,7 @@ class WithObjects:
     @property
     def objects(self) -> Sequence[str]:
         """The underlying objects, and those that are given."""
-        return (*self._source.objects, *self._given)
+        return (*(name for name in self._source.objects if name not in self._given), *self._given)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Read the underlying tensors."""
@@ -250,6 +255,11 @@ def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
     return {name: tuple(info.shape) for name, info in named}
 
 
+def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
+    """The same, from left to right."""
+    return [each if to == "right" else each.inverse for each in correspondences]
+
+
 def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -> None:
     for each in turned:
         names = [f"model.{name}" for name in each.left]
@@ -258,18 +268,19 @@ def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -
             _cut(plan, source, each, "model.", "", each.shift)
 
 
-def _plan_optimizer(source: Source, turned: Sequence[Correspondence], plan: _Plan) -> None:
+def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _Plan) -> None:
+    """Plan what belongs to parameters: slots, or options."""
     belongs = {name: index for index, each in enumerate(turned) for name in each.left}
-    for section in ("optimizer.state.", "optimizer.param_groups."):
-        entries: dict[tuple[int, str], set[str]] = {}
-        for name in [*source.tensors, *source.objects]:
-            if name.startswith(section):
-                parameter, entry = _known_prefix(name.removeprefix(section), belongs)
-                if parameter is not None:
-                    entries.setdefault((belongs[parameter], entry), set()).add(parameter)
-        for (index, entry), parameters in entries.items():
-            if len(parameters) == len(turned[index].left):
-                _plan_entry(source, turned[index], section, f".{entry}", plan)
+    known = {*belongs, *(name for each in turned for name in each.right), *parameter_shapes(source)}
+    entries: dict[tuple[int, str], set[str]] = {}
+    for name in [*source.tensors, *source.objects]:
+        if name.startswith(section):
+            parameter, entry = longest_known(name.removeprefix(section), known)
+            if parameter in belongs:
+                entries.setdefault((belongs[parameter], entry), set()).add(parameter)
+    for (index, entry), parameters in entries.items():
+        if len(parameters) == len(turned[index].left):
+            _plan_entry(source, turned[index], section, f".{entry}", plan)
 
 
 def _plan_entry(source: Source, each: Correspondence, section: str, entry: str, plan: _Plan) -> None:
@@ -365,20 +376,14 @@ def _check_shapes(source: Source, each: Correspondence, prefix: str, suffix: str
             raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
 
 
-def _known_prefix(entry: str, known: Mapping[str, object]) -> tuple[str | None, str]:
-    """`<parameter>.<slot>` as both; no parameter's name continues another's with a dot, so the shortest is the one."""
-    end = entry.find(".")
+def longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
+    """`<parameter>.<slot>` as both: the longest parameter that is known, since components continue fused names."""
+    end = entry.rfind(".")
     while end != -1:
         if entry[:end] in known:
             return entry[:end], entry[end + 1 :]
-        end = entry.find(".", end + 1)
+        end = entry.rfind(".", 0, end)
     return None, entry
-
-
-def _box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _fill_alike(want: Wanted, names: Sequence[str], copies: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,10 @@ class ModelConfig:
     """Which model is trained."""
 
     name: Annotated[
-        str, Option("A named model, or the path of a transformers config.json or its folder.", name="model")
+        str,
+        Option(
+            "A named model, a transformers config.json, or its folder; weights in there are started from.", name="model"
+        ),
     ]
 
 

@@ -96,11 +96,13 @@ def named_settings(name: str) -> Values:
 def load_spec(name: str, vocab_size: int | None = None) -> ModelSpec:
     """The transformers config of a named model or of a path, with the vocabulary size replaced if one is given.
 
+    Of a model that has other parts too (vision), it is the text model's.
+
     Raises:
         ConfigError: No such model, its adapter is not installed, or the config lacks a field or is refused by
             transformers.
     """
-    values = dict(_values(name))
+    values = dict(_text_part(name, _values(name)))
     if vocab_size is not None:
         values["vocab_size"] = vocab_size
     # Main weights are fp32 whatever the config of a published checkpoint says; precision is the run's choice.
@@ -130,6 +132,16 @@ def _read_values(name: str) -> Mapping[str, object]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
     return values
+
+
+def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:
+    part = values.get("text_config")
+    if part is None:
+        return values
+    if not isinstance(part, dict) or not isinstance(part.get("model_type"), str):
+        raise ConfigError(f"Expected a text_config with a model_type in {name!r}, got {part!r}.")
+    # The outer config decides on this one: the inner value may be a library's default.
+    return part | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
 
 
 def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:

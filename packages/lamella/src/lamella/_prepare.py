@@ -11,6 +11,7 @@ from lamella._config import Config, to_values
 from lamella._directory import RunDirectory
 from lamella._models import ModelSpec, load_spec, outline
 from lamella._options import ConfigError
+from lamella._pretrained import check_weights, pretrained_directory
 from lamella._profile import NUM_WARMUP_STEPS
 from lamella._report import rewind
 from lamella._text import Corpus, collect
@@ -47,17 +48,22 @@ def prepare(config: Config) -> Prepared:
         after the latest checkpoint.
     """
     directory = RunDirectory(run_root(config))
+    pretrained = pretrained_directory(config.model.name)
+    _check_vocabulary(config, pretrained)
     corpus = collect(config.data.paths, config.data.validation_fraction)
     spec = load_spec(config.model.name, config.data.vocab_size)
     model = outline(spec)
     latest = CheckpointDirectory(directory.checkpoints).latest()
     _check_wanted(config, directory, latest)
-    text = fingerprint(corpus, spec.vocab_size)
+    text = fingerprint(corpus, spec.vocab_size, pretrained)
+    summary = _summary(corpus, model, spec)
+    if pretrained is not None and latest is None:
+        summary = *summary, check_weights(pretrained, model, spec)
     first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
-    prepared = Prepared(directory=directory, first_step=first_step, summary=_summary(corpus, model, spec))
+    prepared = Prepared(directory=directory, first_step=first_step, summary=summary)
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
-        data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer)
+        data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer, pretrained)
         check_tokens(data, config.data)
         rewind(directory.metrics, -1 if latest is None else first_step)
         spec.to_json_file(directory.model_config, use_diff=False)
@@ -73,6 +79,14 @@ def _summary(corpus: Corpus, model: nn.Module, spec: ModelSpec) -> tuple[str, ..
 def run_root(config: Config) -> Path:
     """The directory a run writes to."""
     return Path(config.run.directory or Path("runs", Path(config.model.name).stem))
+
+
+def _check_vocabulary(config: Config, pretrained: Path | None) -> None:
+    if pretrained is not None and config.data.vocab_size is not None:
+        raise ConfigError(
+            f"Expected no --vocab-size with the weights in {str(pretrained)!r}, which have their own vocabulary, got "
+            f"{config.data.vocab_size}."
+        )
 
 
 def _check_wanted(config: Config, directory: RunDirectory, latest: Path | None) -> None:

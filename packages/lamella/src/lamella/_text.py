@@ -6,6 +6,7 @@ run finds the same tokens. `Corpus.fingerprint` says which they are.
 
 import hashlib
 import itertools
+import json
 import os
 import sys
 import sysconfig
@@ -162,26 +163,64 @@ def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def read_tokenizer(directory: Path, vocab_size: int) -> tuple[Tokenizer, str]:
+    """The tokenizer of a model's directory, and the token that ends a text.
+
+    Raises:
+        ConfigError: There is none, it is not byte-level, does not say what ends a text, or has more tokens than the
+            model.
+    """
+    file = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # What the tokenizers library raises is an Exception.
+        raise ConfigError(f"Expected a tokenizer in {str(file)!r}, got: {error}") from error
+    if '"ByteLevel"' not in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
+        raise ConfigError(f"Expected a byte-level tokenizer in {str(file)!r}, got another, which losses a byte need.")
+    num_tokens = 1 + max(tokenizer.get_vocab().values())
+    if num_tokens > vocab_size:
+        raise ConfigError(f"Expected at most the model's {vocab_size} tokens in {str(file)!r}, got {num_tokens}.")
+    return tokenizer, _end_of_text(tokenizer, directory)
+
+
+def _end_of_text(tokenizer: Tokenizer, directory: Path) -> str:
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        return END_OF_TEXT
+    file = directory / "tokenizer_config.json"
+    try:
+        end = json.loads(file.read_text(encoding="utf-8"))["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"Expected {END_OF_TEXT!r} in the tokenizer, or an eos_token in {str(file)!r}.") from error
+    end = end["content"] if isinstance(end, dict) else end
+    if not isinstance(end, str) or tokenizer.token_to_id(end) is None:
+        raise ConfigError(f"Expected a token of the tokenizer as eos_token in {str(file)!r}, got {end!r}.")
+    return end
+
+
 def _pieces(text: str) -> Iterator[str]:
     return (text[start : start + _PIECE_LENGTH] for start in range(0, len(text), _PIECE_LENGTH))
 
 
-def encode(tokenizer: Tokenizer, files: Iterable[TextFile]) -> torch.Tensor:
+def encode(tokenizer: Tokenizer, files: Iterable[TextFile], end_of_text: str = END_OF_TEXT) -> torch.Tensor:
     """All documents as one stream of tokens, (num_tokens,) int32, each followed by the end-of-text token."""
-    end = torch.tensor([tokenizer.token_to_id(END_OF_TEXT)], dtype=torch.int32)
+    end = torch.tensor([tokenizer.token_to_id(end_of_text)], dtype=torch.int32)
     parts: list[torch.Tensor] = []
     # An empty piece closes a document: the tokenizer gives no tokens for it.
     pieces = (piece for file in files for piece in (*_pieces(file.text), ""))
     while batch := list(itertools.islice(pieces, _PIECES_A_CALL)):
-        for piece, encoding in zip(batch, tokenizer.encode_batch_fast(batch), strict=True):
+        for piece, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
             parts.append(torch.tensor(encoding.ids, dtype=torch.int32) if piece else end)
     return torch.cat(parts)
 
 
-def token_nbytes(tokenizer: Tokenizer) -> torch.Tensor:
-    """Bytes of text that each token stands for, (vocab_size,) int32; none for the end of a text.
+def token_nbytes(tokenizer: Tokenizer, end_of_text: str = END_OF_TEXT) -> torch.Tensor:
+    """Bytes of text that each token stands for, (num_tokens,) int32; none for the end of a text.
 
-    In the byte-level alphabet a byte is one character, so these are the lengths of the tokens' names.
+    In the byte-level alphabet a byte is one character, so these are the lengths of the tokens' names. Added tokens
+    are named by their text.
     """
-    names = (tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size()))
-    return torch.tensor([0 if name == END_OF_TEXT else len(name or "") for name in names], dtype=torch.int32)
+    added = {index: len(token.content.encode()) for index, token in tokenizer.get_added_tokens_decoder().items()}
+    nbytes = torch.zeros(1 + max(tokenizer.get_vocab().values()), dtype=torch.int32)
+    for name, index in tokenizer.get_vocab().items():
+        nbytes[index] = 0 if name == end_of_text else added.get(index, len(name))
+    return nbytes

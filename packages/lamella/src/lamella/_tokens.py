@@ -8,6 +8,7 @@ Note [The stream does not know the ranks]
 """
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import torch
 
 from lamella._config import DataConfig
 from lamella._options import ConfigError
-from lamella._text import Corpus, encode, token_nbytes, train_tokenizer
+from lamella._text import END_OF_TEXT, Corpus, encode, read_tokenizer, token_nbytes, train_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class TokenData:
         train: (num_tokens,) int32, memory-mapped from the token file.
         validation: The same of the held-out text.
         token_nbytes: (vocab_size,) int32.
-        fingerprint: Hash of the text, its split and the vocabulary's size.
+        fingerprint: Hash of the text, its split and the vocabulary.
     """
 
     train: torch.Tensor
@@ -42,27 +43,41 @@ def load_tokens(path: Path) -> TokenData:
     return TokenData(**torch.load(path, mmap=True, weights_only=True))
 
 
-def fingerprint(corpus: Corpus, vocab_size: int) -> str:
-    """What the tokens depend on."""
-    return f"{corpus.fingerprint()}-{vocab_size}"
+def fingerprint(corpus: Corpus, vocab_size: int, given: Path | None = None) -> str:
+    """What the tokens depend on: the text, and the tokenizer that is given or the size of the one to be trained."""
+    if given is None:
+        return f"{corpus.fingerprint()}-{vocab_size}"
+    tokenizer, _ = read_tokenizer(given, vocab_size)
+    return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}"
 
 
-def prepare_tokens(corpus: Corpus, vocab_size: int, tokens: Path, tokenizer: Path) -> TokenData:
+def prepare_tokens(
+    corpus: Corpus, vocab_size: int, tokens: Path, tokenizer: Path, given: Path | None = None
+) -> TokenData:
     """The token file of `corpus`: the one at `tokens` if it was made from the same text, else a new one.
+
+    Args:
+        given: A model's directory whose tokenizer is taken. None trains one of `vocab_size` tokens on the text.
+
+    Raises:
+        ConfigError: The tokenizer that is given cannot be used.
 
     Effects: may train a tokenizer and write both files, each at once.
     """
-    wanted = fingerprint(corpus, vocab_size)
+    wanted = fingerprint(corpus, vocab_size, given)
     if tokens.exists() and tokenizer.exists() and load_tokens(tokens).fingerprint == wanted:
         return load_tokens(tokens)
-    trained = train_tokenizer(corpus.train, vocab_size)
+    if given is None:
+        chosen, end = train_tokenizer(corpus.train, vocab_size), END_OF_TEXT
+    else:
+        chosen, end = read_tokenizer(given, vocab_size)
     data = TokenData(
-        train=encode(trained, corpus.train),
-        validation=encode(trained, corpus.validation),
-        token_nbytes=token_nbytes(trained),
+        train=encode(chosen, corpus.train, end),
+        validation=encode(chosen, corpus.validation, end),
+        token_nbytes=token_nbytes(chosen, end),
         fingerprint=wanted,
     )
-    _replace(tokenizer, lambda path: trained.save(str(path)))
+    _replace(tokenizer, lambda path: chosen.save(str(path)))
     _replace(tokens, lambda path: torch.save(asdict(data), path))
     return load_tokens(tokens)
 

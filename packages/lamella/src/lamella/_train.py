@@ -16,6 +16,7 @@ from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
 from lamella._place import Rank
 from lamella._prepare import stream_settings
+from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
 from lamella._profile import profiled
 from lamella._report import Progress, Record, ValidationRecord, append, plot, read
 from lamella._tokens import BatchStream, load_tokens, sequences, validation_indices
@@ -73,12 +74,20 @@ class Trainer:
             batch_size=config.optim.batch_size,
             seed=config.run.seed,
         )
-        spec = load_spec(str(directory.model))
-        self._model = build_model(spec, rank.device, config.run.seed)
-        self._speed = self._measure(spec)
-        shard(self._model, spec, config.parallel)
+        self._spec = load_spec(str(directory.model))
+        self._pretrained = pretrained_directory(config.model.name)
+        self._model = self._build()
+        self._speed = self._measure(self._spec)
+        shard(self._model, self._spec, config.parallel)
+        if self._pretrained is not None:
+            materialise(self._model, rank.device)
         self._optimizer = make_optimizer(self._model, config.optim)
         self._checkpoints = CheckpointDirectory(directory.checkpoints, keep=config.run.keep_checkpoints)
+
+    def _build(self) -> nn.Module:
+        if self._pretrained is None:
+            return build_model(self._spec, self._rank.device, self._config.run.seed)
+        return build_without_parameters(self._spec, self._rank.device)
 
     def _measure(self, spec: ModelSpec) -> Speed:
         config = self._config
@@ -115,6 +124,8 @@ class Trainer:
     def _restore(self) -> int:
         latest = self._checkpoints.latest()
         if latest is None:
+            if self._pretrained is not None:
+                load_weights(self._pretrained, self._model, self._spec)
             return 0
         return int(load(latest, model=self._model, optimizer=self._optimizer)["step"])
 

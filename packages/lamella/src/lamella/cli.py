@@ -14,6 +14,7 @@ from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, t
 from lamella._launch import WorkerError
 from lamella._models import named_settings
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
+from lamella._pretrained import pretrained_settings
 from lamella._run import train
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
@@ -75,7 +76,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
     if name is None and not arguments.config:
         name = DEFAULT_MODEL
         layers.append({"model": {"name": name}})
-    return resolve(named_settings(str(name)), *layers)
+    return resolve(named_settings(str(name)), pretrained_settings(str(name)), *layers)
 
 
 def _unknown(argument: str, command: str) -> str:

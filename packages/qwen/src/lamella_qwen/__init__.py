@@ -2,6 +2,7 @@
 
 from lamella_qwen._configs import NAMED_CONFIGS as NAMED_CONFIGS
 from lamella_qwen._family import FAMILY as FAMILY
+from lamella_qwen._family import module_rules as module_rules
 from lamella_qwen._megatron import megatron_rules as megatron_rules
 from lamella_qwen._megatron import megatron_sizes as megatron_sizes
 from lamella_qwen._units import declare_direct_reads as declare_direct_reads

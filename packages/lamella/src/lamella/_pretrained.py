@@ -1,0 +1,121 @@
+"""Weights that a run starts from: the safetensors of a Hugging Face directory, read straight into shards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from lamella._config import Values
+from lamella._models import ModelSpec, build_model
+from lamella._options import ConfigError
+from lamella_checkpoint import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    Source,
+    check,
+    find_family,
+    load,
+    parameter_shapes,
+    translate,
+)
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_NUM_NAMED = 3
+
+FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
+"""Settings for weights that have been trained before."""
+
+
+def pretrained_directory(name: str) -> Path | None:
+    """The directory with weights that `--model` names; None for a config alone, and for models that ship."""
+    directory = Path(name)
+    return directory if any((directory / file).is_file() for file in _WEIGHTS) else None
+
+
+def pretrained_settings(name: str) -> Values:
+    """The settings that suit the weights that `--model` names; none for others."""
+    return {} if pretrained_directory(name) is None else FINE_TUNING
+
+
+def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> str:
+    """Refuse weights that are not all of the model's, before anything starts.
+
+    Args:
+        outline: The model, on the meta device.
+
+    Returns:
+        What the run leaves alone of them, in words.
+
+    Raises:
+        ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
+    """
+    try:
+        check(directory, model=outline, translate=partial(_as_modules, spec=spec))
+    except CheckpointMismatch as error:
+        return f"weights: {directory}{_unused(directory, error)}"
+    except (CheckpointDamaged, ValueError) as error:
+        raise ConfigError(f"{error}") from error
+    return f"weights: {directory}"
+
+
+def _unused(directory: Path, error: CheckpointMismatch) -> str:
+    """What the files hold and the model lacks, in words; a model that lacks something is refused."""
+    unfit = [each for each in error.differences.names if each.live is not None]
+    if unfit:
+        first = "; ".join(map(str, unfit[:_NUM_NAMED]))
+        more = f"; and {len(unfit) - _NUM_NAMED} more" if len(unfit) > _NUM_NAMED else ""
+        raise ConfigError(
+            f"Expected the weights in {str(directory)!r} to be the model's, got {first}{more}."
+        ) from error
+    first = ", ".join(name.removeprefix("model.") for name in error.unexpected[:_NUM_NAMED])
+    return f"; {len(error.unexpected)} tensors stay unused: {first}, ..."
+
+
+def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
+    """Read the weights into a model that `check_weights` has been asked about. Effects: collective."""
+    load(directory, model=model, strict=False, translate=partial(_as_modules, spec=spec))
+
+
+def _as_modules(source: Source, spec: ModelSpec) -> Source:
+    """The files' tensors under the names of the model's modules, where its family has rules for that."""
+    family = find_family(spec.model_type)
+    if family is None:
+        return source
+    return translate(source, family.modules(spec.to_dict()).match(parameter_shapes(source)), to="right")
+
+
+def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The model of a config with parameters on the meta device, for weights to be read into its shards.
+
+    Its buffers are as built. `torch.device("meta")` alone would lose them, and no checkpoint holds rotary tables.
+    """
+    with _parameters_on_meta():
+        return build_model(spec, device, seed=0)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    setattr(nn.Module, "register_parameter", register_on_meta)  # noqa: B010  Types do not let methods be assigned.
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give the shards of a model without memory theirs; what is in it is undefined. Buffers keep their values."""
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(kept[name])

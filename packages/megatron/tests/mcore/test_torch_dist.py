@@ -1,0 +1,121 @@
+"""What megatron-core writes as `torch_dist` is read: stacked layers, halves of two ranks, experts."""
+
+import contextlib
+import importlib
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from lamella_checkpoint import Wanted, open_megatron
+from lamella_layout import Chunk
+from lamella_testing import run_ranks
+
+# megatron-core and torch warn about what they do to themselves.
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+# What of a rank's tensors lies along which dim of the whole; what is not named is on every rank.
+ROWS = ("word_embeddings.weight", "linear_qkv.weight", "output_layer.weight")
+COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+# Specs without Transformer Engine have norms of their own, which checkpoints name as those with it do.
+NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_cpu() -> Iterator[None]:
+    """Import megatron-core in the parent, once, and take the GPU out of what it does."""
+    with warnings.catch_warnings():
+        # It warns about each fused library that is not installed, and imports what torch has deprecated.
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        importlib.import_module("megatron.core.dist_checkpointing")
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
+        files = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)
+        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        patch.setattr(files, "_process_memory", lambda: 0)  # It asks psutil, to log it.
+        yield
+
+
+def save_and_tell(path: Path, experts: int | None, num_tp: int) -> dict[str, torch.Tensor]:
+    """Save a model, and say what this rank has of it."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_tp)
+    torch.manual_seed(parallel_state.get_tensor_model_parallel_rank())
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        num_attention_heads=4,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        normalization="LayerNorm",
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=num_tp,
+        num_moe_experts=experts,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts)
+    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=8)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist_checkpointing.save(
+        {
+            "model": model.sharded_state_dict(metadata={"dp_cp_group": group}),
+            "iteration": 12,
+            "checkpoint_version": 3.0,
+            "args": Namespace(tensor_model_parallel_size=num_tp),
+        },
+        str(path),
+    )
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+
+
+def canonical(name: str) -> str:
+    for own, told in NORMS.items():
+        if own == "pre_mlp_layernorm." and "experts" in name:
+            continue
+        name = name.replace(own, told)
+    prefix, found, rest = name.partition("local_experts.")
+    if found:
+        expert, _, rest = rest.partition(".")
+        name = f"{prefix}{rest}{expert}"
+    return name
+
+
+def whole(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    if "linear_fc1.weight" in name:
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+        return torch.cat([*gates, *ups])
+    if name.endswith(ROWS):
+        return torch.cat(parts)
+    return torch.cat(parts, 1) if any(column in name for column in COLUMNS) else parts[0]
+
+
+@pytest.mark.parametrize(("experts", "num_tp"), [(None, 2), (2, 1)])
+def test_what_megatron_writes_is_read(tmp_path: Path, experts: int | None, num_tp: int) -> None:
+    ranks = run_ranks(save_and_tell, num_tp, tmp_path, experts, num_tp)
+    opened = open_megatron(tmp_path)
+    assert opened.format == "torch_dist"
+    assert opened.sizes == {"tp": num_tp}
+    assert opened.counters.found == {"checkpoint_version": 3.0, "iteration": 12}
+    source = opened.source
+    values = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in values.items()])
+    expected = {f"model.{canonical(name)}": whole(canonical(name), [rank[name] for rank in ranks]) for name in ranks[0]}
+    assert values.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(values[name], tensor, rtol=0, atol=0, msg=name)
