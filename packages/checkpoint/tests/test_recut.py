@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lamella_checkpoint import load, save, translate
 from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._megatron import MAMBA_PARTS, from_model
+from lamella_checkpoint._megatron import MAMBA_PARTS, from_megatron_model
 from lamella_testing import run_ranks
 
 ROWS = {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 1}
@@ -52,7 +52,7 @@ def prepared(*, steps):
 
 
 def correspondences(model):
-    return from_model({name: tuple(each.shape) for name, each in model.named_parameters()}, sizes=SIZES)
+    return from_megatron_model({name: tuple(each.shape) for name, each in model.named_parameters()}, sizes=SIZES)
 
 
 def whole(tensor):

@@ -275,7 +275,7 @@ def write_fsdp_dtensor(
     return rename(complete, _writes(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
-def from_model(
+def from_megatron_model(
     shapes: Mapping[str, tuple[int, ...]], *, sizes: Mapping[str, int], dialect: Dialect | None = None
 ) -> list[Correspondence]:
     """What a live model's tensors are in a checkpoint: the left side is the checkpoint's, the right the model's.

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from lamella_checkpoint._boxes import box_of
 from lamella_checkpoint._correspondence import Correspondence, Piece, carried, meetings
 from lamella_checkpoint._shares import Item, Share
 from lamella_checkpoint._translate import longest_known
@@ -69,11 +70,9 @@ def _cut(item: Item, section: str, parameter: str, entry: str, by: Correspondenc
     for index, _, shared in meetings([piece.right.chunk for piece in pieces], [item.chunk]):
         target, own = pieces[index]
         chunk = carried(shared, own.chunk, target.chunk)
-        box = tuple(slice(along.start, along.stop) for along in shared.relative_to(item.chunk).ranges)
+        values = box_of(item.value, shared.relative_to(item.chunk))
         name = f"{section}{target.name}{entry}"
-        yield Item(
-            names=(name,), value=item.value[box].view(chunk.sizes), shape=tuple(by.left[target.name]), chunk=chunk
-        )
+        yield Item(names=(name,), value=values.view(chunk.sizes), shape=tuple(by.left[target.name]), chunk=chunk)
 
 
 def _place(name: str, known: Container[str]) -> tuple[str, str | None, str]:

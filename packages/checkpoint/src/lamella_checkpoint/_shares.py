@@ -18,7 +18,6 @@ import hashlib
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -27,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lamella_checkpoint._boxes import cut_order
+from lamella_checkpoint._boxes import box_of, cut_order, places_in_memory
 from lamella_checkpoint._contents import Contents, Ranks
-from lamella_layout import Chunk, RaggedShard, Region, mesh_chunks, mesh_region
+from lamella_layout import Chunk, RaggedShard, mesh_chunks, mesh_region
 
 _QUESTION: Final = "__create_write_items__"
 _FRAME_NBYTES: Final = 1024  # What an archive adds to each item, roughly.
@@ -92,7 +91,7 @@ class Tables:
         along = zip(placements, coordinate, strict=True)
         alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
         ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
-        return _Part(region.shape, tuple(zip(region.chunks, _local_boxes(region), strict=True)), ranks)
+        return _Part(region.shape, tuple(zip(region.chunks, places_in_memory(region), strict=True)), ranks)
 
     def _ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
         if mesh not in self._ranks:
@@ -104,7 +103,7 @@ class _Part(NamedTuple):
     """A rank's part of a tensor: its local shape; each box of it, in the tensor and in the part; who has the same."""
 
     local_shape: tuple[int, ...]
-    boxes: tuple[tuple[Chunk, tuple[slice, ...]], ...]
+    boxes: tuple[tuple[Chunk, Chunk], ...]
     ranks: Ranks
 
 
@@ -212,7 +211,7 @@ class _Holdings:
                 f"is cut elsewhere has to say so with a RaggedShard."
             )
         for chunk, box in part.boxes:
-            yield Item(names=names, value=local[box], shape=shape, chunk=chunk), part.ranks
+            yield Item(names=names, value=box_of(local, box), shape=shape, chunk=chunk), part.ranks
 
     def _beside(self, name: str, value: object) -> Ranks:
         """The ranks that have a value that is no DTensor."""
@@ -248,15 +247,6 @@ def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int
 def _local(tensor: DTensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.to_local().detach()
-
-
-def _local_boxes(region: Region) -> Iterator[tuple[slice, ...]]:
-    """Where each of the region's chunks lies in the local tensor, in the order of `region.chunks`."""
-    along = []
-    for runs in region.runs:
-        ends = [sum(run.numel for run in runs[: index + 1]) for index in range(len(runs))]
-        along.append([slice(end - run.numel, end) for run, end in zip(runs, ends, strict=True)])
-    return product(*along)
 
 
 def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:
