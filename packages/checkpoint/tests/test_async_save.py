@@ -176,6 +176,10 @@ def test_a_failure_is_told_once_at_the_next_save_and_then_saving_goes_on(tmp_pat
         handle.wait()
         handle.wait()
         assert value_at(tmp_path / "a") == 3.0
+    saver.save(tmp_path / "a", model=filled(4.0)).wait()  # It may be used again.
+    saver.close()
+    saver.close()
+    assert value_at(tmp_path / "a") == 4.0
     assert (tmp_path / "notes" / "thesis.tex").read_text() == "mine"
 
 

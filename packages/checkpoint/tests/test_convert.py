@@ -102,6 +102,14 @@ def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(t
     assert "optimizer.param_groups.hidden.bias.lr" in report.left
 
 
+def test_of_tied_names_the_published_one_is_given_back(tmp_path):
+    model, _ = build()
+    like = published(tmp_path / "like", {name: model.state_dict()[name] for name in ("head.weight", "hidden.weight")})
+    save(tmp_path / "a", model=model)
+    convert(tmp_path / "a", tmp_path / "b", to="hf", like=like)
+    assert set(opened(tmp_path / "b")) == {"head.weight", "hidden.weight", "hidden.bias"}
+
+
 def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(tmp_path):
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 3})
@@ -227,6 +235,12 @@ class TestFloat8:
         convert(quantised, tmp_path / "b", to="hf", float8=False)
         assert set(opened(tmp_path / "b")) == set(MATRICES)
 
+    def test_is_written_where_asked(self, tmp_path):
+        source = published(tmp_path / "a", MATRICES)
+        convert(source, tmp_path / "b", to="hf", float8=lambda name, _: name == "embed_tokens.weight")
+        names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
+        assert names == {"embed_tokens.weight"}
+
     def test_is_for_safetensors_alone(self, tmp_path):
         with pytest.raises(ValueError, match="to='dcp'"):
             convert(tmp_path, tmp_path / "b", to="dcp", float8=True)
@@ -336,12 +350,13 @@ def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(
 
 PEAK = """
 import os, sys
-from lamella_checkpoint import convert
+from lamella_checkpoint import _items, convert
 
 def peak(label):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(label))
 
 os.fsync = lambda _: None  # Memory is measured, and not the disk.
+_items._PIECE_BYTES = 1 << 20  # What a thread that reads holds, however large the model is.
 source, target, to, buffer = sys.argv[1:]
 convert(source + ".small", target + ".small", to=to, buffer_nbytes=int(buffer))  # Whatever is imported on the way.
 with open("/proc/self/clear_refs", "w") as file:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_checkpoint import CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
 from lamella_testing import run_ranks
 
 
@@ -115,3 +115,45 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(kit, tmp_path, monkeypa
 
     assert run_ranks(save_and_fail, 2, device="cuda") == [CheckpointFailed, TypeError]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu1
+def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goes_on(kit, tmp_path):
+    def save_while_the_gpu_is_busy():
+        model, optimizer = build(kit, fused=True)
+        train(model, optimizer)
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "first", model=model, optimizer=optimizer).wait()
+            expected = cpu_state(kit, model, optimizer)
+            torch.cuda._sleep(2_000_000_000)  # About a second.
+            handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
+            is_busy = not torch.cuda.current_stream().query()
+            train(model, optimizer)
+            handle.wait()
+            assert saver._memory._bytes.is_pinned()
+        return is_busy, expected, cpu_state(kit, model, optimizer)
+
+    [(is_busy, expected, later)] = run_ranks(save_while_the_gpu_is_busy, 1, device="cuda")
+    [(loaded, *_)] = run_ranks(lambda: load_and_train(kit, tmp_path / "a", fused=True), 1, device="cuda")
+    assert is_busy
+    assert_equal(expected, loaded)
+    assert not torch.equal(expected["head.weight"], later["head.weight"])
+
+
+@pytest.mark.gpu2
+def test_two_gpus_save_in_the_background_step_after_step_and_one_resumes(kit, tmp_path):
+    def save_three():
+        model, optimizer = build(kit)
+        states = []
+        with CheckpointDirectory(tmp_path, keep=2) as checkpoints:
+            for step in (2, 4, 6):
+                train(model, optimizer)
+                states.append(cpu_state(kit, model, optimizer))
+                checkpoints.save_async(step, model=model, optimizer=optimizer, extra={"step": 2})
+        return states
+
+    _, second, third = run_ranks(save_three, 2, device="cuda")[0]
+    for step, expected in ((4, second), (6, third)):
+        path = CheckpointDirectory(tmp_path).path(step)
+        [(loaded, *_)] = run_ranks(lambda path=path: load_and_train(kit, path), 1, device="cuda")
+        assert_equal(expected, loaded)

@@ -26,7 +26,7 @@ from lamella._prepare import prepare
 from lamella._text import collect, train_tokenizer
 from lamella._tokens import load_tokens, sequences, validation_indices
 from lamella.cli import config_of, parse
-from lamella_checkpoint import find_family, load
+from lamella_checkpoint import convert, find_family, load
 
 TrainOn = Callable[[Config, int], "object"]
 
@@ -134,6 +134,21 @@ def test_a_qwen_is_trained_on_from_its_published_weights(
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.directory.model))
     load(run.directory.checkpoints / "step_00000006", model=model)
     assert run.validations[6] == pytest.approx(nats_per_byte(model, run.directory), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "vision"])
+@pytest.mark.usefixtures("family")
+def test_what_was_trained_is_published_again(
+    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], tmp_path: Path, kind: str
+) -> None:
+    run = train(starting_from(config, save(make_model(kind))), 2)
+    convert(run.directory.checkpoints / "step_00000006", tmp_path / "new", to="hf", like=run.directory.model)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
+    assert run.validations[6] == pytest.approx(nats_per_byte(model, run.directory), rel=1e-5)
+    # It can be started from once more.
+    again = replace(config.run, directory=str(tmp_path / "again"))
+    resumed = train(replace(starting_from(config, tmp_path / "new"), run=again), 1)
+    assert resumed.validations[0] == pytest.approx(run.validations[6], rel=1e-5)
 
 
 def test_a_fine_tuned_run_resumes_without_the_weights_it_started_from(

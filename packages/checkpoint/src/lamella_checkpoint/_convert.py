@@ -19,6 +19,7 @@ from lamella_checkpoint._float8 import (
     block_of,
     is_quantised,
     is_scale,
+    linear_weights,
     plain_config,
     quantised_config,
 )
@@ -37,7 +38,7 @@ from lamella_checkpoint._open import Format, OpenCheckpoint, open_checkpoint
 from lamella_checkpoint._rules import Rules
 from lamella_checkpoint._safetensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsSource
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
-from lamella_checkpoint._source import Source
+from lamella_checkpoint._source import Source, TensorInfo
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
 from lamella_checkpoint._translate import Side, Translated, WithObjects, parameter_shapes, rename
 from lamella_checkpoint._translate import translate as translated
@@ -89,7 +90,7 @@ def convert(
     to: Target,
     translate: Callable[[Source], Source] | None = None,
     dtype: torch.dtype | None = None,
-    float8: bool | None = None,
+    float8: bool | Callable[[str, TensorInfo], bool] | None = None,
     like: str | os.PathLike[str] | None = None,
     dialect: str = RELEASE_0_19.name,
     tensor_parallel_size: int | None = None,
@@ -117,8 +118,9 @@ def convert(
             Face's and Megatron's names by the rules that an installed package has for the configuration's
             `model_type`, and leaves other names as they are.
         dtype: To cast weights of floating point to, other than float8; None keeps each tensor's own.
-        float8: Whether weights are to be float8 with a scale a block of 128 by 128. None keeps them so from Hugging
-            Face to Hugging Face and makes numbers of them elsewhere.
+        float8: Whether weights are to be float8 with a scale a block of 128 by 128: those of linear layers, or those of
+            which a function of name and `TensorInfo` says so. None keeps what is float8 from Hugging Face to Hugging
+            Face, and makes numbers of it elsewhere.
         like: A Hugging Face directory whose side files come along instead of the source's own.
         dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
         tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
@@ -201,15 +203,19 @@ def _published(opened: OpenCheckpoint, beside: Path | None) -> _Shapes:
     return {name: info.shape for name, info in published.tensors.items() if not is_scale(published, name)}
 
 
-def _ties(opened: OpenCheckpoint) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own."""
+def _ties(opened: OpenCheckpoint, published: _Shapes) -> dict[str, str]:
+    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own.
+
+    The other is the one that was published, if either was.
+    """
     stored = opened.raw
     if opened.format is not Format.LAMELLA or not isinstance(stored, StoredCheckpoint):
         return {}
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
-    for name, info in stored.tensors.items():
-        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in info.chunks))
+    for name in sorted(stored.tensors, key=lambda name: name.removeprefix(_OF_MODEL) not in published):
+        chunks = stored.tensors[name].chunks
+        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in chunks))
         first = firsts.setdefault(places, name) if places else name
         if first != name:
             ties[name] = first
@@ -296,10 +302,10 @@ def _plan(
     between: _Between,
     by: Callable[[Source], Source] | None,
     dtype: torch.dtype | None,
-    float8: bool | None,
+    float8: bool | Callable[[str, TensorInfo], bool] | None,
     published: _Shapes,
 ) -> _Plan:
-    source, ties, config = opened.source, _ties(opened), between.config
+    source, ties, config = opened.source, _ties(opened, published), between.config
     if by is not None or to in ("hf", "fsdp_dtensor"):
         source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
     if is_quantised(source) and (float8 is False or (float8 is None and to != "hf")):
@@ -310,7 +316,7 @@ def _plan(
     if to == "dcp":
         left = tuple(name for name in left if name not in _extra(opened))
     if float8 and not is_quantised(source):
-        source = Quantised(source)
+        source = Quantised(source, which=linear_weights if float8 is True else float8)
     if config is not None:
         config = _config_of(source, config, dtype)
     return _Plan(
@@ -469,10 +475,10 @@ def _progress(on_progress: OnProgress, total: int) -> OnBytes:
     return on_bytes
 
 
-def _check_arguments(to: str, float8: bool | None, dialect: str) -> None:
+def _check_arguments(to: str, float8: object, dialect: str) -> None:
     if to not in _KEPT:
         raise ValueError(f"Expected `to` to be one of {tuple(_KEPT)}, got {to!r}.")
     if float8 and to != "hf":
-        raise ValueError(f"Expected float8=True with to='hf' only, which has scales for it, got to={to!r}.")
+        raise ValueError(f"Expected `float8` with to='hf' only, which has scales for it, got to={to!r}.")
     if dialect not in _DIALECTS:
         raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {dialect!r}.")

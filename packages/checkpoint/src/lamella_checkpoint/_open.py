@@ -186,8 +186,9 @@ def _open_safetensors(path: Path) -> OpenCheckpoint:
 def _beside(raw: Source, native: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
     """Plain values that lie beside the sections: an epoch, a step."""
     found: dict[str, Any] = {}
+    of_raw = frozenset(raw.objects)
     for name in native.objects:
-        if name in raw.objects and len(paths.get(name, (name,))) == 1:
+        if name in of_raw and len(paths.get(name, (name,))) == 1:
             try:
                 value = raw.read_object(name)
             except CheckpointUntrusted:

@@ -12,6 +12,7 @@ Note [An archive that is filled]
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self, cast
 
@@ -94,7 +95,9 @@ def write_dcp(
     Raises:
         CheckpointDamaged: As `Source.read`.
     """
-    with _DcpFiles(directory, max_file_nbytes) as files, without_archive_checksums():
+    # Without a manifest there are no checksums but those of the archives.
+    checksums = nullcontext() if manifest is None else without_archive_checksums()
+    with _DcpFiles(directory, max_file_nbytes) as files, checksums:
         names = _names(dtypes, aliases)
         places = []
         for piece in stream(source, dtypes, buffer_nbytes):
