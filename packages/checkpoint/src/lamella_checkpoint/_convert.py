@@ -305,6 +305,8 @@ class _Plan:
 
 def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Shapes) -> _Plan:
     source, ties, config = opened.source, _ties(opened, published), between.config
+    if opened.format is Format.SAFETENSORS and not wish.wants_numbers:
+        source = rename(opened.raw, lambda name: f"{_OF_MODEL}{name}")  # Opened, what is float8 is numbers.
     if wish.translate is not None or wish.to in ("hf", "fsdp_dtensor"):
         source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
     if is_quantised(source) and wish.wants_numbers:
