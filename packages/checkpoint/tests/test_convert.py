@@ -102,6 +102,14 @@ def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(t
     assert "optimizer.param_groups.hidden.bias.lr" in report.left
 
 
+def test_of_tied_names_the_published_one_is_given_back(tmp_path):
+    model, _ = build()
+    like = published(tmp_path / "like", {name: model.state_dict()[name] for name in ("head.weight", "hidden.weight")})
+    save(tmp_path / "a", model=model)
+    convert(tmp_path / "a", tmp_path / "b", to="hf", like=like)
+    assert set(opened(tmp_path / "b")) == {"head.weight", "hidden.weight", "hidden.bias"}
+
+
 def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(tmp_path):
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 3})
@@ -226,6 +234,12 @@ class TestFloat8:
     def test_becomes_numbers_where_asked(self, quantised, tmp_path):
         convert(quantised, tmp_path / "b", to="hf", float8=False)
         assert set(opened(tmp_path / "b")) == set(MATRICES)
+
+    def test_is_written_where_asked(self, tmp_path):
+        source = published(tmp_path / "a", MATRICES)
+        convert(source, tmp_path / "b", to="hf", float8=lambda name, _: name == "embed_tokens.weight")
+        names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
+        assert names == {"embed_tokens.weight"}
 
     def test_is_for_safetensors_alone(self, tmp_path):
         with pytest.raises(ValueError, match="to='dcp'"):

@@ -184,7 +184,7 @@ class AsyncSaver:
             self._last.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, then give back the process and the memory; the saver is of no use any more.
+        """Wait as `wait` does, then give back the process and the memory. The next save takes new ones.
 
         Raises:
             CheckpointFailed: As `wait`.
