@@ -13,6 +13,7 @@ import torch
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import find, publish, stage, sync
+from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._families import Family, find_family, known_model_types
 from lamella_checkpoint._float8 import (
     Dequantised,
@@ -176,6 +177,8 @@ def convert(
 
 def _beside(path: Path) -> Path | None:
     """Where a checkpoint keeps what lay beside the weights in a Hugging Face directory."""
+    if (path / SIDE_FILES).is_symlink():
+        raise CheckpointDamaged(str(path / SIDE_FILES), f"it leads outside, to {str((path / SIDE_FILES).resolve())!r}")
     if (path / SIDE_FILES).is_dir():
         return path / SIDE_FILES
     return path if _has_weights(path) else None
