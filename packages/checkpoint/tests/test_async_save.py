@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import time
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -41,7 +42,9 @@ def until(is_true):
 
 def in_child(fn):
     """Run a function in a process that ends like a killed one: nothing is closed or waited for."""
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # The child needs no threads.
+        pid = os.fork()
     if pid == 0:
         try:
             fn()

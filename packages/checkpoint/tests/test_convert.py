@@ -185,6 +185,35 @@ class TestSideFiles:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         assert convert(source / "model.safetensors", tmp_path / "b", to="hf").side_files == ()
 
+    def test_are_found_through_the_links_of_the_hubs_cache(self, tmp_path):
+        blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "main"
+        snapshot.mkdir(parents=True)
+        published(blobs, {"a": torch.ones(2)})
+        for file in blobs.iterdir():
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        assert convert(snapshot, tmp_path / "b", to="hf").side_files == ("config.json", "tokenizer.json")
+        assert not (tmp_path / "b" / "config.json").is_symlink()
+
+    @pytest.mark.parametrize("of", ["hf", "dcp"])
+    def test_that_lead_outside_are_not_copied(self, tmp_path, of):
+        (tmp_path / "secret").write_text("mine")
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        if of == "dcp":
+            convert(source, tmp_path / "dcp", to="dcp")
+            source = tmp_path / "dcp"
+        link = (source / SIDE_FILES if of == "dcp" else source) / "vocab.txt"
+        link.symlink_to(tmp_path / "secret")
+        with pytest.raises(CheckpointDamaged, match="vocab.txt.*leads outside.*secret"):
+            convert(source, tmp_path / "b", to="hf")
+        assert not (tmp_path / "b").exists()
+
+    def test_in_a_folder_that_leads_outside_are_not_copied(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        convert(source / "model.safetensors", tmp_path / "dcp", to="dcp")
+        (tmp_path / "dcp" / SIDE_FILES).symlink_to(source)
+        with pytest.raises(CheckpointDamaged, match="leads outside"):
+            convert(tmp_path / "dcp", tmp_path / "b", to="hf")
+
     def test_a_configuration_that_is_none_is_damage(self, tmp_path):
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         (source / "config.json").write_text("[")

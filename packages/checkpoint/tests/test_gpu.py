@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _items, load, save
 from lamella_testing import run_ranks
 
 
@@ -48,6 +48,31 @@ def load_and_train(kit, path, **options):
 def assert_equal(expected, got):
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def read_after_what_its_stream_was_given(path):
+    """Zeros that wait on a stream, then a load on it: copies on any other stream would come first, and be lost."""
+    model = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(16)).cuda()
+    save(path, model=model)
+    expected = [param.detach().cpu() for param in model.parameters()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+        for param in model.parameters():
+            param.zero_()
+        load(path, model=model)
+        copies = [param.clone() for param in model.parameters()]
+    side.synchronize()
+    return [torch.equal(copy.cpu(), each) for copy, each in zip(copies, expected, strict=True)]
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_reads_of_several_threads_run_on_the_callers_stream(tmp_path, monkeypatch, num_threads):
+    monkeypatch.setattr(_items, "num_threads", lambda: num_threads)
+    [equal] = run_ranks(lambda: read_after_what_its_stream_was_given(tmp_path / "a"), 1, device="cuda")
+    assert all(equal)
 
 
 @pytest.mark.gpu1

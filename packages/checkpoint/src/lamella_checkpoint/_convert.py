@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import find, publish, stage, sync
+from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._families import Family, find_family, known_model_types
 from lamella_checkpoint._float8 import (
     Dequantised,
@@ -148,25 +150,16 @@ def convert(
     between = _Between(config=config, dialect=_DIALECTS[dialect], tensor_parallel_size=tensor_parallel_size)
     opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
     published = _published(opened, beside)
-    plan = _plan(opened, to, between, translate, dtype, float8, published)
+    wish = _Wish(to=to, translate=translate, dtype=dtype, float8=float8)
+    plan = _plan(opened, wish, between, published)
     if not plan.dtypes:
         raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.path)!r}.")
     options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
     target = Path(os.path.realpath(dst))
-    staged = stage(target, replace=False)
-    try:
+    with _appearing(target, is_file=to == "torch") as staged:
         copied = _copy_side_files(plan, to, beside, published, staged)
-        manifest = Manifest(
-            extra=_extra(opened),
-            num_ranks=1,
-            optimizer=None if opened.manifest is None else opened.manifest.optimizer,
-            side_files=SIDE_FILES if copied else None,
-        )
-        _write(plan, to, staged, target.name, manifest, max_shard_nbytes, options)
-        _publish(staged, target, is_file=to == "torch")
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+        manifest = _manifest(opened, SIDE_FILES if copied else None)
+        _write(plan, to, staged / target.name if to == "torch" else staged, manifest, max_shard_nbytes, options)
     return Conversion(
         source=opened.path,
         target=target,
@@ -184,6 +177,8 @@ def convert(
 
 def _beside(path: Path) -> Path | None:
     """Where a checkpoint keeps what lay beside the weights in a Hugging Face directory."""
+    if (path / SIDE_FILES).is_symlink():
+        raise CheckpointDamaged(str(path / SIDE_FILES), f"it leads outside, to {str((path / SIDE_FILES).resolve())!r}")
     if (path / SIDE_FILES).is_dir():
         return path / SIDE_FILES
     return path if _has_weights(path) else None
@@ -223,6 +218,21 @@ def _ties(opened: OpenCheckpoint, published: _Shapes) -> dict[str, str]:
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wish:
+    """What the caller wants written; as `convert` has it."""
+
+    to: Target
+    translate: Callable[[Source], Source] | None
+    dtype: torch.dtype | None
+    float8: bool | Callable[[str, TensorInfo], bool] | None
+
+    @property
+    def wants_numbers(self) -> bool:
+        """Whether what is float8 is to be numbers."""
+        return self.float8 is False or (self.float8 is None and self.to != "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,56 +306,48 @@ class _Plan:
         return sum(prod(self.source.tensors[name].shape) * dtype.itemsize for name, dtype in self.dtypes.items())
 
 
-def _plan(
-    opened: OpenCheckpoint,
-    to: Target,
-    between: _Between,
-    by: Callable[[Source], Source] | None,
-    dtype: torch.dtype | None,
-    float8: bool | Callable[[str, TensorInfo], bool] | None,
-    published: _Shapes,
-) -> _Plan:
+def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Shapes) -> _Plan:
     source, ties, config = opened.source, _ties(opened, published), between.config
-    if by is not None or to in ("hf", "fsdp_dtensor"):
+    if opened.format is Format.SAFETENSORS and not wish.wants_numbers:
+        source = rename(opened.raw, lambda name: f"{_OF_MODEL}{name}")  # Opened, what is float8 is numbers.
+    if wish.translate is not None or wish.to in ("hf", "fsdp_dtensor"):
         source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
-    if is_quantised(source) and (float8 is False or (float8 is None and to != "hf")):
-        source = Dequantised(source, dtype=dtype or torch.bfloat16, block=block_of(config or {}))
-    layers = list(_translations(source, opened, to, between, by, published))
-    layers.append(rename(layers[-1] if layers else source, _KEPT[to]))
-    source, left = layers[-1], layers[-1].left_over
-    if to == "dcp":
-        left = tuple(name for name in left if name not in _extra(opened))
-    if float8 and not is_quantised(source):
-        source = Quantised(source, which=linear_weights if float8 is True else float8)
-    if config is not None:
-        config = _config_of(source, config, dtype)
+    if is_quantised(source) and wish.wants_numbers:
+        source = Dequantised(source, dtype=wish.dtype or torch.bfloat16, block=block_of(config or {}))
+    layers = list(_translations(source, opened, wish, between, published))
+    layers.append(rename(layers[-1] if layers else source, _KEPT[wish.to]))
+    source = layers[-1]
+    if wish.float8 and not is_quantised(source):
+        source = Quantised(source, which=linear_weights if wish.float8 is True else wish.float8)
+    kept_beside = _extra(opened) if wish.to == "dcp" else {}
     return _Plan(
-        source=source, dtypes=_dtypes(source, ties, dtype), ties=ties, left=left, layers=tuple(layers), config=config
+        source=source,
+        dtypes=_dtypes(source, ties, wish.dtype),
+        ties=ties,
+        left=tuple(name for name in layers[-1].left_over if name not in kept_beside),
+        layers=tuple(layers),
+        config=None if config is None else _config_of(source, config, wish.dtype),
     )
 
 
 def _translations(
-    source: Source,
-    opened: OpenCheckpoint,
-    to: Target,
-    between: _Between,
-    by: Callable[[Source], Source] | None,
-    published: _Shapes,
+    source: Source, opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Shapes
 ) -> Iterator[Translated]:
     """The layers from a checkpoint's names to the target's, each over the one before.
 
     Between formats, the names are those of modules; what goes from Hugging Face to Hugging Face keeps its own.
     """
     is_megatrons = opened.format in (Format.FSDP_DTENSOR, Format.TORCH_DIST)
-    if by is not None:
-        yield (source := rename(by(source), lambda name: name))
-    elif opened.format is Format.SAFETENSORS and to != "hf":
-        yield (source := between.modules(source, published, "right"))
-    if by is None and is_megatrons != (to == "fsdp_dtensor"):
-        yield (source := between.translate(source, "left" if is_megatrons else "right"))
-    if by is None and to == "hf" and published:
-        yield (source := between.modules(source, published, "left"))
-    if to == "fsdp_dtensor":
+    if wish.translate is not None:
+        yield (source := rename(wish.translate(source), lambda name: name))
+    else:
+        if opened.format is Format.SAFETENSORS and wish.to != "hf":
+            yield (source := between.modules(source, published, "right"))
+        if is_megatrons != (wish.to == "fsdp_dtensor"):
+            yield (source := between.translate(source, "left" if is_megatrons else "right"))
+        if wish.to == "hf" and published:
+            yield (source := between.modules(source, published, "left"))
+    if wish.to == "fsdp_dtensor":
         counters = {name: value for name, value in opened.extra.items() if name in EXPECTED_OBJECTS}
         lacking = {name: value for name, value in counters.items() if name not in source.objects}
         yield between.write(WithObjects(source, lacking))
@@ -401,23 +403,18 @@ class _Options(TypedDict):
     on_bytes: OnBytes
 
 
-def _write(
-    plan: _Plan, to: Target, staged: Path, name: str, manifest: Manifest, max_file_nbytes: int, options: _Options
-) -> None:
+def _write(plan: _Plan, to: Target, path: Path, manifest: Manifest, max_file_nbytes: int, options: _Options) -> None:
+    """Write the tensors at a path that nobody sees yet: a file for "torch", a directory for the rest."""
+    contents = plan.source, plan.dtypes, path
     match to:
         case "hf":
-            write_safetensors(plan.source, plan.dtypes, staged, max_shard_nbytes=max_file_nbytes, **options)
+            write_safetensors(*contents, max_shard_nbytes=max_file_nbytes, **options)
         case "torch":
-            write_torch(plan.source, plan.dtypes, staged / name, aliases=plan.ties, **options)
+            write_torch(*contents, aliases=plan.ties, **options)
         case "dcp":
-            write_dcp(
-                plan.source, plan.dtypes, staged,
-                aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options,
-            )  # fmt: skip
+            write_dcp(*contents, aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options)
         case "fsdp_dtensor":
-            write_dcp(
-                plan.source, plan.dtypes, staged, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options
-            )
+            write_dcp(*contents, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options)
 
 
 def _megatrons_path(name: str) -> tuple[str, ...]:
@@ -442,6 +439,12 @@ def _copy_side_files(plan: _Plan, to: Target, beside: Path | None, published: _S
     return copied
 
 
+def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
+    """What a converted checkpoint says about itself: what the source said, as far as it still holds."""
+    kind = None if opened.manifest is None else opened.manifest.optimizer
+    return Manifest(extra=_extra(opened), num_ranks=1, optimizer=kind, side_files=side_files)
+
+
 def _extra(opened: OpenCheckpoint) -> dict[str, Any]:
     """What lay beside the sections, as far as it is plain."""
     return {name: value for name, value in opened.extra.items() if _is_plain(name, value)}
@@ -455,13 +458,21 @@ def _is_plain(name: str, value: object) -> bool:
     return True
 
 
-def _publish(staged: Path, target: Path, *, is_file: bool) -> None:
-    if is_file:
+@contextmanager
+def _appearing(target: Path, *, is_file: bool) -> Iterator[Path]:
+    """A directory to write in. After the block, it is `target`; or the file of that name in it is."""
+    staged = stage(target, replace=False)
+    try:
+        yield staged
+        if not is_file:
+            publish(staged, target)
+            return
         (staged / target.name).rename(target)
         staged.rmdir()
         sync(target.parent)
-    else:
-        publish(staged, target)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
 
 
 def _progress(on_progress: OnProgress, total: int) -> OnBytes:

@@ -11,8 +11,6 @@ from typing import Any, Final, Literal
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import METADATA_FILE, find
 from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
-from lamella_checkpoint._float8 import Dequantised, block_of, is_quantised
-from lamella_checkpoint._hf_files import read_config
 from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import is_fsdp_dtensor
@@ -56,7 +54,6 @@ class OpenCheckpoint:
         format: Of its files.
         raw: Names as they are stored.
         source: Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
-            Float8 weights with scales are numbers here.
         extra: Plain values that are beside: what `save` was given, or counters and the like of other programs.
         stripped: Keys and prefixes that are in the stored names and not in the native ones.
         lacking: What a resumed run of the program that wrote it would look for and not find (Megatron's formats).
@@ -181,12 +178,8 @@ def _open_plain(
 
 def _open_safetensors(path: Path, live: LiveNames | None) -> OpenCheckpoint:
     raw = SafetensorsSource(path)
-    source: Source = raw
-    if is_quantised(raw):
-        config = read_config(path) if path.is_dir() else None
-        source = Dequantised(raw, block=block_of(config or {}))
     # Each name is one key: the `model` in many of them is a module of the model, and no section.
-    native = to_native(source, {name: (name,) for name in source.tensors}, live)
+    native = to_native(raw, {name: (name,) for name in raw.tensors}, live)
     return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, source=native.source, stripped=native.stripped)
 
 
