@@ -7,11 +7,12 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from memory_source import read_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lamella_checkpoint import load, save, translate
+from lamella_checkpoint import CheckpointDirectory, load, save, translate
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._megatron import MAMBA_PARTS, from_megatron_model
 from lamella_testing import run_ranks
@@ -99,6 +100,24 @@ def test_components_and_logical_names_are_stored_and_loaded_back(tmp_path):
             assert loaded.keys() == saved.keys()
             for name, value in saved.items():
                 assert torch.equal(loaded[name], value), name
+
+
+def test_a_save_in_the_background_cuts_as_one_that_waits(tmp_path):
+    def save_mine():
+        model, optimizer = prepared(steps=1)
+        rules = correspondences(model)
+        checkpoints = CheckpointDirectory(tmp_path)
+        checkpoints.save(1, model=model, optimizer=optimizer, correspondences=rules)
+        checkpoints.save_async(2, model=model, optimizer=optimizer, correspondences=rules)
+        checkpoints.close()
+
+    run_ranks(save_mine, 2)
+    waited, behind = (StoredCheckpoint(CheckpointDirectory(tmp_path).path(step)) for step in [1, 2])
+    assert {name: info.shape for name, info in waited.tensors.items()} == {
+        name: info.shape for name, info in behind.tensors.items()
+    }
+    found = read_all(waited), read_all(behind)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_slot_that_cannot_be_cut_is_named(tmp_path):
