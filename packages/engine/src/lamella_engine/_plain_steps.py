@@ -117,9 +117,10 @@ class _States(dict[torch.Tensor, State]):
             return None
         plain = shard.detach()  # not the shard, on which a step that fails would leave the gradient
         if gradient is not None:
-            if not _lies_below(gradient, whole) or gradient.dtype != whole.dtype:
+            local = local_of(gradient)
+            if not _lies_below(gradient, whole) or local.dtype != shard.dtype:
                 return None
-            plain.grad = local_of(gradient)
+            plain.grad = local
         self.wholes[plain] = whole
         return plain
 
