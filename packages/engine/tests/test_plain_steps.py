@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lamella_engine import Rows, fully_shard, step_in_backward
 from lamella_engine._plain_steps import _ELEMENTWISE
 from lamella_engine._ragged import torch_asks_subclasses
+from lamella_engine._sharding import local_of
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -364,3 +365,61 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
                 assert vars(optimizer)["note"] == len(noted)
 
     run_ranks(check, 1)
+
+
+def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:
+    """Many do that to make room for other work."""
+
+    def check() -> None:
+        model, optimizer = _pair()[0]
+        assert _train(model, optimizer) == 0
+        optimizer.zero_grad()
+        state = [weakref.ref(local_of(s["exp_avg"])) for s in optimizer.state.values()]
+        optimizer.state.clear()
+        assert [average() for average in state] == [None] * len(state)
+
+    run_ranks(check, 2)
+
+
+def test_autograd_sees_that_weights_were_updated() -> None:
+    def check() -> None:
+        for i, (model, optimizer) in enumerate(_pair()):
+            with patch("lamella_engine._plain_steps._has_other_hooks", return_value=i == 0):
+                _train(model, optimizer, 1)
+                model(X).square().mean().backward()
+                penalty = sum(p.square().sum() for p in model.parameters())
+                versions = [p._version for p in model.parameters()]
+                optimizer.step()
+                assert all(p._version > before for p, before in zip(model.parameters(), versions, strict=True))
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    penalty.backward()
+
+    run_ranks(check, 2)
+
+
+def test_gradients_of_a_step_that_failed_are_not_used_by_the_next() -> None:
+    def check() -> None:
+        model, optimizer = _pair(foreach=False)[0]
+        optimizer.param_groups[0]["weight_decay"] = None
+        with pytest.raises(TypeError):
+            _train(model, optimizer, 1)
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        optimizer.zero_grad()
+        before = [local_of(parameter).clone() for parameter in model.parameters()]
+        optimizer.step()
+        for parameter, was in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local_of(parameter), was)
+
+    run_ranks(check, 2)
+
+
+def test_state_that_a_step_updates_in_place_stays_the_same_dtensor() -> None:
+    def check() -> None:
+        model, optimizer = _pair("SGD", momentum=0.9)[0]
+        assert _train(model, optimizer) == 0
+        before = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert _train(model, optimizer) == 0
+        for state, buffer in zip(optimizer.state.values(), before, strict=True):
+            assert state["momentum_buffer"] is buffer
+
+    run_ranks(check, 2)

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamella_engine._optimizers import held_by, shard_optimizer
-from lamella_engine._plain_steps import plain_view_of
+from lamella_engine._plain_steps import plain_view_of, take_notes
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -134,12 +134,11 @@ class StepInBackward:
         return _take_gradients(stepped) if self._frees else []
 
     def _step_parts(self, optimizer: Optimizer, parts: Sequence[list[torch.Tensor]]) -> None:
-        plain = plain_view_of(optimizer)
-        if plain is None or not plain.point(optimizer, parts):
+        if (plain := plain_view_of(optimizer, parts)) is None:
             _own_step(optimizer)(_view(optimizer, parts))
-            return
-        _own_step(optimizer)(plain.optimizer)
-        plain.finish(optimizer)
+        else:
+            _own_step(optimizer)(plain)
+            take_notes(optimizer, plain)
 
     def _forget(self, unit: object) -> None:
         """Expect nothing of a unit that a step was dropped in."""
