@@ -169,10 +169,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 @_disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Put what the step has noted on a view of the optimizer, beside parameters and state, on the optimizer."""
-    view = args[0] if args else optimizer
-    if not isinstance(view.state, _States):
+    if not args or not isinstance(states := getattr(args[0], "state", None), _States):
         return
-    given, noted = view.state.given, vars(view)
+    given, noted = states.given, vars(args[0])
     ours = ("param_groups", "state")
     vars(optimizer).update({key: noted[key] for key in noted if noted[key] is not given.get(key) and key not in ours})
 

@@ -6,9 +6,10 @@
     optimizer.step() runs hooks, and the optimizer's own step over whatever was not stepped yet
 
 The optimizer is not changed. Its own step is called with a *view* of it: an object of its class that has its state, and
-param groups with some of the parameters (plain tensors, where `_plain_steps` may give it those). So nothing has to be put back, options are read when they are used, and
-nobody ever sees a narrowed group. What a step writes to its groups' options or to itself is lost with the view, and an
-optimizer that counts there would count each part: one that minds is found when it is given (`_check_steps_apart`).
+param groups with some of the parameters, or the plain tensors below those (`_plain_steps`). So nothing has to be put
+back, options are read when they are used, and nobody ever sees a narrowed group. What a step writes to its groups'
+options or to itself is lost with the view, and an optimizer that counts there would count each part: one that minds is
+found when it is given (`_check_steps_apart`).
 
 Note [When a unit is stepped]. Main weights must not change under anybody who still reads them in this backward. A unit
 is stepped in backward only if all of these hold, and in `optimizer.step()` otherwise:
