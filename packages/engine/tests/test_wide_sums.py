@@ -108,7 +108,7 @@ def test_a_narrow_reduction_is_added_up_in_the_main_dtype_where_copy_engines_pus
         policy = MixedPrecisionPolicy(param_dtype=BF16)
         shown: list[torch.dtype] = []
         hooked = fully_shard(_Scaled(), mp_policy=policy)
-        hooked.set_all_reduce_hook(lambda reduced: shown.append(reduced.dtype))
+        unit(hooked).set_all_reduce_hook(lambda reduced: shown.append(reduced.dtype))
         with patch("lamella_engine._parameter_group.CopyEngineTransport", GlooTransport):
             assert is_exact(fully_shard(_Scaled(), mp_policy=policy))
             assert is_exact(fully_shard(_Scaled(), mp_policy=policy, keep=_flat))
