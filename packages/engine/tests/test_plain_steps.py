@@ -387,7 +387,7 @@ def test_autograd_sees_that_weights_were_updated() -> None:
             with patch("lamella_engine._plain_steps._has_other_hooks", return_value=i == 0):
                 _train(model, optimizer, 1)
                 model(X).square().mean().backward()
-                penalty = sum(p.square().sum() for p in model.parameters())
+                penalty: Any = sum(p.square().sum() for p in model.parameters())
                 versions = [p._version for p in model.parameters()]
                 optimizer.step()
                 assert all(p._version > before for p, before in zip(model.parameters(), versions, strict=True))

@@ -47,8 +47,8 @@ _ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
 def plain_view_of(optimizer: Opt, parts: Sequence[Sequence[torch.Tensor]]) -> Opt | None:
     """What an optimizer's own step takes for the optimizer, with the gradients that its parameters have now.
 
-    For one step, after which `take_notes` must be called. Nothing of it is kept: what somebody lets go of between two
-    steps (state, gradients, weights that are moved) is freed.
+    For one step. Nothing of it is kept: what somebody lets go of between two steps (state, gradients, weights that are
+    moved) is freed.
 
     Args:
         parts: Which of the optimizer's parameters, by group.
@@ -74,14 +74,6 @@ def plain_view_of(optimizer: Opt, parts: Sequence[Sequence[torch.Tensor]]) -> Op
     view = object.__new__(type(optimizer))
     vars(view).update({**states.given, "param_groups": groups, "state": states})
     return view
-
-
-def take_notes(optimizer: Optimizer, view: Optimizer) -> None:
-    """Put what a step has noted on the view, beside parameters and state, on the optimizer."""
-    assert isinstance(view.state, _States)
-    given, noted = view.state.given, vars(view)
-    ours = ("param_groups", "state")
-    vars(optimizer).update({key: noted[key] for key in noted if noted[key] is not given.get(key) and key not in ours})
 
 
 class _States(dict[torch.Tensor, State]):
@@ -176,8 +168,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 @_disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if args and isinstance(args[0].state, _States):
-        take_notes(optimizer, args[0])
+    """Put what the step has noted on a view of the optimizer, beside parameters and state, on the optimizer."""
+    if not args or not isinstance(states := getattr(args[0], "state", None), _States):
+        return
+    given, noted = states.given, vars(args[0])
+    ours = ("param_groups", "state")
+    vars(optimizer).update({key: noted[key] for key in noted if noted[key] is not given.get(key) and key not in ours})
 
 
 def _has_other_hooks(optimizer: Optimizer) -> bool:
