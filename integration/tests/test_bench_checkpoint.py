@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch.distributed.checkpoint.state_dict_saver  # noqa: F401  Imported once here, not in each forked rank.
-from torch.distributed.fsdp import fully_shard  # noqa: F401
+import torch
 
 from lamella_integration.bench_checkpoint import Bench, Row, State, main, table
 from lamella_testing import run_ranks
@@ -13,9 +12,7 @@ from lamella_testing import run_ranks
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_is_measured_on_the_same_state(tmp_path: Path) -> None:
     def measure() -> list[Row]:
-        import torch
-
-        return list(Bench(State.build(1, torch.device("cpu")), tmp_path / "a", 1).rows())
+        return Bench(State.build(1, torch.device("cpu")), tmp_path / "a").rows(1)
 
     rows = run_ranks(measure, 2)[0]
     assert [row.save_s is None for row in rows] == [False, False, False, True, True]

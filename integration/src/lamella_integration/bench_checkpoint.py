@@ -17,7 +17,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -88,77 +88,74 @@ class State:
 
 
 class Bench:
-    """The ways to save and load, each measured on the same state in a fresh folder."""
+    """The ways to save and load, each measured on the same state in a fresh folder, by turns."""
 
-    def __init__(self, state: State, folder: Path, num_times: int) -> None:
-        self._state, self._folder, self._num_times = state, folder, num_times
+    def __init__(self, state: State, folder: Path) -> None:
+        self._state, self._folder = state, folder
+        self._saver = AsyncSaver()
+        self._host_group = dist.new_group(backend="gloo")  # For the objects that DCP exchanges from a thread.
 
-    def rows(self) -> Iterator[Row]:
-        """Measure one after another. Effects: collective; writes under the folder and removes it again."""
+    def rows(self, num_times: int) -> list[Row]:
+        """Measure each way so many times, after one that is not counted.
+
+        Effects: collective; writes under the folder and removes it again.
+        """
         model, optimizer = self._state.model, self._state.optimizer
-        yield self._blocking(
-            "lamella",
-            lambda path: save(path, model=model, optimizer=optimizer),
-            lambda path: load(path, model=model, optimizer=optimizer),
-        )
-        yield self._blocking(
-            "torch DCP",
-            lambda path: state_dict_saver.save(self._state.named(), checkpoint_id=path),
-            lambda path: state_dict_loader.load(self._state.named(), checkpoint_id=path),
-        )
-        yield self._blocking("torch.save of shards", self._save_shards, self._load_shards)
-        yield self._lamella_in_background()
-        yield self._dcp_in_background()
+        ways: dict[str, Callable[[Path], Row]] = {
+            "lamella": self._blocking(
+                lambda path: save(path, model=model, optimizer=optimizer),
+                lambda path: load(path, model=model, optimizer=optimizer),
+            ),
+            "torch DCP": self._blocking(
+                lambda path: state_dict_saver.save(self._state.named(), checkpoint_id=path),
+                lambda path: state_dict_loader.load(self._state.named(), checkpoint_id=path),
+            ),
+            "torch.save of shards": self._blocking(self._save_shards, self._load_shards),
+            "lamella, in the background": self._in_background(
+                lambda path: self._saver.save(path, model=model, optimizer=optimizer).wait
+            ),
+            "torch DCP, in the background": self._in_background(self._begin_dcp),
+        }
+        found: dict[str, list[Row]] = {name: [] for name in ways}
+        for _ in range(num_times + 1):
+            for name, measure in ways.items():
+                self._make_room()
+                found[name].append(measure(self._folder / "checkpoint"))
+        self._saver.close()
+        self._make_room(again=False)
+        return [_median(name, rows[1:]) for name, rows in found.items()]
 
-    def _blocking(self, name: str, write: Callable[[Path], object], read: Callable[[Path], object]) -> Row:
-        saves, loads = [], []
-        for path in self._paths():
-            saves.append(_slowest(partial(write, path)))
-            loads.append(_slowest(partial(read, path)))
-        return Row(name=name, save_s=_median(saves), load_s=_median(loads))
+    def _blocking(self, write: Callable[[Path], object], read: Callable[[Path], object]) -> Callable[[Path], Row]:
+        def measure(path: Path) -> Row:
+            return Row(name="", save_s=_slowest(partial(write, path)), load_s=_slowest(partial(read, path)))
 
-    def _lamella_in_background(self) -> Row:
-        model, optimizer = self._state.model, self._state.optimizer
-        with AsyncSaver() as saver:
+        return measure
 
-            def begin(path: Path) -> Callable[[], object]:
-                return saver.save(path, model=model, optimizer=optimizer).wait
+    def _in_background(self, begin: Callable[[Path], Callable[[], object]]) -> Callable[[Path], Row]:
+        """A way to measure saves that `begin` begins, and whose end it returns a way to wait for."""
 
-            return self._in_background("lamella, in the background", begin)
-
-    def _dcp_in_background(self) -> Row:
-        group = dist.new_group(backend="gloo")  # For its exchanges of objects, from a thread.
-
-        def begin(path: Path) -> Callable[[], object]:
-            future: Any = state_dict_saver.async_save(self._state.named(), checkpoint_id=path, process_group=group)
-            return future.result  # type: ignore[no-any-return]
-
-        return self._in_background("torch DCP, in the background", begin)
-
-    def _in_background(self, name: str, begin: Callable[[Path], Callable[[], object]]) -> Row:
-        """Measure saves that `begin` begins, and whose result it returns a way to wait for."""
-        stalls, totals = [], []
-        for path in self._paths():
+        def measure(path: Path) -> Row:
             waits: list[Callable[[], object]] = []
             began = time.perf_counter()
-            stalls.append(_slowest(partial(_collect, waits, begin, path)))
+            stall = _slowest(lambda: waits.append(begin(path)))
             waits[0]()
-            totals.append(_over_ranks(time.perf_counter() - began))
-        return Row(name=name, stall_s=_median(stalls), complete_s=_median(totals))
+            return Row(name="", stall_s=stall, complete_s=_over_ranks(time.perf_counter() - began))
 
-    def _paths(self) -> Iterator[Path]:
-        """A fresh path each time; the first time is not counted."""
-        for index in range(self._num_times + 1):
-            path = self._folder / str(index)
-            if dist.get_rank() == 0:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._folder.mkdir(parents=True)
-                os.sync()
-            dist.barrier()
-            yield path
-            dist.barrier()
+        return measure
+
+    def _begin_dcp(self, path: Path) -> Callable[[], object]:
+        future: Any = state_dict_saver.async_save(
+            self._state.named(), checkpoint_id=path, process_group=self._host_group
+        )
+        return future.result  # type: ignore[no-any-return]
+
+    def _make_room(self, *, again: bool = True) -> None:
+        dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
+            if again:
+                self._folder.mkdir(parents=True)
+                os.sync()
         dist.barrier()
 
     def _save_shards(self, path: Path) -> None:
@@ -172,10 +169,6 @@ class Bench:
         found = torch.load(path / f"{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
         for name, shard in self._state.shards().items():
             shard.copy_(found[name])
-
-
-def _collect(waits: list[Callable[[], object]], begin: Callable[[Path], Callable[[], object]], path: Path) -> None:
-    waits.append(begin(path))
 
 
 def _slowest(work: Callable[[], object]) -> float:
@@ -196,8 +189,12 @@ def _over_ranks(seconds: float) -> float:
     return float(max(every))
 
 
-def _median(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds[1:])
+def _median(name: str, rows: Sequence[Row]) -> Row:
+    def median(figure: str) -> float | None:
+        seconds = [getattr(row, figure) for row in rows]
+        return None if None in seconds else statistics.median(seconds)
+
+    return Row(name=name, **{figure: median(figure) for figure in ("save_s", "load_s", "stall_s", "complete_s")})
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -227,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"Expected --mib and --times of at least 1, got {values.mib} and {values.times}.")
     num_layers = max(1, round(values.mib / _LAYER_MIB))
     with process_group(values.device) as device:
-        bench = Bench(State.build(num_layers, device), values.folder / "checkpoints", values.times)
-        rows = list(bench.rows())
+        rows = Bench(State.build(num_layers, device), values.folder / "checkpoints").rows(values.times)
         if dist.get_rank() == 0:
             print(f"{num_layers * _LAYER_MIB:.0f} MiB on {dist.get_world_size()} ranks\n\n{table(rows)}", flush=True)
             if values.out is not None:

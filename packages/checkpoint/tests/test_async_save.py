@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import time
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -41,7 +42,9 @@ def until(is_true):
 
 def in_child(fn):
     """Run a function in a process that ends like a killed one: nothing is closed or waited for."""
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # The child needs no threads.
+        pid = os.fork()
     if pid == 0:
         try:
             fn()
@@ -176,6 +179,10 @@ def test_a_failure_is_told_once_at_the_next_save_and_then_saving_goes_on(tmp_pat
         handle.wait()
         handle.wait()
         assert value_at(tmp_path / "a") == 3.0
+    saver.save(tmp_path / "a", model=filled(4.0)).wait()  # It may be used again.
+    saver.close()
+    saver.close()
+    assert value_at(tmp_path / "a") == 4.0
     assert (tmp_path / "notes" / "thesis.tex").read_text() == "mine"
 
 

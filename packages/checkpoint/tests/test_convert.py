@@ -102,6 +102,14 @@ def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(t
     assert "optimizer.param_groups.hidden.bias.lr" in report.left
 
 
+def test_of_tied_names_the_published_one_is_given_back(tmp_path):
+    model, _ = build()
+    like = published(tmp_path / "like", {name: model.state_dict()[name] for name in ("head.weight", "hidden.weight")})
+    save(tmp_path / "a", model=model)
+    convert(tmp_path / "a", tmp_path / "b", to="hf", like=like)
+    assert set(opened(tmp_path / "b")) == {"head.weight", "hidden.weight", "hidden.bias"}
+
+
 def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(tmp_path):
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 3})
@@ -177,6 +185,35 @@ class TestSideFiles:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         assert convert(source / "model.safetensors", tmp_path / "b", to="hf").side_files == ()
 
+    def test_are_found_through_the_links_of_the_hubs_cache(self, tmp_path):
+        blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "main"
+        snapshot.mkdir(parents=True)
+        published(blobs, {"a": torch.ones(2)})
+        for file in blobs.iterdir():
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        assert convert(snapshot, tmp_path / "b", to="hf").side_files == ("config.json", "tokenizer.json")
+        assert not (tmp_path / "b" / "config.json").is_symlink()
+
+    @pytest.mark.parametrize("of", ["hf", "dcp"])
+    def test_that_lead_outside_are_not_copied(self, tmp_path, of):
+        (tmp_path / "secret").write_text("mine")
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        if of == "dcp":
+            convert(source, tmp_path / "dcp", to="dcp")
+            source = tmp_path / "dcp"
+        link = (source / SIDE_FILES if of == "dcp" else source) / "vocab.txt"
+        link.symlink_to(tmp_path / "secret")
+        with pytest.raises(CheckpointDamaged, match="vocab.txt.*leads outside.*secret"):
+            convert(source, tmp_path / "b", to="hf")
+        assert not (tmp_path / "b").exists()
+
+    def test_in_a_folder_that_leads_outside_are_not_copied(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        convert(source / "model.safetensors", tmp_path / "dcp", to="dcp")
+        (tmp_path / "dcp" / SIDE_FILES).symlink_to(source)
+        with pytest.raises(CheckpointDamaged, match="leads outside"):
+            convert(tmp_path / "dcp", tmp_path / "b", to="hf")
+
     def test_a_configuration_that_is_none_is_damage(self, tmp_path):
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         (source / "config.json").write_text("[")
@@ -239,6 +276,12 @@ class TestFloat8:
     def test_becomes_numbers_where_asked(self, quantised, tmp_path):
         convert(quantised, tmp_path / "b", to="hf", float8=False)
         assert set(opened(tmp_path / "b")) == set(MATRICES)
+
+    def test_is_written_where_asked(self, tmp_path):
+        source = published(tmp_path / "a", MATRICES)
+        convert(source, tmp_path / "b", to="hf", float8=lambda name, _: name == "embed_tokens.weight")
+        names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
+        assert names == {"embed_tokens.weight"}
 
     def test_is_for_safetensors_alone(self, tmp_path):
         with pytest.raises(ValueError, match="to='dcp'"):

@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from memory_source import MemorySource
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import Shard as ShardDim
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamella_checkpoint._fill import fill
-from lamella_checkpoint._megatron import from_model, read_fsdp_dtensor
-from lamella_checkpoint._shards import LiveCut, Shard, written_pieces
+from lamella_checkpoint._megatron import from_megatron_model, read_fsdp_dtensor
+from lamella_checkpoint._shards import LiveCut, LiveShard, written_pieces
 from lamella_layout import Range
 from lamella_testing import run_ranks
 
@@ -109,11 +108,11 @@ def test_each_rank_fills_its_part():
 
     def fill_mine():
         mesh = init_device_mesh("cpu", (2,))
-        even = distribute_tensor(torch.zeros(6, 2), mesh, [ShardDim(0)])
+        even = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
         rows = Range(0, 2) if dist.get_rank() == 0 else Range(2, 12)
         part = torch.zeros(rows.numel // 2, 2)
-        cut = LiveCut(from_model({}, sizes={}), to="left")
-        uneven = written_pieces(cut, {"uneven": (Shard.of_rows((6, 2), rows), part)})["uneven"]
+        cut = LiveCut(from_megatron_model({}, sizes={}), to="left")
+        uneven = written_pieces(cut, {"uneven": (LiveShard.of_rows((6, 2), rows), part)})["uneven"]
         fill({"model": {"even": even, "uneven": uneven}}, MemorySource({"model.even": values, "model.uneven": values}))
         assert isinstance(even, DTensor)
         return even.to_local(), part

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_checkpoint import CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _items, load, save
 from lamella_testing import run_ranks
 
 
@@ -48,6 +48,31 @@ def load_and_train(kit, path, **options):
 def assert_equal(expected, got):
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def read_after_what_its_stream_was_given(path):
+    """Zeros that wait on a stream, then a load on it: copies on any other stream would come first, and be lost."""
+    model = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(16)).cuda()
+    save(path, model=model)
+    expected = [param.detach().cpu() for param in model.parameters()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+        for param in model.parameters():
+            param.zero_()
+        load(path, model=model)
+        copies = [param.clone() for param in model.parameters()]
+    side.synchronize()
+    return [torch.equal(copy.cpu(), each) for copy, each in zip(copies, expected, strict=True)]
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_reads_of_several_threads_run_on_the_callers_stream(tmp_path, monkeypatch, num_threads):
+    monkeypatch.setattr(_items, "num_threads", lambda: num_threads)
+    [equal] = run_ranks(lambda: read_after_what_its_stream_was_given(tmp_path / "a"), 1, device="cuda")
+    assert all(equal)
 
 
 @pytest.mark.gpu1
@@ -115,3 +140,45 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(kit, tmp_path, monkeypa
 
     assert run_ranks(save_and_fail, 2, device="cuda") == [CheckpointFailed, TypeError]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu1
+def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goes_on(kit, tmp_path):
+    def save_while_the_gpu_is_busy():
+        model, optimizer = build(kit, fused=True)
+        train(model, optimizer)
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "first", model=model, optimizer=optimizer).wait()
+            expected = cpu_state(kit, model, optimizer)
+            torch.cuda._sleep(2_000_000_000)  # About a second.
+            handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
+            is_busy = not torch.cuda.current_stream().query()
+            train(model, optimizer)
+            handle.wait()
+            assert saver._memory._bytes.is_pinned()
+        return is_busy, expected, cpu_state(kit, model, optimizer)
+
+    [(is_busy, expected, later)] = run_ranks(save_while_the_gpu_is_busy, 1, device="cuda")
+    [(loaded, *_)] = run_ranks(lambda: load_and_train(kit, tmp_path / "a", fused=True), 1, device="cuda")
+    assert is_busy
+    assert_equal(expected, loaded)
+    assert not torch.equal(expected["head.weight"], later["head.weight"])
+
+
+@pytest.mark.gpu2
+def test_two_gpus_save_in_the_background_step_after_step_and_one_resumes(kit, tmp_path):
+    def save_three():
+        model, optimizer = build(kit)
+        states = []
+        with CheckpointDirectory(tmp_path, keep=2) as checkpoints:
+            for step in (2, 4, 6):
+                train(model, optimizer)
+                states.append(cpu_state(kit, model, optimizer))
+                checkpoints.save_async(step, model=model, optimizer=optimizer, extra={"step": 2})
+        return states
+
+    _, second, third = run_ranks(save_three, 2, device="cuda")[0]
+    for step, expected in ((4, second), (6, third)):
+        path = CheckpointDirectory(tmp_path).path(step)
+        [(loaded, *_)] = run_ranks(lambda path=path: load_and_train(kit, path), 1, device="cuda")
+        assert_equal(expected, loaded)

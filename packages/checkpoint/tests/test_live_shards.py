@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardDim
+from torch.distributed.tensor import DTensor, Shard
 
+from lamella_checkpoint import load, save
+from lamella_checkpoint._boxes import places_in_memory
 from lamella_checkpoint._correspondence import Correspondence
-from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, from_model
-from lamella_checkpoint._shards import LiveCut, Shard, local_boxes, written_pieces
+from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, from_megatron_model
+from lamella_checkpoint._shards import LiveCut, LiveShard, written_pieces
 from lamella_layout import Chunk, Range, Region, mesh_region
-from lamella_layout import Shard as Along
 from lamella_testing import run_ranks
 
 FC1, IN_PROJ = "mlp.linear_fc1.weight", "self_attention.in_proj.weight"
@@ -50,12 +50,12 @@ def flat_indices(shape):
 
 
 def cut(num_tp=2, dialect=BRIDGE):
-    return LiveCut(from_model(SHAPES, sizes={"tp": num_tp, **GDN_SIZES}, dialect=dialect), to="left")
+    return LiveCut(from_megatron_model(SHAPES, sizes={"tp": num_tp, **GDN_SIZES}, dialect=dialect), to="left")
 
 
 def shard_of(name, rank):
     slices = FC1_SLICES if name == FC1 else IN_PROJ_SLICES
-    return Shard.of_rows(SHAPES[name], slices[rank], tp_dim=0, num_tp=2, tp_rank=rank % 2)
+    return LiveShard.of_rows(SHAPES[name], slices[rank], tp_dim=0, num_tp=2, tp_rank=rank % 2)
 
 
 def held_of(name, rank):
@@ -87,7 +87,7 @@ def test_one_tensor_parallel_rank_shares_the_value_component():
     pieces = [
         as_table(
             cut(num_tp=1).pieces(
-                IN_PROJ, Shard.of_rows((32, 1), elements), flat_indices((32, 1))[elements.start : elements.stop]
+                IN_PROJ, LiveShard.of_rows((32, 1), elements), flat_indices((32, 1))[elements.start : elements.stop]
             )
         )
         for elements in [Range(0, 12), Range(12, 32)]
@@ -115,7 +115,7 @@ def global_dtensor(name, mesh):
     held = held_of(name, dist.get_rank())
     shape = torch.Size(SHAPES[name])
     return DTensor.from_local(
-        held, mesh, [ShardDim(0), ShardDim(0)], run_check=False, shape=shape, stride=flat_indices(shape).stride()
+        held, mesh, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=flat_indices(shape).stride()
     )
 
 
@@ -124,7 +124,7 @@ def tp_local_dtensor(name, mesh):
     held = held_of(name, dist.get_rank())
     shape = torch.Size([SHAPES[name][0] // 2, SHAPES[name][1]])
     stride = flat_indices(shape).stride()
-    return DTensor.from_local(held, mesh["dp"], [ShardDim(0)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(held, mesh["dp"], [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def plain(name, mesh):
@@ -171,8 +171,8 @@ def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path):
     def save_mine():
         rank = dist.get_rank()
         rows = Range(0, 6) if rank < 2 else Range(6, 16)
-        shard = Shard.of_rows((16, 1), rows)
-        model = from_model({IN_PROJ: (16, 1)}, sizes={"tp": 1, "qk": 2, "v": 4, "nvh": 2}, dialect=BRIDGE)
+        shard = LiveShard.of_rows((16, 1), rows)
+        model = from_megatron_model({IN_PROJ: (16, 1)}, sizes={"tp": 1, "qk": 2, "v": 4, "nvh": 2}, dialect=BRIDGE)
         tensors = {IN_PROJ: (shard, held_of(IN_PROJ, rank))}
         dcp.save(dict(written_pieces(LiveCut(model, to="left"), tensors)), checkpoint_id=tmp_path / "lost")
 
@@ -186,6 +186,28 @@ def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path):
     assert len(kept) == 32
 
 
+def test_meshes_that_say_their_order_are_believed(tmp_path):
+    """Megatron-FSDP's: with even cuts, nothing else tells that tensor-parallel ranks come first."""
+    values = flat_indices((8, 2))
+
+    def save_and_load():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh._shard_order = [1, 0]
+        dp, tp = divmod(dist.get_rank(), 2)
+        part = values.chunk(2)[tp].chunk(2)[dp]
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(DTensor.from_local(part.clone(), mesh, [Shard(0), Shard(0)]))
+        save(tmp_path / "saved", model=model)
+        with torch.no_grad():
+            model.weight.to_local().zero_()
+        load(tmp_path / "saved", model=model)
+        return torch.equal(model.weight.to_local(), part)
+
+    assert run_ranks(save_and_load, 4) == [True] * 4
+    whole, _ = stored(tmp_path / "saved")
+    assert torch.equal(whole["model.weight"], values)
+
+
 @pytest.mark.parametrize("held", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
 def test_what_is_not_the_ranks_shard_is_refused(held):
     with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {held.numel()}"):
@@ -196,7 +218,7 @@ def test_elements_that_split_a_row_are_refused():
     with pytest.raises(
         ValueError, match=r"whole rows of a part of shape \(4, 2\), got elements Range\(start=0, stop=5\)"
     ):
-        Shard.of_rows((8, 2), Range(0, 5), tp_dim=0, num_tp=2)
+        LiveShard.of_rows((8, 2), Range(0, 5), tp_dim=0, num_tp=2)
 
 
 def test_pieces_are_views_that_a_read_may_fill():
@@ -208,7 +230,7 @@ def test_pieces_are_views_that_a_read_may_fill():
 
 def test_a_name_that_no_rule_mentions_is_written_as_it_lies():
     region = Region.whole((4, 4)).shard(1, 2, 1).shard(0, 2, 0)
-    shard = Shard(shape=(4, 4), region=region)
+    shard = LiveShard(shape=(4, 4), region=region)
     [piece] = cut().pieces("linear_proj.weight", shard, torch.ones(2, 2))
     assert (piece.name, piece.chunk) == ("linear_proj.weight", Chunk((0, 2), (2, 2)))
     assert cut().shapes("linear_proj.weight", (4, 4)) == {"linear_proj.weight": (4, 4)}
@@ -227,18 +249,18 @@ def test_ranks_of_any_mesh_write_every_element_once_and_where_it_belongs(data):
     columns = data.draw(st.integers(1, 3))
     shape = (2 * qk + 2 * v + 2 * nvh, columns)
     sizes = {"tp": num_tp, "qk": qk, "v": v, "nvh": nvh}
-    live_cut = LiveCut(from_model({IN_PROJ: shape}, sizes=sizes), to="left")
+    live_cut = LiveCut(from_megatron_model({IN_PROJ: shape}, sizes=sizes), to="left")
     whole = flat_indices(shape)
     written = {name: torch.full(part, -1.0) for name, part in live_cut.shapes(IN_PROJ, shape).items()}
     for dp in range(num_dp):
         for tp in range(num_tp):
-            region = mesh_region(shape, (num_dp, num_tp), [Along(0), Along(0)], (dp, tp), order=(1, 0))
+            region = mesh_region(shape, (num_dp, num_tp), [Shard(0), Shard(0)], (dp, tp), order=(1, 0))
             held = torch.zeros(region.shape)
-            for chunk, box in zip(region.chunks, local_boxes(region), strict=True):
+            for chunk, box in zip(region.chunks, places_in_memory(region), strict=True):
                 held[box.offsets[0] : box.offsets[0] + box.sizes[0]] = whole[
                     chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]
                 ]
-            for piece in live_cut.pieces(IN_PROJ, Shard(shape=shape, region=region), held):
+            for piece in live_cut.pieces(IN_PROJ, LiveShard(shape=shape, region=region), held):
                 rows = slice(piece.chunk.offsets[0], piece.chunk.offsets[0] + piece.chunk.sizes[0])
                 assert (written[piece.name][rows] == -1).all()
                 written[piece.name][rows] = piece.values

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ from lamella_checkpoint import (
     CheckpointMismatch,
     Format,
     check,
+    convert,
     load,
     open_checkpoint,
     save,
@@ -235,6 +237,31 @@ def test_formats_are_told_by_what_is_there(tmp_path):
     assert opened["own"].extra == {"step": 3}
     for each in opened.values():
         assert set(each.source.tensors) == {"model.weight", "model.bias"}
+
+
+def test_weights_of_hugging_face_are_loaded_and_scaled_float8_is_numbers(tmp_path):
+    model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 2))
+    save(tmp_path / "own", model=model)
+    convert(tmp_path / "own", tmp_path / "hf", to="hf")
+    convert(tmp_path / "own", tmp_path / "float8", to="hf", float8=True)
+    live = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 2))
+    load(tmp_path / "hf", model=live)
+    assert torch.equal(live[0].weight, model[0].weight)
+    opened = open_checkpoint(tmp_path / "float8")
+    assert opened.format is Format.SAFETENSORS and "0.weight_scale_inv" in opened.raw.tensors
+    load(tmp_path / "float8", model=live)
+    assert not torch.equal(live[0].weight, model[0].weight)
+    torch.testing.assert_close(live[0].weight, model[0].weight, rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_names_that_begin_with_model_are_names(tmp_path, has_head):
+    state = {"model.embed.weight": torch.ones(2, 2), **({"lm_head.weight": torch.ones(2, 2)} if has_head else {})}
+    save_file(state, tmp_path / "model.safetensors")
+    torch_save(state, tmp_path / "a.pt")
+    dcp_save(state, tmp_path / "a")
+    for path in (tmp_path / "model.safetensors", tmp_path / "a.pt", tmp_path / "a"):
+        assert set(open_checkpoint(path).source.tensors) == {f"model.{name}" for name in state}
 
 
 def megatron(path, **more):

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import case, inputs, twins
+from engine_models import assert_weights_equal, case, inputs, twins
 from test_every_optimizer import OPTIMIZERS, Short, _flavours
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_engine import Rows, fully_shard, step_in_backward
 from lamella_engine._plain_steps import _ELEMENTWISE
+from lamella_engine._ragged import torch_asks_subclasses
+from lamella_engine._sharding import local_of
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -40,7 +42,7 @@ def _on_dtensors() -> Iterator[None]:
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_dtensors = 0
+        self.num_dtensors: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -67,13 +69,15 @@ def _train(model: nn.Module, optimizer: Optimizer, num_steps: int = 2, *, before
     Returns:
         How many DTensors the operators of the last step were given.
     """
+    num = 0
     for _ in range(num_steps):
         optimizer.zero_grad()
         model(X).square().mean().backward()
         before_step(optimizer)
         with _Seen() as seen:
             optimizer.step()
-    return seen.num_dtensors
+        num = seen.num_dtensors
+    return num
 
 
 def _assert_equal(pair: list[tuple[nn.Module, Optimizer]]) -> None:
@@ -121,19 +125,29 @@ def test_every_one_takes_the_steps_that_it_takes_on_dtensors(name: str) -> None:
     run_ranks(check, 4)
 
 
-def test_what_dtensors_cannot_do_is_done() -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [(DTENSORS_CANNOT, {}), ("SGD", {"fused": True}), ("Adagrad", {"fused": True})]
+)
+def test_what_dtensors_cannot_do_is_done(name: str, options: dict[str, Any]) -> None:
     def check() -> None:
-        model, optimizer = _pair(DTENSORS_CANNOT)[0]
-        assert _train(model, optimizer) == 0
+        reference, sharded = twins(Short, _sharded)
+        for model in (reference, sharded):
+            assert _train(model, OPTIMIZERS[name](model.parameters(), lr=1e-2, **options)) == 0
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
 
     run_ranks(check, 2)
 
 
-def test_parameters_in_the_flat_layout_are_stepped_alike() -> None:
-    def check() -> None:
-        assert _check_alike(_pair(keep=True, foreach=True))[1] == 0
+@pytest.mark.skipif(not torch_asks_subclasses(), reason="torch before 2.12 computes nothing of ragged tensors")
+def test_parameters_in_the_flat_layout_are_stepped_alike_and_kernels_see_no_empty_ones() -> None:
+    def check() -> tuple[bool, bool]:
+        pair = _pair(keep=True, foreach=True)
+        shards = [p.to_local() for p in pair[0][0].parameters() if isinstance(p, DTensor)]
+        return all(shard.numel() > 0 for shard in shards), _check_alike(pair)[1] == 0
 
-    run_ranks(check, 3)
+    found = [*run_ranks(check, 1), *run_ranks(check, 2)]
+    assert all(has_rows == is_below for has_rows, is_below in found)
+    assert {has_rows for has_rows, _ in found} == {True, False}
 
 
 def test_gradients_that_a_hook_exchanges_are_the_ones_that_count() -> None:
@@ -169,7 +183,7 @@ def test_closures_and_subclasses_step_on_dtensors() -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = model(X).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         with _Seen() as seen:
@@ -218,13 +232,14 @@ def test_options_and_groups_may_change_between_steps() -> None:
     run_ranks(check, 2)
 
 
-def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
-    def drop(optimizer: Optimizer) -> None:
-        optimizer.param_groups[0]["params"][1].grad = None
+def _drop(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"][1].grad = None
 
+
+def test_a_parameter_without_a_gradient_stays_and_has_no_state() -> None:
     def check() -> None:
         for model, optimizer in _pair():
-            assert _train(model, optimizer, before_step=drop) == 0
+            assert _train(model, optimizer, before_step=_drop) == 0
             assert optimizer.param_groups[0]["params"][1] not in optimizer.state
 
     run_ranks(check, 2)
@@ -275,7 +290,7 @@ def test_what_a_step_that_failed_has_done_is_what_it_would_have_done_on_dtensors
                 with pytest.raises(TypeError):
                     _train(model, optimizer, 1)
                 optimizer.param_groups[0]["weight_decay"] = 0.1
-        _check_alike(pair)
+        _check_alike(pair, _drop)  # what has no gradient now had one in the step that failed
 
     run_ranks(check, 2)
 
@@ -339,7 +354,7 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
 
         def init_group(self: Any, *args: Any, **kwargs: Any) -> Any:
             self.was_stepped = True
-            return own(self, *args, **kwargs)
+            return own(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, "note", len(noted)))
         with patch.object(torch.optim.Adam, "_init_group", init_group):
@@ -350,3 +365,61 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
                 assert vars(optimizer)["note"] == len(noted)
 
     run_ranks(check, 1)
+
+
+def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:
+    """Many do that to make room for other work."""
+
+    def check() -> None:
+        model, optimizer = _pair()[0]
+        assert _train(model, optimizer) == 0
+        optimizer.zero_grad()
+        state = [weakref.ref(local_of(s["exp_avg"])) for s in optimizer.state.values()]
+        optimizer.state.clear()
+        assert [average() for average in state] == [None] * len(state)
+
+    run_ranks(check, 2)
+
+
+def test_autograd_sees_that_weights_were_updated() -> None:
+    def check() -> None:
+        for i, (model, optimizer) in enumerate(_pair()):
+            with patch("lamella_engine._plain_steps._has_other_hooks", return_value=i == 0):
+                _train(model, optimizer, 1)
+                model(X).square().mean().backward()
+                penalty: Any = sum(p.square().sum() for p in model.parameters())
+                versions = [p._version for p in model.parameters()]
+                optimizer.step()
+                assert all(p._version > before for p, before in zip(model.parameters(), versions, strict=True))
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    penalty.backward()
+
+    run_ranks(check, 2)
+
+
+def test_gradients_of_a_step_that_failed_are_not_used_by_the_next() -> None:
+    def check() -> None:
+        model, optimizer = _pair(foreach=False)[0]
+        optimizer.param_groups[0]["weight_decay"] = None
+        with pytest.raises(TypeError):
+            _train(model, optimizer, 1)
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        optimizer.zero_grad()
+        before = [local_of(parameter).clone() for parameter in model.parameters()]
+        optimizer.step()
+        for parameter, was in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local_of(parameter), was)
+
+    run_ranks(check, 2)
+
+
+def test_state_that_a_step_updates_in_place_stays_the_same_dtensor() -> None:
+    def check() -> None:
+        model, optimizer = _pair("SGD", momentum=0.9)[0]
+        assert _train(model, optimizer) == 0
+        before = [state["momentum_buffer"] for state in optimizer.state.values()]
+        assert _train(model, optimizer) == 0
+        for state, buffer in zip(optimizer.state.values(), before, strict=True):
+            assert state["momentum_buffer"] is buffer
+
+    run_ranks(check, 2)

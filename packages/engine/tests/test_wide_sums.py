@@ -14,6 +14,7 @@ from engine_models import Net, assert_at_rest, no_gradient_sync, record, unit, u
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lamella_buffers import GlooTransport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_layout import Rows
@@ -88,6 +89,33 @@ def test_ones_beside_256_are_lost_in_bf16_and_not_in_fp32(reduce_dtype: torch.dt
         gradient = whole(model.weight.grad)
         is_exact = bool((gradient == (256 + 3) / 4).all())
         assert is_exact == (reduce_dtype is FP32)
+
+    run_ranks(check, 4)
+
+
+def test_a_narrow_reduction_is_added_up_in_the_main_dtype_where_copy_engines_push() -> None:
+    """Unless another axis, or a hook, is given the sum. gloo's exchange stands in for theirs."""
+
+    def is_exact(model: Any) -> bool:
+        for is_last in (False, True):
+            model.set_is_last_backward(is_last)
+            model(torch.full((40,), 256.0 if dist.get_rank() == 0 else 1.0)).backward()
+        assert model.weight.grad.dtype is FP32
+        return bool((whole(model.weight.grad) == 2 * (256 + 3) / 4).all())
+
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        shown: list[torch.dtype] = []
+        hooked = fully_shard(_Scaled(), mp_policy=policy)
+        unit(hooked).set_all_reduce_hook(lambda reduced: shown.append(reduced.dtype))
+        with patch("lamella_engine._parameter_group.CopyEngineTransport", GlooTransport):
+            assert is_exact(fully_shard(_Scaled(), mp_policy=policy))
+            assert is_exact(fully_shard(_Scaled(), mp_policy=policy, keep=_flat))
+            assert not is_exact(fully_shard(_Scaled(), mesh=mesh, mp_policy=policy))
+            assert not is_exact(hooked)
+        assert set(shown) == {BF16}
+        assert not is_exact(fully_shard(_Scaled(), mp_policy=policy))
 
     run_ranks(check, 4)
 

@@ -338,7 +338,7 @@ def test_a_pickled_type_is_named_and_made_when_trusted(run: Run, refusal: Run, t
         (["--to", "fsdp_dtensor", "--tp", "0"], "Expected --tp to be an integer of at least 1, got '0'."),
         (["--to", "hf", "--max-shard-size", "big"], "Expected --max-shard-size to be a size such as 5GB"),
         (["--to", "hf", "--config", "absent"], "Expected a config.json as --config, or a folder that has one"),
-        (["--to", "dcp", "--float8"], "Expected float8=True with to='hf' only"),
+        (["--to", "dcp", "--float8"], "with to='hf' only, which has scales for it, got to='dcp'"),
         (["--too", "hf", "--to", "hf"], "Expected an option of `lamella ckpt convert`, got '--too'."),
         (["--to", "fsdp_dtensor"], "Expected a model type whose rules a package has, got 'tiny'. Known: "),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
@@ -22,7 +23,9 @@ from transformers import (
 
 from lamella import Config, ConfigError
 from lamella._directory import RunDirectory
+from lamella._models import load_spec, outline
 from lamella._prepare import prepare
+from lamella._pretrained import check_weights, load_weights
 from lamella._text import collect, train_tokenizer
 from lamella._tokens import load_tokens, sequences, validation_indices
 from lamella.cli import config_of, parse
@@ -88,6 +91,7 @@ def save(tmp_path: Path, text_folder: Path) -> Callable[[nn.Module], Path]:
         model.to(torch.bfloat16).save_pretrained(directory)
         tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 290)
         tokenizer.save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text('{"model_max_length": 32}', encoding="utf-8")
         return directory
 
     return save
@@ -117,7 +121,8 @@ def test_a_qwen_is_trained_on_from_its_published_weights(
     published = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert run.validations[0] == pytest.approx(nats_per_byte(published, run.directory), rel=1e-5)
     assert run.validations[6] < run.validations[0] - 0.01
-    assert (run.directory.tokenizer).read_text() == (directory / "tokenizer.json").read_text()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (run.directory.model / file).read_text() == (directory / file).read_text()
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.directory.model))
     load(run.directory.checkpoints / "step_00000006", model=model)
     assert run.validations[6] == pytest.approx(nats_per_byte(model, run.directory), rel=1e-5)
@@ -187,6 +192,17 @@ def test_another_vocabulary_than_that_of_the_weights_is_refused(
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="Expected a tokenizer in .*tokenizer.json"):
         prepare(config)
+
+
+def test_weights_that_vanish_after_the_check_are_missed(save: Callable[[nn.Module], Path]) -> None:
+    directory = save(make_model("dense"))
+    spec = load_spec(str(directory))
+    assert check_weights(directory, outline(spec), spec) == f"weights: {directory}"
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"to stay as they were, got model.model.norm.weight: absent from the check"):
+        load_weights(directory, make_model("dense"), spec)
 
 
 def test_a_damaged_file_is_named(config: Config, save: Callable[[nn.Module], Path]) -> None:

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lamella._text import collect, train_tokenizer
 from lamella.cli import main
 
 ON_GPUS = [pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)]
@@ -31,6 +33,21 @@ def test_the_command_trains_and_resumes_with_one_worker_a_gpu(
     assert 'precision = "bf16"' in output and "resuming: step 3 of 6" in output
     trained = losses(tmp_path / "run")
     assert len(trained) == 6 and trained[5] < trained[0] - 0.1
+
+
+@pytest.mark.parametrize("num_gpus", ON_GPUS)
+def test_a_folders_weights_are_read_onto_the_gpus(
+    options: list[str], tmp_path: Path, text_folder: Path, model_file: Path, num_gpus: int
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))
+    model.save_pretrained(folder := tmp_path / "folder")
+    tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 300)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    command = [*options, "--model", str(folder), "--precision", "fp32", "--lr", "1e-3", "--steps", "3"]
+    on_gpus = ["--device", "cuda", "--ranks", str(num_gpus)]
+    assert main([*command, "--device", "cpu", "--ranks", "1", "--run-dir", str(tmp_path / "on-the-host")]) == 0
+    assert main([*command, *on_gpus, "--run-dir", str(tmp_path / "on-gpus")]) == 0
+    assert losses(tmp_path / "on-gpus") == pytest.approx(losses(tmp_path / "on-the-host"), rel=1e-4)
 
 
 @pytest.mark.parametrize("num_gpus", ON_GPUS[1:])

@@ -73,7 +73,8 @@ def test_a_checkpoint_with_its_optimizer_comes_back_bit_equal_from_every_dialect
     theirs = held(write_fsdp_dtensor(ours, dialect, sizes=sizes))
     assert all(name.partition(".")[2].startswith("module.") for name in theirs.tensors if name.startswith("model."))
     back = translated(read_fsdp_dtensor(theirs, sizes=sizes), rules, "left")
-    assert not ours.left_over and set(back.left_over) == {"iteration", "checkpoint_version", "args"}
+    assert not ours.left_over
+    assert not any(name.startswith(("model.", "optimizer.")) for name in back.left_over)  # Counters are Megatron's.
     assert_same(read_all(back), source.held)
     assert {name: back.read_object(name) for name in source.objects} == source.values
 

@@ -35,10 +35,10 @@ class _Channel:
 
     Note [Flags]. On the stream of a move each rank tells every peer that its memory may be written, waits until all
     have told it the same, pushes, tells every peer that it has, and waits until all have told it that. What it pushes
-    may still be made after it has told them: nobody writes there. A flag is a word
-    in the memory of the rank that waits. A peer writes it (by a copy, after the copies before it), and the rank that
-    waited for it makes it 0. A peer writes it again only after it heard from this rank once more, which this rank says
-    after it has made the flag 0.
+    may still be made after it has told them: nobody writes there.
+    A flag is a word in the memory of the rank that waits. A peer writes it (by a copy, after the copies before it), and
+    the rank that waited for it makes it 0. A peer writes it again only after it heard from this rank once more, which
+    this rank says after it has made the flag 0.
     What is written is the move's name, made of the windows and places that it goes to, and a rank waits for its own
     move's. Ranks that disagree on where a buffer lies wait for ever, as ranks do whose collectives differ; nothing is
     written where nobody expects it. A move's name is always the same, so a captured graph can be replayed.

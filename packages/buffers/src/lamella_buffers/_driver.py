@@ -12,6 +12,7 @@ import torch
 _LAZY_PEER_ACCESS = 1
 _EQUAL = 1
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
+_LEGACY_DEFAULT = 0
 _COPY, _BATCH = "cuMemcpyDtoDAsync_v2", "cuMemcpyBatchAsync_v2"
 
 
@@ -105,14 +106,14 @@ class Copies:
         """Put them on a stream, which must be torch's current one.
 
         As one batch, which costs the host a tenth of as many calls and leaves copy engines no gaps, if the driver has
-        that; it cannot be captured in a graph.
+        that. It cannot be captured in a graph, and is refused on CUDA's legacy default stream, which is torch's.
 
         Effects: copies by copy engines where the two are on different devices; together they come after what came
             before on the stream, and before what comes after.
         """
         if not self._moves:
             return
-        if _has_batches() and not torch.cuda.is_current_stream_capturing():
+        if stream != _LEGACY_DEFAULT and _has_batches() and not torch.cuda.is_current_stream_capturing():
             _call(_BATCH, *self._batch, stream)
             return
         for into, source, nbytes in self._moves:

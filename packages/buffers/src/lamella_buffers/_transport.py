@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -169,15 +169,13 @@ class NcclTransport(_GroupTransport):
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
         shards, full = zip(*of_one_dtype(payloads), strict=True)  # as a grouped call must be
-        self._group.allgather_into_tensor_coalesced(list(full), list(shards), on_current_stream(AllgatherOptions()))
+        self._group.allgather_into_tensor_coalesced(list(full), list(shards), _GATHER)
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Reduce straight from where payloads lie to where they go."""
-        options = on_current_stream(ReduceScatterOptions())
-        options.reduceOp = dist.ReduceOp(op)
         shards, full = zip(*payloads, strict=True)
-        self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), options)
+        self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), _reduce_options(op))
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Send pieces straight from where payloads lie, as one group of calls.
@@ -293,6 +291,16 @@ def transport_for(group: dist.ProcessGroup) -> Transport:
 def on_current_stream(options: Options) -> Options:
     """The options of a call that the current stream keeps in order, with no handle to wait for."""
     options.asyncOp = False
+    return options
+
+
+_GATHER = on_current_stream(AllgatherOptions())
+
+
+@cache
+def _reduce_options(op: ReduceOp) -> ReduceScatterOptions:
+    options = on_current_stream(ReduceScatterOptions())
+    options.reduceOp = dist.ReduceOp(op)
     return options
 
 

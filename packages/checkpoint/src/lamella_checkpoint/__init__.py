@@ -35,6 +35,7 @@ from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
 from lamella_checkpoint._megatron import Counters as Counters
 from lamella_checkpoint._megatron import Dialect as Dialect
+from lamella_checkpoint._megatron import from_megatron_model as from_megatron_model
 from lamella_checkpoint._megatron_files import MegatronCheckpoint as MegatronCheckpoint
 from lamella_checkpoint._megatron_files import open_megatron as open_megatron
 from lamella_checkpoint._open import Format as Format
@@ -47,6 +48,11 @@ from lamella_checkpoint._rules import Rules as Rules
 from lamella_checkpoint._rules import Stack as Stack
 from lamella_checkpoint._safetensors_save import save_safetensors as save_safetensors
 from lamella_checkpoint._save import save as save
+from lamella_checkpoint._shards import LiveCut as LiveCut
+from lamella_checkpoint._shards import LivePiece as LivePiece
+from lamella_checkpoint._shards import LiveShard as LiveShard
+from lamella_checkpoint._shards import PiecesOfTensor as PiecesOfTensor
+from lamella_checkpoint._shards import written_pieces as written_pieces
 from lamella_checkpoint._source import Source as Source
 from lamella_checkpoint._source import TensorInfo as TensorInfo
 from lamella_checkpoint._source import Wanted as Wanted

@@ -216,10 +216,11 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     complete(job.staged, [[_from_json(each) for each in content["placed"]] for content in contents], job.manifest)
     _clean(job)
     publish(job.staged, job.target)
-    for file in files:  # Not before: they tell a rank whose process was killed that the others can do without it.
-        (job.target / file.name).unlink()
-    if job.retention is not None:
-        job.retention.apply()
+    with suppress(OSError):  # The checkpoint is there. What is not removed now, the next save removes.
+        for file in files:  # Not before: they tell a rank whose process was killed that others can do without it.
+            (job.target / file.name).unlink()
+        if job.retention is not None:
+            job.retention.apply()
 
 
 def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:

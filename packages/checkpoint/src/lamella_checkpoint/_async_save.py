@@ -29,9 +29,11 @@ from lamella_checkpoint._async_process import (
     part_name,
 )
 from lamella_checkpoint._contents import Contents, Ranks
+from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._directories import staging_path
 from lamella_checkpoint._errors import CheckpointFailed
 from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, rank
+from lamella_checkpoint._recut import recut
 from lamella_checkpoint._retention import Retention
 from lamella_checkpoint._shares import Share, Tables, differing
 from lamella_checkpoint._staging import Memory, stage
@@ -143,6 +145,7 @@ class AsyncSaver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, object] | None = None,
+        correspondences: Sequence[Correspondence] = (),
     ) -> SaveHandle:
         """Begin what `lamella_checkpoint.save` does, and return when the state may change again.
 
@@ -154,6 +157,7 @@ class AsyncSaver:
             model: As for `save`.
             optimizer: As for `save`.
             extra: As for `save`.
+            correspondences: As for `save`; the same for every save.
 
         Returns:
             What to ask for the outcome. Need not be kept.
@@ -170,7 +174,7 @@ class AsyncSaver:
             the current stream and the host goes on: what is queued there later comes after them, and other streams
             must wait for it before they change the state.
         """
-        return self._save(Path(os.path.realpath(path)), model, optimizer, extra, None)
+        return self._save(Path(os.path.realpath(path)), model, optimizer, extra, correspondences, None)
 
     def wait(self) -> None:
         """Wait until no save is in the air.
@@ -184,7 +188,7 @@ class AsyncSaver:
             self._last.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, then give back the process and the memory; the saver is of no use any more.
+        """Wait as `wait` does, then give back the process and the memory. The next save takes new ones.
 
         Raises:
             CheckpointFailed: As `wait`.
@@ -203,19 +207,20 @@ class AsyncSaver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Mapping[str, object] | None,
+        correspondences: Sequence[Correspondence],
         retention: Retention | None,
     ) -> SaveHandle:
         began = time.perf_counter()
         self.wait()
         staging = time.perf_counter()
         with on_device_of(model.parameters()):
-            session = self._session or self._agree(model, optimizer, extra)
+            session = self._session or self._agree(model, optimizer, extra, correspondences)
             self._num_saves += 1
             token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
             self._last = handle = SaveHandle(self, target, staging_path(target, token))
             try:
                 contents = Contents.of(model, optimizer, extra)
-                share = Share.of(contents, rank(), self._tables)
+                share = recut(Share.of(contents, rank(), self._tables), correspondences)
                 items, events = stage(share.items(session.apart), self._memory)
                 job = Job(
                     target=target,
@@ -238,7 +243,11 @@ class AsyncSaver:
         return handle
 
     def _agree(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object] | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, object] | None,
+        correspondences: Sequence[Correspondence],
     ) -> _Session:
         """Begin a session on all ranks, or raise on all. Effects: collective, one exchange."""
 
@@ -247,7 +256,7 @@ class AsyncSaver:
 
         self._session = exchange(
             "begin to save in the background",
-            lambda: Share.of(Contents.of(model, optimizer, extra), rank()).digests,
+            lambda: recut(Share.of(Contents.of(model, optimizer, extra), rank()), correspondences).digests,
             begin,
         )
         return self._session

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_layout import Chunk, Range, mesh_region
+from lamella_layout import Chunk, Range, Region, mesh_region
 
 
 class LocalBox(NamedTuple):
@@ -42,12 +43,37 @@ def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
     told = _told_by_itself(tensor)
     if told is not None:
         return _checked(tensor, told, local)
-    region = mesh_region(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, tuple(coordinate))
+    mesh = tensor.device_mesh
+    region = mesh_region(
+        tuple(tensor.shape), tuple(mesh.shape), tensor.placements, tuple(coordinate), order=cut_order(tensor)
+    )
     _check_sizes(tensor, region.shape)
-    return [
-        LocalBox(Chunk.of(runs), local[tuple(slice(along.start, along.stop) for along in positions)])
-        for runs, positions in zip(product(*region.runs), product(*map(_positions, region.runs)), strict=True)
-    ]
+    along = zip(region.chunks, places_in_memory(region), strict=True)
+    return [LocalBox(chunk, box_of(local, place)) for chunk, place in along]
+
+
+def box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """A box of a tensor, as a view. Effects: none."""
+    return tensor[tuple(slice(along.start, along.stop) for along in chunk.ranges)]
+
+
+def places_in_memory(region: Region) -> list[Chunk]:
+    """Where each of a region's chunks lies in the local tensor, in the order of `region.chunks`. Effects: none."""
+    return [Chunk.of(ranges) for ranges in product(*map(_places_along, region.runs))]
+
+
+def cut_order(tensor: DTensor) -> tuple[int, ...] | None:
+    """The axes of a tensor's mesh in the order in which they cut it, where the mesh says so; None for left to right.
+
+    Megatron-FSDP marks its meshes: tensor parallelism cuts first there, though its axis is the last, and placements do
+    not say it. Taken at their word, they would place a rank's part among another's rows. A strided shard does say it.
+
+    Effects: none.
+    """
+    told = getattr(tensor.device_mesh, "_shard_order", None)
+    if told is None or any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        return None
+    return tuple(told)
 
 
 def first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
@@ -97,7 +123,6 @@ def _check_sizes(tensor: DTensor, expected: tuple[int, ...]) -> None:
         )
 
 
-def _positions(runs: tuple[Range, ...]) -> Iterator[Range]:
-    """Where each run lies in local memory."""
+def _places_along(runs: tuple[Range, ...]) -> Iterator[Range]:
     ends = accumulate(run.numel for run in runs)
     return (Range(end - run.numel, end) for run, end in zip(runs, ends, strict=True))

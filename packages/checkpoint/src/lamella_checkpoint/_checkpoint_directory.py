@@ -1,7 +1,7 @@
 """A directory of checkpoints by step, of which the newest are kept."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._async_save import AsyncSaver, SaveHandle
+from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._ranks import on_device_of, on_rank_zero
 from lamella_checkpoint._retention import Retention, clean, path_of, steps_in
 from lamella_checkpoint._save import save
@@ -74,6 +75,7 @@ class CheckpointDirectory:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, object] | None = None,
+        correspondences: Sequence[Correspondence] = (),
     ) -> Path:
         """`lamella_checkpoint.save` at a step, then remove all but the newest `keep` checkpoints.
 
@@ -92,7 +94,7 @@ class CheckpointDirectory:
         self.wait()
         with on_device_of(model.parameters()):
             on_rank_zero("clean the checkpoint directory", lambda: clean(self.root))
-            save(path, model=model, optimizer=optimizer, extra=extra)
+            save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
             on_rank_zero("remove older checkpoints", self._retention(step).apply)
         return path
 
@@ -103,6 +105,7 @@ class CheckpointDirectory:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, object] | None = None,
+        correspondences: Sequence[Correspondence] = (),
     ) -> SaveHandle:
         """`save` in the background: see `AsyncSaver.save`, whose effects and errors these are.
 
@@ -117,7 +120,7 @@ class CheckpointDirectory:
         """
         path = self.path(step)
         self._saver = self._saver or AsyncSaver()
-        return self._saver._save(path, model, optimizer, extra, self._retention(step))
+        return self._saver._save(path, model, optimizer, extra, correspondences, self._retention(step))
 
     def wait(self) -> None:
         """Wait until no save is in the air.

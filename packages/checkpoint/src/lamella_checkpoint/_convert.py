@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -14,7 +15,7 @@ import torch
 
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import check_vacant, find, publish, stage, sync
-from lamella_checkpoint._errors import FormatUnknown, ModelUnknown
+from lamella_checkpoint._errors import CheckpointDamaged, FormatUnknown, ModelUnknown
 from lamella_checkpoint._families import Family, find_family, known_model_types
 from lamella_checkpoint._float8 import (
     Dequantised,
@@ -22,6 +23,7 @@ from lamella_checkpoint._float8 import (
     block_of,
     is_quantised,
     is_scale,
+    linear_weights,
     plain_config,
     quantised_config,
 )
@@ -40,7 +42,7 @@ from lamella_checkpoint._open import Format, OpenCheckpoint, find_files, open_ch
 from lamella_checkpoint._rules import Rules
 from lamella_checkpoint._safetensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsSource
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
-from lamella_checkpoint._source import Source
+from lamella_checkpoint._source import Source, TensorInfo
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
 from lamella_checkpoint._translate import Side, Translated, WithObjects, parameter_shapes, rename
 from lamella_checkpoint._translate import translate as translated
@@ -93,7 +95,7 @@ def convert(
     to: Target,
     translate: Callable[[Source], Source] | None = None,
     dtype: torch.dtype | None = None,
-    float8: bool | None = None,
+    float8: bool | Callable[[str, TensorInfo], bool] | None = None,
     like: str | os.PathLike[str] | None = None,
     dialect: str = RELEASE_0_19.name,
     tensor_parallel_size: int | None = None,
@@ -122,8 +124,9 @@ def convert(
             Face's and Megatron's names by the rules that an installed package has for the configuration's
             `model_type`, and leaves other names as they are.
         dtype: To cast weights of floating point to, other than float8; None keeps each tensor's own.
-        float8: Whether weights are to be float8 with a scale a block of 128 by 128. None keeps them so from Hugging
-            Face to Hugging Face and makes numbers of them elsewhere.
+        float8: Whether weights are to be float8 with a scale a block of 128 by 128: those of linear layers, or those of
+            which a function of name and `TensorInfo` says so. None keeps what is float8 from Hugging Face to Hugging
+            Face, and makes numbers of it elsewhere.
         like: A Hugging Face directory whose side files come along instead of the source's own.
         dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
         tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
@@ -156,25 +159,17 @@ def convert(
     between = _Between(config=config, dialect=_DIALECTS[dialect], tensor_parallel_size=tensor_parallel_size)
     opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
     published = _published(opened, beside)
-    plan = _plan(opened, to, between, translate, dtype, float8, published)
+    wish = _Wish(to=to, translate=translate, dtype=dtype, float8=float8)
+    plan = _plan(opened, wish, between, published)
     if not plan.dtypes:
         raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.path)!r}.")
     options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
     target = Path(os.path.realpath(dst))
-    staged = stage(target, check=partial(_check_replaceable, path, to) if replace else check_vacant)
-    try:
+    check = partial(_check_replaceable, path, to) if replace else check_vacant
+    with _appearing(target, is_file=to == "torch", check=check) as staged:
         copied = _copy_side_files(plan, to, beside, published, staged)
-        manifest = Manifest(
-            extra=_extra(opened),
-            num_ranks=1,
-            optimizer=None if opened.manifest is None else opened.manifest.optimizer,
-            side_files=SIDE_FILES if copied else None,
-        )
-        _write(plan, to, staged, target.name, manifest, max_shard_nbytes, options)
-        _publish(staged, target, is_file=to == "torch")
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+        manifest = _manifest(opened, SIDE_FILES if copied else None)
+        _write(plan, to, staged / target.name if to == "torch" else staged, manifest, max_shard_nbytes, options)
     return Conversion(
         source=opened.path,
         target=target,
@@ -255,6 +250,8 @@ def open_both(
 
 def _beside(path: Path) -> Path | None:
     """Where a checkpoint keeps what lay beside the weights in a Hugging Face directory."""
+    if (path / SIDE_FILES).is_symlink():
+        raise CheckpointDamaged(str(path / SIDE_FILES), f"it leads outside, to {str((path / SIDE_FILES).resolve())!r}")
     if (path / SIDE_FILES).is_dir():
         return path / SIDE_FILES
     return path if _has_weights(path) else None
@@ -274,15 +271,19 @@ def _published(opened: OpenCheckpoint, beside: Path | None) -> _Shapes:
     return {name: info.shape for name, info in published.tensors.items() if not is_scale(published, name)}
 
 
-def _ties(opened: OpenCheckpoint) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own."""
+def _ties(opened: OpenCheckpoint, published: _Shapes) -> dict[str, str]:
+    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own.
+
+    The other is the one that was published, if either was.
+    """
     stored = opened.raw
     if opened.format is not Format.LAMELLA or not isinstance(stored, StoredCheckpoint):
         return {}
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
-    for name, info in stored.tensors.items():
-        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in info.chunks))
+    for name in sorted(stored.tensors, key=lambda name: name.removeprefix(_OF_MODEL) not in published):
+        chunks = stored.tensors[name].chunks
+        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in chunks))
         first = firsts.setdefault(places, name) if places else name
         if first != name:
             ties[name] = first
@@ -290,6 +291,21 @@ def _ties(opened: OpenCheckpoint) -> dict[str, str]:
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wish:
+    """What the caller wants written; as `convert` has it."""
+
+    to: Target
+    translate: Callable[[Source], Source] | None
+    dtype: torch.dtype | None
+    float8: bool | Callable[[str, TensorInfo], bool] | None
+
+    @property
+    def wants_numbers(self) -> bool:
+        """Whether what is float8 is to be numbers."""
+        return self.float8 is False or (self.float8 is None and self.to != "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,56 +376,48 @@ class _Plan:
         return sum(prod(self.source.tensors[name].shape) * dtype.itemsize for name, dtype in self.dtypes.items())
 
 
-def _plan(
-    opened: OpenCheckpoint,
-    to: Target,
-    between: _Between,
-    by: Callable[[Source], Source] | None,
-    dtype: torch.dtype | None,
-    float8: bool | None,
-    published: _Shapes,
-) -> _Plan:
-    source, ties, config = opened.source, _ties(opened), between.config
-    if by is not None or to in ("hf", "fsdp_dtensor"):
+def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Shapes) -> _Plan:
+    source, ties, config = opened.source, _ties(opened, published), between.config
+    if opened.format is Format.SAFETENSORS and not wish.wants_numbers:
+        source = rename(opened.raw, lambda name: f"{_OF_MODEL}{name}")  # Opened, what is float8 is numbers.
+    if wish.translate is not None or wish.to in ("hf", "fsdp_dtensor"):
         source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
-    if is_quantised(source) and (float8 is False or (float8 is None and to != "hf")):
-        source = Dequantised(source, dtype=dtype or torch.bfloat16, block=block_of(config or {}))
-    layers = list(_translations(source, opened, to, between, by, published))
-    layers.append(rename(layers[-1] if layers else source, _KEPT[to]))
-    source, left = layers[-1], layers[-1].left_over
-    if to == "dcp":
-        left = tuple(name for name in left if name not in _extra(opened))
-    if float8 and not is_quantised(source):
-        source = Quantised(source)
-    if config is not None:
-        config = _config_of(source, config, dtype)
+    if is_quantised(source) and wish.wants_numbers:
+        source = Dequantised(source, dtype=wish.dtype or torch.bfloat16, block=block_of(config or {}))
+    layers = list(_translations(source, opened, wish, between, published))
+    layers.append(rename(layers[-1] if layers else source, _KEPT[wish.to]))
+    source = layers[-1]
+    if wish.float8 and not is_quantised(source):
+        source = Quantised(source, which=linear_weights if wish.float8 is True else wish.float8)
+    kept_beside = _extra(opened) if wish.to == "dcp" else {}
     return _Plan(
-        source=source, dtypes=_dtypes(source, ties, dtype), ties=ties, left=left, layers=tuple(layers), config=config
+        source=source,
+        dtypes=_dtypes(source, ties, wish.dtype),
+        ties=ties,
+        left=tuple(name for name in layers[-1].left_over if name not in kept_beside),
+        layers=tuple(layers),
+        config=None if config is None else _config_of(source, config, wish.dtype),
     )
 
 
 def _translations(
-    source: Source,
-    opened: OpenCheckpoint,
-    to: Target,
-    between: _Between,
-    by: Callable[[Source], Source] | None,
-    published: _Shapes,
+    source: Source, opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Shapes
 ) -> Iterator[Translated]:
     """The layers from a checkpoint's names to the target's, each over the one before.
 
     Between formats, the names are those of modules; what goes from Hugging Face to Hugging Face keeps its own.
     """
     is_megatrons = opened.format in _MEGATRONS
-    if by is not None:
-        yield (source := rename(by(source), lambda name: name))
-    elif opened.format is Format.SAFETENSORS and to != "hf":
-        yield (source := between.modules(source, published, "right"))
-    if by is None and is_megatrons != (to == "fsdp_dtensor"):
-        yield (source := between.translate(source, "left" if is_megatrons else "right"))
-    if by is None and to == "hf" and published:
-        yield (source := between.modules(source, published, "left"))
-    if to == "fsdp_dtensor":
+    if wish.translate is not None:
+        yield (source := rename(wish.translate(source), lambda name: name))
+    else:
+        if opened.format is Format.SAFETENSORS and wish.to != "hf":
+            yield (source := between.modules(source, published, "right"))
+        if is_megatrons != (wish.to == "fsdp_dtensor"):
+            yield (source := between.translate(source, "left" if is_megatrons else "right"))
+        if wish.to == "hf" and published:
+            yield (source := between.modules(source, published, "left"))
+    if wish.to == "fsdp_dtensor":
         counters = {name: value for name, value in opened.extra.items() if name in EXPECTED_OBJECTS}
         lacking = {name: value for name, value in counters.items() if name not in source.objects}
         yield between.write(WithObjects(source, lacking))
@@ -465,23 +473,18 @@ class _Options(TypedDict):
     on_bytes: OnBytes
 
 
-def _write(
-    plan: _Plan, to: Target, staged: Path, name: str, manifest: Manifest, max_file_nbytes: int, options: _Options
-) -> None:
+def _write(plan: _Plan, to: Target, path: Path, manifest: Manifest, max_file_nbytes: int, options: _Options) -> None:
+    """Write the tensors at a path that nobody sees yet: a file for "torch", a directory for the rest."""
+    contents = plan.source, plan.dtypes, path
     match to:
         case "hf":
-            write_safetensors(plan.source, plan.dtypes, staged, max_shard_nbytes=max_file_nbytes, **options)
+            write_safetensors(*contents, max_shard_nbytes=max_file_nbytes, **options)
         case "torch":
-            write_torch(plan.source, plan.dtypes, staged / name, aliases=plan.ties, **options)
+            write_torch(*contents, aliases=plan.ties, **options)
         case "dcp":
-            write_dcp(
-                plan.source, plan.dtypes, staged,
-                aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options,
-            )  # fmt: skip
+            write_dcp(*contents, aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options)
         case "fsdp_dtensor":
-            write_dcp(
-                plan.source, plan.dtypes, staged, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options
-            )
+            write_dcp(*contents, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options)
 
 
 def _megatrons_path(name: str) -> tuple[str, ...]:
@@ -504,6 +507,12 @@ def _copy_side_files(plan: _Plan, to: Target, beside: Path | None, published: _S
         write_config(folder, plan.config)
     sync(folder)
     return copied
+
+
+def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
+    """What a converted checkpoint says about itself: what the source said, as far as it still holds."""
+    kind = None if opened.manifest is None else opened.manifest.optimizer
+    return Manifest(extra=_extra(opened), num_ranks=1, optimizer=kind, side_files=side_files)
 
 
 def _extra(opened: OpenCheckpoint) -> dict[str, Any]:
@@ -543,15 +552,23 @@ def _check_replaceable(source: Path, to: Target, target: Path) -> None:
         )
 
 
-def _publish(staged: Path, target: Path, *, is_file: bool) -> None:
-    if is_file:
+@contextmanager
+def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) -> Iterator[Path]:
+    """A directory to write in. After the block, it is `target`; or the file of that name in it is."""
+    staged = stage(target, check=check)
+    try:
+        yield staged
+        if not is_file:
+            publish(staged, target)
+            return
         if target.is_dir():
             target.rmdir()  # An empty one.
         (staged / target.name).rename(target)
         staged.rmdir()
         sync(target.parent)
-    else:
-        publish(staged, target)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
 
 
 def _progress(on_progress: OnProgress, total: int) -> OnBytes:
@@ -565,10 +582,10 @@ def _progress(on_progress: OnProgress, total: int) -> OnBytes:
     return on_bytes
 
 
-def _check_arguments(to: str, float8: bool | None, dialect: str) -> None:
+def _check_arguments(to: str, float8: object, dialect: str) -> None:
     if to not in _KEPT:
         raise ValueError(f"Expected `to` to be one of {tuple(_KEPT)}, got {to!r}.")
     if float8 and to != "hf":
-        raise ValueError(f"Expected float8=True with to='hf' only, which has scales for it, got to={to!r}.")
+        raise ValueError(f"Expected `float8` with to='hf' only, which has scales for it, got to={to!r}.")
     if dialect not in _DIALECTS:
         raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {dialect!r}.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from lamella_checkpoint._boxes import whole_box
 from lamella_layout import Chunk
 
 
@@ -59,7 +60,7 @@ class Correspondence:
     @classmethod
     def rename(cls, left: str, right: str, shape: Sequence[int], *, shift: float = 0.0) -> "Correspondence":
         """One tensor under two names."""
-        whole = whole_chunk(shape)
+        whole = whole_box(shape)
         piece = Piece(Place(left, whole), Place(right, whole))
         return cls(left={left: tuple(shape)}, right={right: tuple(shape)}, pieces=(piece,), shift=shift)
 
@@ -73,11 +74,6 @@ class Correspondence:
         """The same, with the sides exchanged."""
         pieces = tuple(Piece(piece.right, piece.left) for piece in self.pieces)
         return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift)
-
-
-def whole_chunk(shape: Sequence[int]) -> Chunk:
-    """The box that is all of a tensor."""
-    return Chunk((0,) * len(shape), tuple(shape))
 
 
 def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
@@ -139,7 +135,7 @@ def _check_cover(shapes: Mapping[str, tuple[int, ...]], places: Iterable[Place])
 
 
 def _check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Chunk]) -> None:
-    whole = whole_chunk(shape)
+    whole = whole_box(shape)
     for box in boxes:
         if len(box.sizes) != len(shape) or whole.intersection(box) != box:
             raise ValueError(f"Expected boxes inside {name!r} of shape {tuple(shape)!r}, got {box!r}.")

@@ -1,7 +1,7 @@
 """Two checkpoints held against each other: names, shapes, dtypes, and values box by box."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -10,16 +10,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from lamella_checkpoint._correspondence import Place
 from lamella_checkpoint._errors import CheckpointUntrusted
 from lamella_checkpoint._file_boxes import pieces
 from lamella_checkpoint._open import Translate, open_checkpoint
 from lamella_checkpoint._source import Source, Wanted
-from lamella_layout import Chunk
 
 OnProgress = Callable[[int, int], None]
 """Is told how many bytes have been compared, and how many there are."""
 
-_BUFFER_NBYTES: Final = 32 << 20
+_BUFFER_NBYTES: Final = 64 << 20
 _LINES_SHOWN: Final = 20
 
 
@@ -108,7 +108,7 @@ def diff(
         CheckpointDamaged: As for `open_checkpoint`, or a tensor cannot be read.
         FileNotFoundError: There is nothing.
 
-    Effects: holds 64 MiB of tensors at most, unless a single row is more; no collective, no accelerator.
+    Effects: holds 64 MiB of each at most; no collective, no accelerator.
     """
     sources = []
     for given, translate in ((a, translate_a), (b, translate_b)):
@@ -124,40 +124,41 @@ class _Comparison:
         self, a: Source, b: Source, *, values: bool, rtol: float, atol: float, on_progress: OnProgress
     ) -> None:
         self._a, self._b = a, b
-        self._values = values
+        self._with_values = values
         self._rtol, self._atol = rtol, atol
         self._on_progress = on_progress
-        self._total = sum(prod(info.shape) * info.dtype.itemsize for info in a.tensors.values())
-        self._done = 0
         self.num_equal = 0
 
     def run(self) -> Iterator[Difference]:
-        of_b = {*self._b.tensors, *self._b.objects}
+        of_a, of_b = ({*each.tensors, *each.objects} for each in (self._a, self._b))
+        names = self._a.tensors if self._with_values else ()
+        values = self._values([name for name in names if name in of_b and self._are_comparable(name)])
         for name in (*self._a.tensors, *self._a.objects):
             if name not in of_b:
                 yield Difference(name, _told(self._a, name), None, "name")
                 continue
-            found = list(self._of_name(name))
+            found = [*self._of_name(name), *([values[name]] if name in values else [])]
             self.num_equal += not found
             yield from found
-        of_a = {*self._a.tensors, *self._a.objects}
         for name in (*self._b.tensors, *self._b.objects):
             if name not in of_a:
                 yield Difference(name, None, _told(self._b, name), "name")
 
+    def _are_comparable(self, name: str) -> bool:
+        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        return a is not None and b is not None and tuple(a.shape) == tuple(b.shape)
+
     def _of_name(self, name: str) -> Iterator[Difference]:
+        """What differs but for values."""
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None and b is None:
-            yield from self._of_object(name) if self._values else ()
+            yield from self._of_object(name) if self._with_values else ()
         elif a is None or b is None:
             yield Difference(name, _told(self._a, name), _told(self._b, name), "object")
         elif tuple(a.shape) != tuple(b.shape):
             yield Difference(name, str(list(a.shape)), str(list(b.shape)), "shape")
-        else:
-            if a.dtype != b.dtype:
-                yield Difference(name, str(a.dtype), str(b.dtype), "dtype")
-            if self._values:
-                yield from self._of_values(name)
+        elif a.dtype != b.dtype:
+            yield Difference(name, str(a.dtype), str(b.dtype), "dtype")
 
     def _of_object(self, name: str) -> Iterator[Difference]:
         try:
@@ -167,27 +168,46 @@ class _Comparison:
         if a != b:
             yield Difference(name, repr(a), repr(b), "object")
 
-    def _of_values(self, name: str) -> Iterator[Difference]:
-        """One difference a tensor: how many elements, and the first of them."""
-        num_different, first = 0, None
-        info = self._a.tensors[name]
-        for chunk in info.chunks:
-            for piece in pieces(
-                chunk, _BUFFER_NBYTES // max(info.dtype.itemsize, self._b.tensors[name].dtype.itemsize)
-            ):
-                a, b = (_read(source, name, piece) for source in (self._a, self._b))
+    def _values(self, names: Sequence[str]) -> dict[str, Difference]:
+        """By name, how many elements differ, and the first of them."""
+        num_different: dict[str, int] = {}
+        firsts: dict[str, Difference] = {}
+        total = sum(prod(self._a.tensors[name].shape) * self._a.tensors[name].dtype.itemsize for name in names)
+        done = 0
+        for batch in self._batches(names):
+            for (name, piece), a, b in zip(batch, _read(self._a, batch), _read(self._b, batch), strict=True):
+                done += a.nbytes
+                if a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)):
+                    continue
                 differ = _different(a, b, self._rtol, self._atol)
-                num_here = int(differ.sum())
-                num_different += num_here
-                if num_here and first is None:
+                num_different[name] = num_different.get(name, 0) + int(differ.sum())
+                if name not in firsts and bool(differ.any()):
                     at = tuple(differ.nonzero()[0].tolist())
                     place = [offset + index for offset, index in zip(piece.offsets, at, strict=True)]
-                    first = (place, a[at].item(), b[at].item())
-                self._done += a.nbytes
-                self._on_progress(self._done, self._total)
-        if first is not None:
-            what = f"{num_different} of {prod(info.shape)} values, first at {first[0]}"
-            yield Difference(name, repr(first[1]), repr(first[2]), what)
+                    firsts[name] = Difference(name, repr(a[at].item()), repr(b[at].item()), f"first at {place}")
+            self._on_progress(done, total)
+        return {
+            name: first._replace(
+                what=f"{num_different[name]} of {prod(self._a.tensors[name].shape)} values, {first.what}"
+            )
+            for name, first in firsts.items()
+        }
+
+    def _batches(self, names: Iterable[str]) -> Iterator[list[Place]]:
+        """Boxes that are read together, along the chunks of `a`."""
+        batch: list[Place] = []
+        left = _BUFFER_NBYTES
+        for name in names:
+            itemsize = max(source.tensors[name].dtype.itemsize for source in (self._a, self._b))
+            for chunk in self._a.tensors[name].chunks:
+                for piece in pieces(chunk, _BUFFER_NBYTES // itemsize):
+                    if batch and piece.numel * itemsize > left:
+                        yield batch
+                        batch, left = [], _BUFFER_NBYTES
+                    batch.append(Place(name, piece))
+                    left -= piece.numel * itemsize
+        if batch:
+            yield batch
 
 
 def _opened(given: str | os.PathLike[str] | Source, *, trust: bool, verify: bool) -> Source:
@@ -196,10 +216,14 @@ def _opened(given: str | os.PathLike[str] | Source, *, trust: bool, verify: bool
     return given
 
 
-def _read(source: Source, name: str, box: Chunk) -> torch.Tensor:
-    into = torch.empty(box.sizes, dtype=source.tensors[name].dtype)
-    source.read([Wanted(name, box, into)])
+def _read(source: Source, boxes: Sequence[Place]) -> list[torch.Tensor]:
+    into = [torch.empty(box.chunk.sizes, dtype=source.tensors[box.name].dtype) for box in boxes]
+    source.read([Wanted(box.name, box.chunk, memory) for box, memory in zip(boxes, into, strict=True)])
     return into
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _different(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:

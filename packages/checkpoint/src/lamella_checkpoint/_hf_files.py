@@ -21,19 +21,31 @@ _DTYPE_KEYS: Final = frozenset({"dtype", "torch_dtype"})
 def side_files(directory: Path) -> Iterator[Path]:
     """The files of a directory that are neither weights nor a list of such, by name; folders are left out.
 
+    Raises:
+        CheckpointDamaged: A link leads outside: copied, it would publish whatever it leads to.
+
     Effects: reads the directory.
     """
+    real = directory.resolve()
+    # The hub's cache keeps files apart from the directories that list them: snapshots/<revision>/<link to ../../blobs>.
+    allowed = (real, real.parent.parent / "blobs")
     for file in sorted(directory.iterdir()):
         is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-        if file.is_file() and not is_weights and file.name != _PUBLISHED_FILE:
-            yield file
+        if not file.is_file() or is_weights or file.name == _PUBLISHED_FILE:
+            continue
+        if file.resolve().parent not in allowed:
+            raise CheckpointDamaged(str(file), f"it leads outside, to {str(file.resolve())!r}")
+        yield file
 
 
 def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
-    """Copy them, following links, and wait until they are on the disk.
+    """Copy them, and wait until they are on the disk.
 
     Returns:
         Their names.
+
+    Raises:
+        CheckpointDamaged: As `side_files`.
     """
     copied = []
     for file in side_files(directory):

@@ -32,7 +32,7 @@ import torch
 from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._file_boxes import Stored, read_box
 from lamella_checkpoint._metadata import Item
-from lamella_checkpoint._torch_zip import FileSlice, Record, TensorRecord, find_tensor, records
+from lamella_checkpoint._torch_zip import FileSlice, Record, TensorRecord, find_tensor, plain_data, records
 from lamella_layout import Chunk, Range
 
 _PIECE_BYTES: Final = 16 << 20
@@ -150,6 +150,10 @@ def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
         CheckpointDamaged: It is not what `torch.save` writes.
         CheckpointUntrusted: It holds types that torch does not know as plain data, without `trust`.
     """
+    try:
+        return plain_data(io.BytesIO(content))
+    except Exception:  # noqa: BLE001  torch knows more types, and says better what is wrong.
+        pass
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def _check_keys(value: object, path: str) -> None:
             _check_keys(each, path)
 
 
+@cache  # Looking through what is installed takes a tenth of a second.
 def _packages() -> dict[str, str]:
     """The installed lamella distributions, for whoever has to find out what wrote a checkpoint."""
     names = sorted((each.name, each.version) for each in distributions() if each.name.startswith("lamella"))

@@ -33,10 +33,10 @@ Note [Dialects]
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from lamella_checkpoint._correspondence import Correspondence
+from lamella_checkpoint._correspondence import Correspondence, Piece
 from lamella_checkpoint._hybrid_stack import logical_name, nested_names
 from lamella_checkpoint._rules import Grouped, Join, Rule, Rules
 from lamella_checkpoint._source import Source
@@ -275,7 +275,7 @@ def write_fsdp_dtensor(
     return rename(complete, _writes(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
-def from_model(
+def from_megatron_model(
     shapes: Mapping[str, tuple[int, ...]], *, sizes: Mapping[str, int], dialect: Dialect | None = None
 ) -> list[Correspondence]:
     """What a live model's tensors are in a checkpoint: the left side is the checkpoint's, the right the model's.
@@ -294,7 +294,12 @@ def from_model(
         rules += [*MAMBA_IN, *MAMBA, *OLDER_MAMBA]
     if dialect is None or not dialect.fused_mla:
         rules += FUSED_MLA
-    return Rules(tuple(rules), sizes).match(_without_ungated(shapes), "right")
+    found = Rules(tuple(rules), sizes).match(_without_ungated(shapes), "right")
+    if dialect is not None:
+        return found
+    taken = {name for each in found for name in each.right}
+    found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
+    return [_logical(each) for each in found]
 
 
 def global_expert(name: str, first: int) -> str:
@@ -357,6 +362,13 @@ def counters(source: Source, beside: Mapping[str, object] | None = None) -> Coun
     found |= {"iteration" if name == "step" else name: value for name, value in (beside or {}).items()}
     lacking = tuple(name for name in EXPECTED_OBJECTS if name not in present and name not in found)
     return Counters(found=found, lacking=lacking)
+
+
+def _logical(each: Correspondence) -> Correspondence:
+    """The same, with logical names for the layers of hybrid stacks on the left."""
+    pieces = tuple(Piece(piece.left._replace(name=logical_name(piece.left.name)), piece.right) for piece in each.pieces)
+    left = {logical_name(name): shape for name, shape in each.left.items()}
+    return replace(each, left=left, pieces=pieces)
 
 
 def _of_options(

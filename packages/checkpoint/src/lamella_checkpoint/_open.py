@@ -120,7 +120,7 @@ def open_checkpoint(
     if kind is Format.DCP:
         return _open_dcp(found, trust=trust, verify=verify, sizes=sizes, live=live)
     if kind is Format.SAFETENSORS:
-        return _open_safetensors(found)
+        return _open_safetensors(found, live)
     file = TorchFile(found, trust=trust, verify=verify)
     return _open_plain(file, file.paths, Format.TORCH, live)
 
@@ -187,18 +187,21 @@ def _open_plain(
     )
 
 
-def _open_safetensors(path: Path) -> OpenCheckpoint:
+def _open_safetensors(path: Path, live: LiveNames | None) -> OpenCheckpoint:
     raw = SafetensorsSource(path)
     # Each name is one key: the `model` in many of them is a module of the model, and no section.
-    paths: dict[str, Keys] = {name: (name,) for name in raw.tensors}
-    return OpenCheckpoint(format=Format.SAFETENSORS, raw=raw, make_source=lambda: to_native(raw, paths).source)
+    native = to_native(raw, {name: (name,) for name in raw.tensors}, live)
+    return OpenCheckpoint(
+        format=Format.SAFETENSORS, raw=raw, make_source=lambda: native.source, stripped=native.stripped
+    )
 
 
 def _beside(raw: Source, native: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
     """Plain values that lie beside the sections: an epoch, a step."""
     found: dict[str, Any] = {}
+    of_raw = frozenset(raw.objects)
     for name in native.objects:
-        if name in raw.objects and len(paths.get(name, (name,))) == 1:
+        if name in of_raw and len(paths.get(name, (name,))) == 1:
             try:
                 value = raw.read_object(name)
             except CheckpointUntrusted:

@@ -20,7 +20,8 @@ from functools import cache
 from itertools import accumulate, product
 from typing import NamedTuple, TypeAlias
 
-from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings, whole_chunk
+from lamella_checkpoint._boxes import whole_box
+from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings
 from lamella_checkpoint._errors import SizeUnknown
 from lamella_checkpoint._translate import Side
 from lamella_layout import Chunk
@@ -265,7 +266,7 @@ def _make(
     """Put a term together of tensors of known shapes."""
     if isinstance(term, str):
         name = _fill(term, captures)
-        whole = whole_chunk(shapes[name])
+        whole = whole_box(shapes[name])
         return _Made(shapes[name], [(Place(name, whole), whole)])
     if isinstance(term, Join):
         made = [_make(each, captures, counts, shapes, sizes) for each in term.terms]
@@ -311,7 +312,7 @@ def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
     if any(span % num_groups for span in spans):
         raise ValueError(f"Expected parts that divide by {term.groups!r} ({num_groups}), got {spans!r}.")
     starts = list(accumulate(spans, initial=0))
-    whole = whole_chunk(made.shape)
+    whole = whole_box(made.shape)
     segments, goals, position = [], [], 0
     for group in range(num_groups):
         for start, span in zip(starts, spans, strict=False):

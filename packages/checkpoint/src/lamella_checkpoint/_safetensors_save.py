@@ -52,6 +52,7 @@ def save_safetensors(
         The directory's absolute path.
 
     Raises:
+        CheckpointDamaged: A link in `like` leads outside it.
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         FileExistsError: `path` holds something.
         TypeError: Safetensors lack a tensor's dtype.

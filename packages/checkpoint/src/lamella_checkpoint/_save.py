@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._contents import Contents, Ranks
+from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._dcp_write import Placed, complete, write_items
 from lamella_checkpoint._directories import publish, stage
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, rank
+from lamella_checkpoint._recut import recut
 from lamella_checkpoint._shares import Share, differing
 
 
@@ -22,6 +24,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, object] | None = None,
+    correspondences: Sequence[Correspondence] = (),
 ) -> Path:
     """Write a checkpoint that any number of ranks can load, and plain torch DCP too.
 
@@ -37,6 +40,8 @@ def save(
         optimizer: Over the model's parameters. None leaves the optimizer out.
         extra: What else resuming takes: the step, random states, the data loader's position. Kept as JSON, where
             tuples become lists. Rank 0's counts.
+        correspondences: Whose left side the checkpoint is to have, where the right side has the model's names: fused
+            tensors by component, for one. The same on every rank. `load` takes the way back as `translate`.
 
     Returns:
         The checkpoint's absolute path.
@@ -55,7 +60,7 @@ def save(
         the files are on the disk.
     """
     with on_device_of(model.parameters()):
-        target, staged, (contents, share), apart = _begin(path, model, optimizer, extra)
+        target, staged, (contents, share), apart = _begin(path, model, optimizer, extra, correspondences)
         try:
             exchange(
                 "write the checkpoint's files",
@@ -74,13 +79,14 @@ def _begin(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, object] | None,
+    correspondences: Sequence[Correspondence],
 ) -> tuple[Path, Path, tuple[Contents, Share], frozenset[Ranks]]:
     """Where to write and what: the target, the staged directory, this rank's share, and who does not share."""
     mine: list[tuple[Contents, Share]] = []
 
     def collect() -> dict[Ranks, str]:
         contents = Contents.of(model, optimizer, extra)
-        mine.append((contents, Share.of(contents, rank())))
+        mine.append((contents, recut(Share.of(contents, rank()), correspondences)))
         return mine[0][1].digests
 
     def make_room(digests: list[dict[Ranks, str]]) -> list[tuple[Path, Path, frozenset[Ranks]]]:

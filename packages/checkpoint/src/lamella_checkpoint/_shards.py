@@ -12,7 +12,6 @@ Each rank computes its pieces by itself; there is nothing to communicate.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple, Self
 
@@ -21,13 +20,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from lamella_checkpoint._boxes import box_of, places_in_memory
 from lamella_checkpoint._correspondence import Correspondence, Piece, carried, meetings
 from lamella_checkpoint._translate import Side
 from lamella_layout import Chunk, Range, Region
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class LiveShard:
     """What a rank holds of a parameter, in the parameter's coordinates: Note [Coordinates come from the parameter].
 
     Attributes:
@@ -41,7 +41,7 @@ class Shard:
     @classmethod
     def of_rows(
         cls, shape: Sequence[int], elements: Range, *, tp_dim: int | None = None, num_tp: int = 1, tp_rank: int = 0
-    ) -> "Shard":
+    ) -> "LiveShard":
         """A tensor-parallel rank's part, cut between rows anywhere: what Megatron-FSDP leaves to a rank.
 
         Args:
@@ -123,39 +123,30 @@ class LiveCut:
             return {name: tuple(shape)}
         return {piece.right.name: self._shapes[piece.right.name] for piece in self._pieces[name]}
 
-    def pieces(self, name: str, shard: Shard, data: torch.Tensor) -> list[LivePiece]:
+    def pieces(self, name: str, shard: LiveShard, data: torch.Tensor) -> list[LivePiece]:
         """What this rank writes, or reads, of a live tensor; nothing where its shard is empty.
 
         Args:
             name: The live tensor's.
             shard: Of the parameter that the tensor is, or belongs to.
-            data: As `Shard.local` takes it.
+            data: As `LiveShard.local` takes it.
 
         Effects: none; no collective.
         """
         local = shard.local(data, name)
         if name not in self._pieces:
-            boxes = zip(shard.region.chunks, local_boxes(shard.region), strict=True)
-            return [LivePiece(name, chunk, _box_of(local, box)) for chunk, box in boxes]
+            boxes = zip(shard.region.chunks, places_in_memory(shard.region), strict=True)
+            return [LivePiece(name, chunk, box_of(local, box)) for chunk, box in boxes]
         return list(self._cut(name, shard.region, local))
 
     def _cut(self, name: str, region: Region, local: torch.Tensor) -> Iterable[LivePiece]:
-        held, boxes = region.chunks, local_boxes(region)
+        held, boxes = region.chunks, places_in_memory(region)
         pieces = self._pieces[name]
         for index, which, shared in meetings([piece.left.chunk for piece in pieces], held):
             left, right = pieces[index]
             chunk = carried(shared, left.chunk, right.chunk)
-            values = _box_of(_box_of(local, boxes[which]), shared.relative_to(held[which]))
+            values = box_of(box_of(local, boxes[which]), shared.relative_to(held[which]))
             yield LivePiece(right.name, chunk, values.view(chunk.sizes))
-
-
-def local_boxes(region: Region) -> list[Chunk]:
-    """Where a region's chunks lie in local memory, in their order."""
-    along = []
-    for runs in region.runs:
-        starts = accumulate((run.numel for run in runs), initial=0)
-        along.append([Range(start, start + run.numel) for start, run in zip(starts, runs, strict=False)])
-    return [Chunk.of(ranges) for ranges in product(*along)]
 
 
 class PiecesOfTensor(torch.Tensor):
@@ -211,12 +202,12 @@ class PiecesOfTensor(torch.Tensor):
         return self._pieces[tuple(index.offset)].values
 
 
-def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[Shard, torch.Tensor]]) -> dict[str, PiecesOfTensor]:
+def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[LiveShard, torch.Tensor]]) -> dict[str, PiecesOfTensor]:
     """A live model's tensors, or one slot of its optimizer for every parameter, as values that DCP writes.
 
     Args:
         cut: The model's.
-        tensors: By live name; the data as `Shard.local` takes it.
+        tensors: By live name; the data as `LiveShard.local` takes it.
 
     Returns:
         By the checkpoint's names. The same names on every rank that has the same live names.
@@ -237,9 +228,3 @@ def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[Shard, torch.Tensor
 
 def _stored(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-
-
-def _box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor

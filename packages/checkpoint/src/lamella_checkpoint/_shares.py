@@ -18,7 +18,6 @@ import hashlib
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -27,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lamella_checkpoint._boxes import box_of, cut_order, places_in_memory
 from lamella_checkpoint._contents import Contents, Ranks
-from lamella_layout import Chunk, RaggedShard, Region, mesh_chunks, mesh_region
+from lamella_layout import Chunk, RaggedShard, mesh_chunks, mesh_region
 
 _QUESTION: Final = "__create_write_items__"
 _FRAME_NBYTES: Final = 1024  # What an archive adds to each item, roughly.
@@ -75,20 +75,23 @@ class Tables:
         """The ranks of the tensor's mesh that have some of it; all of them for one without elements."""
         key = _key(tensor)
         if key not in self._owners:
-            mesh, shape, placements = key
+            mesh, shape, placements, order = key
             ranks = self._ranks_of(mesh).flatten().tolist()
-            chunks = mesh_chunks(shape, tuple(mesh.shape), placements) if prod(shape) else [True] * len(ranks)
+            whole = [True] * len(ranks)
+            chunks = mesh_chunks(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else whole
             self._owners[key] = tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
         return self._owners[key]
 
-    def _part(self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> "_Part":
+    def _part(
+        self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], order: tuple[int, ...] | None
+    ) -> "_Part":
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
-        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate)
+        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate, order=order)
         along = zip(placements, coordinate, strict=True)
         alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
         ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
-        return _Part(region.shape, tuple(zip(region.chunks, _local_boxes(region), strict=True)), ranks)
+        return _Part(region.shape, tuple(zip(region.chunks, places_in_memory(region), strict=True)), ranks)
 
     def _ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
         if mesh not in self._ranks:
@@ -100,15 +103,16 @@ class _Part(NamedTuple):
     """A rank's part of a tensor: its local shape; each box of it, in the tensor and in the part; who has the same."""
 
     local_shape: tuple[int, ...]
-    boxes: tuple[tuple[Chunk, tuple[slice, ...]], ...]
+    boxes: tuple[tuple[Chunk, Chunk], ...]
     ranks: Ranks
 
 
-_Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...]]
+_Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...], tuple[int, ...] | None]
 
 
 def _key(tensor: DTensor) -> _Key:
-    return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements)
+    # Meshes that differ in the order of their cuts alone are equal.
+    return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements), cut_order(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +211,7 @@ class _Holdings:
                 f"is cut elsewhere has to say so with a RaggedShard."
             )
         for chunk, box in part.boxes:
-            yield Item(names=names, value=local[box], shape=shape, chunk=chunk), part.ranks
+            yield Item(names=names, value=box_of(local, box), shape=shape, chunk=chunk), part.ranks
 
     def _beside(self, name: str, value: object) -> Ranks:
         """The ranks that have a value that is no DTensor."""
@@ -243,15 +247,6 @@ def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int
 def _local(tensor: DTensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.to_local().detach()
-
-
-def _local_boxes(region: Region) -> Iterator[tuple[slice, ...]]:
-    """Where each of the region's chunks lies in the local tensor, in the order of `region.chunks`."""
-    along = []
-    for runs in region.runs:
-        ends = [sum(run.numel for run in runs[: index + 1]) for index in range(len(runs))]
-        along.append([slice(end - run.numel, end) for run, end in zip(runs, ends, strict=True)])
-    return product(*along)
 
 
 def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:

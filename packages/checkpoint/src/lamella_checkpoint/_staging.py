@@ -36,10 +36,17 @@ class Memory:
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Make new memory, of no bytes yet; or map somebody's."""
-        self.descriptor = os.memfd_create("lamella-checkpoint") if descriptor is None else descriptor
+        self._descriptor = descriptor
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
+
+    @property
+    def descriptor(self) -> int:
+        """By which another process maps it. Effects: makes it, the first time."""
+        if self._descriptor is None:
+            self._descriptor = os.memfd_create("lamella-checkpoint")
+        return self._descriptor
 
     def grow(self, nbytes: int) -> None:
         """Have at least `nbytes`; what was there stays.
@@ -74,7 +81,9 @@ class Memory:
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0
-        os.close(self.descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """A slot as a tensor, a view of the memory."""

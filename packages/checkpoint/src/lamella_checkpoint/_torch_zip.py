@@ -6,7 +6,7 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from math import prod
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 
@@ -97,6 +97,16 @@ def find_tensor(file: BinaryIO) -> TensorRecord | None:
     saved = read_pickle(io.BytesIO(read_record(file, files["data.pkl"])), knows=lambda *_: True)
     found = stored_tensor(saved, files) if is_little_endian(file, files) else None
     return found.whole if found is not None else None
+
+
+def plain_data(file: BinaryIO) -> Any:
+    """What an archive holds if that is numbers, text and containers of them: several times as fast as torch reads it.
+
+    Raises:
+        UnknownType: It holds something else.
+        Exception: Anything, where the file is no archive.
+    """
+    return read_pickle(io.BytesIO(read_record(file, records(file)["data.pkl"])), knows=lambda *_: False)
 
 
 class StoredTensor(NamedTuple):

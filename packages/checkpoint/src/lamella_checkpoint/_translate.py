@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from lamella_checkpoint._boxes import box_of
 from lamella_checkpoint._correspondence import Correspondence, Piece, carried, meetings
 from lamella_checkpoint._source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk
@@ -183,7 +184,7 @@ class Translated:
         for index, _, shared in meetings(boxes, [want.chunk]):
             origin, target = cut.pieces[index]
             chunk = carried(shared, target.chunk, origin.chunk)
-            into = _box_of(want.into, shared.relative_to(want.chunk)).view(chunk.sizes)
+            into = box_of(want.into, shared.relative_to(want.chunk)).view(chunk.sizes)
             if not cut.shift:
                 requests.append(Wanted(origin.name, chunk, into))
                 continue
@@ -274,7 +275,7 @@ def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str
     entries: dict[tuple[int, str], set[str]] = {}
     for name in [*source.tensors, *source.objects]:
         if name.startswith(section):
-            parameter, entry = _longest_known(name.removeprefix(section), known)
+            parameter, entry = longest_known(name.removeprefix(section), known)
             if parameter in belongs:
                 entries.setdefault((belongs[parameter], entry), set()).add(parameter)
     for (index, entry), parameters in entries.items():
@@ -375,7 +376,7 @@ def _check_shapes(source: Source, each: Correspondence, prefix: str, suffix: str
             raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
 
 
-def _longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
+def longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
     """`<parameter>.<slot>` as both: the longest parameter that is known, since components continue fused names."""
     end = entry.rfind(".")
     while end != -1:
@@ -383,12 +384,6 @@ def _longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
             return entry[:end], entry[end + 1 :]
         end = entry.rfind(".", 0, end)
     return None, entry
-
-
-def _box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _fill_alike(want: Wanted, names: Sequence[str], copies: Sequence[torch.Tensor]) -> None:

@@ -143,10 +143,10 @@ class Context:
        stream waits for an older one before what that read is freed, and the compute stream for all of them at the end
        of the step's last backward.
     5. Shards that rest on the CPU are copied from there on the gather stream, and their gradients to there on the
-       stream that reduced them. What the copies have on the device is allocated and read on these streams alone. The
-       host waits once: at the end of backward, for the compute stream, which has waited for both by then. After it
-       the optimizer may read gradients, and write shards that no copy reads any more. If there was another forward
-       in between, it waits for that one's gathers when an optimizer of torch's steps.
+       stream that reduced or cast them. What the copies have on the device is allocated and read on these streams
+       alone. The host waits once: at the end of backward, for the compute stream, which has waited for both by then.
+       After it the optimizer may read gradients, and write shards that no copy reads any more. If there was another
+       forward in between, it waits for that one's gathers when an optimizer of torch's steps.
     6. Optimizers that step inside backward do so on the update stream, a unit at a time. It waits for the stream that
        installed the unit's gradients, which has waited for the compute stream (3), and that for the gather that read
        the shards. A gather of a unit that was updated waits for the update stream, and so does the compute stream at

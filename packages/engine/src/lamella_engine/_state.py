@@ -223,7 +223,7 @@ class FSDPState:
     @property
     def num_holds(self) -> int:
         """How many keep the parameters unsharded, beside hooks and plain verbs."""
-        return len(self._holders - {None})
+        return len(self._holders) - (None in self._holders)
 
     def check_not_held(self) -> None:
         """Refuse what needs the modules to hold DTensors while somebody keeps the parameters unsharded.

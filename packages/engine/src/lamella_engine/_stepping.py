@@ -6,9 +6,10 @@
     optimizer.step() runs hooks, and the optimizer's own step over whatever was not stepped yet
 
 The optimizer is not changed. Its own step is called with a *view* of it: an object of its class that has its state, and
-param groups with some of the parameters. So nothing has to be put back, options are read when they are used, and
-nobody ever sees a narrowed group. What a step writes to its groups' options or to itself is lost with the view, and an
-optimizer that counts there would count each part: one that minds is found when it is given (`_check_steps_apart`).
+param groups with some of the parameters, or the plain tensors below those (`_plain_steps`). So nothing has to be put
+back, options are read when they are used, and nobody ever sees a narrowed group. What a step writes to its groups'
+options or to itself is lost with the view, and an optimizer that counts there would count each part: one that minds is
+found when it is given (`_check_steps_apart`).
 
 Note [When a unit is stepped]. Main weights must not change under anybody who still reads them in this backward. A unit
 is stepped in backward only if all of these hold, and in `optimizer.step()` otherwise:
@@ -130,16 +131,9 @@ class StepInBackward:
         stepped = [parameter for part in parts for parameter in part]
         self._uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
         self._stepped.update(id(parameter) for parameter in stepped)
-        self._step_parts(optimizer, parts)
+        view = plain_view_of(optimizer, parts)
+        _own_step(optimizer)(_view(optimizer, parts) if view is None else view)
         return _take_gradients(stepped) if self._frees else []
-
-    def _step_parts(self, optimizer: Optimizer, parts: Sequence[list[torch.Tensor]]) -> None:
-        plain = plain_view_of(optimizer)
-        if plain is None or not plain.point(optimizer, parts):
-            _own_step(optimizer)(_view(optimizer, parts))
-            return
-        _own_step(optimizer)(plain.optimizer)
-        plain.finish(optimizer)
 
     def _forget(self, unit: object) -> None:
         """Expect nothing of a unit that a step was dropped in."""

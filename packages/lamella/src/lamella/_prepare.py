@@ -11,7 +11,7 @@ from lamella._config import Config, to_values
 from lamella._directory import RunDirectory
 from lamella._models import ModelSpec, load_spec, outline
 from lamella._options import ConfigError
-from lamella._pretrained import check_weights, pretrained_directory
+from lamella._pretrained import check_weights, copy_files_beside, pretrained_directory
 from lamella._profile import NUM_WARMUP_STEPS
 from lamella._report import rewind
 from lamella._text import Corpus, collect
@@ -67,6 +67,8 @@ def prepare(config: Config) -> Prepared:
         check_tokens(data, config.data)
         rewind(directory.metrics, -1 if latest is None else first_step)
         spec.to_json_file(directory.model_config, use_diff=False)
+        if pretrained is not None:
+            copy_files_beside(pretrained, directory.model)
         directory.config.write_text(json.dumps(to_values(config), indent=2) + "\n", encoding="utf-8")
     return prepared
 

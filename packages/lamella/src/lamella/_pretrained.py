@@ -1,5 +1,6 @@
 """Weights that a run starts from: the safetensors of a Hugging Face directory, read straight into shards."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from lamella._options import ConfigError
 from lamella_checkpoint import (
     CheckpointDamaged,
     CheckpointMismatch,
+    Differences,
     Source,
     check,
     find_family,
@@ -25,6 +27,17 @@ from lamella_checkpoint import (
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NUM_NAMED = 3
+
+# What belongs to a tokenizer, and to the use of a model. Its config and its tokenizer.json are written anew.
+_BESIDE = (
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 
 FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
 """Settings for weights that have been trained before."""
@@ -64,20 +77,37 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> str:
 
 def _unused(directory: Path, error: CheckpointMismatch) -> str:
     """What the files hold and the model lacks, in words; a model that lacks something is refused."""
-    unfit = [each for each in error.differences.names if each.live is not None]
-    if unfit:
-        first = "; ".join(map(str, unfit[:_NUM_NAMED]))
-        more = f"; and {len(unfit) - _NUM_NAMED} more" if len(unfit) > _NUM_NAMED else ""
-        raise ConfigError(
-            f"Expected the weights in {str(directory)!r} to be the model's, got {first}{more}."
-        ) from error
+    if unfit := _unfit(error.differences):
+        raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {unfit}.") from error
     first = ", ".join(name.removeprefix("model.") for name in error.unexpected[:_NUM_NAMED])
     return f"; {len(error.unexpected)} tensors stay unused: {first}, ..."
 
 
+def _unfit(differences: Differences) -> str:
+    """What the model does not find, first differences first; empty if it finds all."""
+    names = [each for each in differences.names if each.live is not None]
+    more = f"; and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return "; ".join(map(str, names[:_NUM_NAMED])) + more
+
+
+def copy_files_beside(directory: Path, to: Path) -> None:
+    """Copy what lies beside the weights and goes with the text model, so that what is trained can be used alike."""
+    for file in (file for pattern in _BESIDE for file in sorted(directory.glob(pattern))):
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
+
+
 def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
-    """Read the weights into a model that `check_weights` has been asked about. Effects: collective."""
-    load(directory, model=model, strict=False, translate=partial(_as_modules, spec=spec))
+    """Read the weights into a model that `check_weights` has been asked about.
+
+    Raises:
+        RuntimeError: They are no longer all there.
+
+    Effects: collective.
+    """
+    left = load(directory, model=model, strict=False, translate=partial(_as_modules, spec=spec)).left
+    if unfit := _unfit(left):
+        raise RuntimeError(f"Expected the weights in {str(directory)!r} to stay as they were, got {unfit}.")
 
 
 def _as_modules(source: Source, spec: ModelSpec) -> Source:

@@ -102,7 +102,7 @@ class Trainer:
         """Train from the latest checkpoint, or from the start, to the last step.
 
         Effects: collective; the first rank prints and writes metrics, the plot and a profile if one is asked for, all
-            write checkpoints.
+            write checkpoints: those on the way in the background, the last before this returns.
         """
         steps = self._config.optim.steps
         first_step = self._restore()
@@ -119,6 +119,7 @@ class Trainer:
                     self._finish_interval(step + 1, interval, progress)
                     interval = Interval(step + 1)
         progress.close()
+        self._checkpoints.close()
 
     def _restore(self) -> int:
         latest = self._checkpoints.latest()
@@ -180,7 +181,9 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
-        self._checkpoints.save(step, model=self._model, optimizer=self._optimizer, extra=extra)
+        is_last = step == self._config.optim.steps  # Nothing is left to do meanwhile.
+        save = self._checkpoints.save if is_last else self._checkpoints.save_async
+        save(step, model=self._model, optimizer=self._optimizer, extra=extra)
         if self._rank.is_first:
             plot(read(self._directory.metrics), self._directory.plot)
 

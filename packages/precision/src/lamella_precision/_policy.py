@@ -19,7 +19,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: Dtype that gradients are added up in. None adds them up in the dtype in which backward made
             them (`param_dtype`, if given), in which they travel too. A wider dtype here does not widen the wire, but
             where they were added up before they travel (microbatches that were not reduced, layers that write
-            `main_grad`) or go from host to host.
+            `main_grad`) or go from host to host. Where adding up in the main weights' dtype is faster, as where copy
+            engines push gradients, a narrower dtype here says only what they travel in.
         output_dtype: Floating-point outputs of the unit's forward are cast to it. None leaves them.
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
         main_dtype: Dtype of the sharded parameters that the optimizer updates. None keeps each
