@@ -130,7 +130,7 @@ def test_paths_do_not_lead_outside(path, model):
 
 def test_a_file_is_no_checkpoint(tmp_path, model):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointDamaged, match="no format that is known"):
+    with pytest.raises(CheckpointDamaged, match="neither torch.save's nor safetensors"):
         load(tmp_path / "file", model=model)
 
 
