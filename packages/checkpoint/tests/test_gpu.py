@@ -3,24 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_training import build, train
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _items, load, save
 from lamella_testing import run_ranks
-
-
-def build(kit, *, seed=0, **options):
-    model, _ = kit.build(sharded=False, seed=seed)
-    model.cuda()
-    kit.shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, **options)
-
-
-def train(model, optimizer):
-    inputs = torch.linspace(-1, 1, 20, device="cuda").reshape(4, 5)
-    for _ in range(2):
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def cpu_state(kit, model, optimizer):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_training import build, train
 from safetensors.torch import save_file
 
 from lamella_checkpoint import convert, load, save_safetensors
@@ -9,21 +10,6 @@ from lamella_checkpoint._safetensors import SafetensorsSource
 from lamella_checkpoint._source import Wanted
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
-
-
-def build(kit, *, seed=0, **options):
-    model, _ = kit.build(sharded=False, seed=seed)
-    model.cuda()
-    kit.shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, **options)
-
-
-def train(model, optimizer):
-    inputs = torch.linspace(-1, 1, 20, device="cuda").reshape(4, 5)
-    for _ in range(2):
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def assert_equal(expected, got):

@@ -8,6 +8,7 @@ Note [What a checkpoint lacks stays]
 """
 
 from collections.abc import Iterator, MutableMapping, MutableSequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,7 +50,8 @@ def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
 
     Effects: no collective.
     """
-    leaves = list(_leaves(request, "", source))
+    objects = frozenset(source.objects)
+    leaves = list(_leaves(request, "", objects))
     wanted: list[Wanted] = []
     values: list[tuple[_Leaf, object]] = []
     kept: list[str] = []
@@ -57,7 +59,7 @@ def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
         held = leaf.container[leaf.key]
         if leaf.name in source.tensors:
             wanted += _wanted(leaf.name, held, source)
-        elif leaf.name not in source.objects:
+        elif leaf.name not in objects:
             kept.append(leaf.name)
         elif isinstance(held, torch.Tensor):
             raise ValueError(f"Expected a tensor for {leaf.name!r}, got another value in the checkpoint.")
@@ -71,14 +73,14 @@ def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
     return Filled(loaded=tuple(leaf.name for leaf in leaves if leaf.name not in absent), kept=tuple(kept))
 
 
-def _leaves(container: Container, prefix: str, source: Source) -> Iterator[_Leaf]:
+def _leaves(container: Container, prefix: str, objects: AbstractSet[str]) -> Iterator[_Leaf]:
     """The values to fill; a dict or list that the checkpoint holds as one object is one."""
     keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
     for key in keys:
         name = f"{prefix}.{key}" if prefix else str(key)
         value = container[key]
-        if isinstance(value, MutableMapping | MutableSequence) and value and name not in source.objects:
-            yield from _leaves(value, name, source)
+        if isinstance(value, MutableMapping | MutableSequence) and value and name not in objects:
+            yield from _leaves(value, name, objects)
         else:
             yield _Leaf(name, container, key)
 

@@ -56,7 +56,29 @@ def linear_weights(name: str, info: TensorInfo) -> bool:
     )
 
 
-class Dequantised:
+class _Over:
+    """What a source over a source says of itself: other tensors, the rest as below."""
+
+    _source: Source
+    _tensors: Mapping[str, TensorInfo]
+
+    @property
+    def path(self) -> Path:
+        """As `Source.path`."""
+        return self._source.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """As `Source.tensors`."""
+        return self._tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """As `Source.objects`."""
+        return self._source.objects
+
+
+class Dequantised(_Over):
     """A `Source` over a `Source`: weights with scales are numbers, and the scales are gone."""
 
     def __init__(self, source: Source, *, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = BLOCK) -> None:
@@ -79,21 +101,6 @@ class Dequantised:
             for name, info in source.tensors.items()
             if not (name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in self._scaled)
         }
-
-    @property
-    def path(self) -> Path:
-        """As `Source.path`."""
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """As `Source.tensors`."""
-        return self._tensors
-
-    @property
-    def objects(self) -> Sequence[str]:
-        """As `Source.objects`."""
-        return self._source.objects
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """As `Source.read`; a piece of a weight at a time in fp32, with the scales that it needs."""
@@ -125,7 +132,7 @@ class Dequantised:
             )
 
 
-class Quantised:
+class Quantised(_Over):
     """A `Source` over a `Source`: chosen weights are float8, and have scales beside them.
 
     A block's scale is its largest magnitude divided by float8's (448), 1 where all is zero. So the error of an element
@@ -156,21 +163,6 @@ class Quantised:
             self._tensors[name] = info
             if which(name, info):
                 self._add(name, info)
-
-    @property
-    def path(self) -> Path:
-        """As `Source.path`."""
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """As `Source.tensors`."""
-        return self._tensors
-
-    @property
-    def objects(self) -> Sequence[str]:
-        """As `Source.objects`."""
-        return self._source.objects
 
     @property
     def left_alone(self) -> tuple[str, ...]:
