@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,8 +43,9 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
     """Whether a slot of a parameter's optimizer state holds this rank's elements in the order of the parameter's.
 
     Such a slot is a plain tensor, or a DTensor that knows of the data-parallel ranks alone, beside a sharded parameter:
-    Note [Coordinates come from the parameter]. What is a DTensor on the parameter's own mesh says itself where it
-    lies, a tensor of the parameter's whole shape is all of it, and of one element it is a number.
+    Note [Coordinates come from the parameter]. So is one like a parameter that is cut otherwise than its placements
+    say: `torch.zeros_like` does not take over what the parameter says itself. Any other DTensor on the parameter's mesh
+    says where it lies, a plain tensor of the parameter's whole shape is all of it, and of one element it is a number.
 
     Args:
         param: The parameter.
@@ -56,11 +57,14 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
 
     Effects: none.
     """
-    if not isinstance(param, DTensor) or slot.shape == param.shape or slot.ndim == 0:
-        return False
-    if isinstance(slot, DTensor) and slot.device_mesh == param.device_mesh:
+    if not isinstance(param, DTensor) or slot.ndim == 0:
         return False
     held, local = param._local_tensor, slot._local_tensor if isinstance(slot, DTensor) else slot
+    if slot.shape == param.shape:
+        is_alike = isinstance(slot, DTensor) and local.shape == held.shape
+        return is_alike and _tells_itself(param) and not _tells_itself(cast(DTensor, slot))
+    if isinstance(slot, DTensor) and slot.device_mesh == param.device_mesh:
+        return False
     if local.numel() == held.numel():
         return True
     if slot.numel() == 1:
@@ -140,15 +144,17 @@ def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
     return [LocalBox(chunk, box_of(local, place)) for chunk, place in along]
 
 
+def _tells_itself(tensor: DTensor) -> bool:
+    """Whether a tensor answers torch DCP otherwise than DTensor does, from its placements."""
+    is_own_class = type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__
+    return is_own_class or hasattr(tensor._local_tensor, "__create_chunk_list__")
+
+
 def _told_by_itself(tensor: DTensor) -> list[Chunk] | None:
-    local = tensor._local_tensor
-    of_local = getattr(local, "__create_chunk_list__", None)
-    if of_local is not None:
-        listed = of_local()
-    elif type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__:
-        listed = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    else:
+    if not _tells_itself(tensor):
         return None
+    of_local = getattr(tensor._local_tensor, "__create_chunk_list__", None)
+    listed = tensor.__create_chunk_list__() if of_local is None else of_local()  # type: ignore[no-untyped-call]
     return [Chunk(tuple(each.offsets), tuple(each.sizes)) for each in listed]
 
 

@@ -402,8 +402,8 @@ def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Sh
 
 def _dropped(opened: OpenCheckpoint) -> tuple[str, ...]:
     """What Megatron's checkpoints hold and no format has a place for: random states of the processes that wrote it."""
-    is_megatrons = opened.format in _MEGATRONS and isinstance(opened.source, Translated)
-    return opened.source.left_over if is_megatrons else ()
+    source = opened.source
+    return source.left_over if opened.format in _MEGATRONS and isinstance(source, Translated) else ()
 
 
 def _translations(

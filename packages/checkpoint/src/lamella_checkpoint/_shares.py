@@ -225,7 +225,10 @@ class _Holdings:
     def _beside(self, name: str) -> Ranks:
         """The ranks that have a value that is no DTensor."""
         param = self._contents.params.get(name)
-        return self._tables.owners(param) if isinstance(param, DTensor) else self._contents.everyone
+        if not isinstance(param, DTensor):
+            return self._contents.everyone
+        # Placements do not say who has some of such a parameter, and so who has stepped it.
+        return (self._rank,) if _names_its_own_boxes(param) else self._tables.owners(param)
 
 
 def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
