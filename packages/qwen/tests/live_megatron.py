@@ -6,7 +6,7 @@ What a rank has is made of whole tensors here, by slicing alone: none of what is
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -193,21 +193,24 @@ class Meshes:
 
 
 class Rank:
-    """A rank's model, its optimizer, and what each of its tensors should hold."""
+    """A rank's model, its optimizer, and what each of its tensors should hold.
 
-    def __init__(self, whole, world, *, fill=True):
+    What nothing has been read into is not a number. An optimizer that has been stepped has slots to read into, of
+    the world's kind; one that is fresh has none.
+    """
+
+    def __init__(self, whole, world, *, is_stepped=False):
         self.whole, self.world, self.meshes = whole, world, Meshes(world)
         self.first_expert = next(iter(experts_of(whole.canonical[""], world, self.meshes.ep)), 0)
         self.parts = {slot: self._parts(canonical) for slot, canonical in whole.canonical.items()}
         self.rows = self._rows()
         self.model, self.params = nn.Module(), {}
         for name, part in self.parts[""].items():
-            self.params[name] = self._parameter(part, self.rows[name], fill=fill)
+            self.params[name] = self._parameter(part, self.rows[name])
             register(self.model, name, self.params[name])
-        self.optimizer = make_optimizer(self.params, is_fresh=not fill)
-        if fill:
-            for name, param in self.params.items():
-                self._give_state(name, param)
+        self.optimizer = make_optimizer(self.params)
+        if is_stepped:
+            self._step(torch.nan)
 
     @property
     def shapes(self):
@@ -218,6 +221,12 @@ class Rank:
         return from_megatron_model(
             self.shapes, sizes=sizes | {"etp": self.world.etp}, dialect=dialect, first_expert=self.first_expert
         )
+
+    def train(self):
+        """Have the optimizer's state and options be what they should."""
+        self._step()
+        for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
+            group.update(options)
 
     def save(self, path):
         save(path, model=self.model, optimizer=self.optimizer, correspondences=self.correspondences())
@@ -246,7 +255,7 @@ class Rank:
             values |= {f"optimizer.state.{inner}{name}.step": torch.tensor(7.0) for name in moments}
         names = {id(param): global_expert(name, self.first_expert) for name, param in self.params.items()}
         for group in self.optimizer.param_groups:
-            options = {option: value for option, value in group.items() if option != "params"}
+            options = {option: group[option] for option in OPTIONS[0]}
             for param in group["params"]:
                 prefix = f"optimizer.param_to_group_meta.{inner}{names[id(param)]}"
                 values |= {f"{prefix}.{option}": value for option, value in options.items()}
@@ -290,15 +299,15 @@ class Rank:
         shape = self.params[name].shape
         return LiveShard.of_rows(shape, elements, tp_dim=part.tp_dim, num_tp=num, tp_rank=rank)
 
-    def _parameter(self, part, rows, *, fill):
+    def _parameter(self, part, rows):
         start, stop = rows
-        mine = part.values[start:stop].clone()
+        mine = torch.full_like(part.values[start:stop], torch.nan)
         mesh = self.meshes.of_expert if part.is_expert else self.meshes.dense
         placements = [Shard(0), Replicate() if part.tp_dim is None else Shard(part.tp_dim)]
         shape = list(part.values.shape)
         if part.tp_dim is not None:
             shape[part.tp_dim] *= mesh.size(1)
-        param = nn.Parameter(as_dtensor(mine if fill else torch.full_like(mine, torch.nan), mesh, placements, shape))
+        param = nn.Parameter(as_dtensor(mine, mesh, placements, shape))
         if not self.world.is_even:
             offsets = [start, *[0] * (mine.ndim - 1)]
             if part.tp_dim is not None:
@@ -306,15 +315,18 @@ class Rank:
             tell(param, offsets)
         return param
 
-    def _give_state(self, name, param):
-        start, stop = self.rows[name]
-        if start == stop:
-            return
-        state = {slot: self._make_slot(name, param, slot) for slot in SLOTS}
-        self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
+    def _step(self, value=None):
+        """Give each parameter its state; none where the rank has nothing of it."""
+        for name, param in self.params.items():
+            start, stop = self.rows[name]
+            if start < stop:
+                state = {slot: self._make_slot(name, param, slot, value) for slot in SLOTS}
+                self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
 
-    def _make_slot(self, name, param, slot):
+    def _make_slot(self, name, param, slot, value):
         values, part = self._expected(name, slot).clone(), self.parts[slot][name]
+        if value is not None:
+            values.fill_(value)
         match self.world.slots:
             case "plain":
                 return values
@@ -366,11 +378,10 @@ OPTIONS = (
 )
 
 
-def make_optimizer(params, *, is_fresh):
-    """AdamW whose norms are a group of their own; a fresh one has other options."""
+def make_optimizer(params):
+    """AdamW whose norms are a group of their own, with options that are nobody's yet."""
     groups = [[param for name, param in params.items() if ("norm" in name) == is_norm] for is_norm in (False, True)]
-    options = [{"lr": 9.0}, {"lr": 8.0}] if is_fresh else OPTIONS
-    return torch.optim.AdamW([{"params": group, **each} for group, each in zip(groups, options, strict=True)])
+    return torch.optim.AdamW([{"params": group, "lr": 9.0 - index} for index, group in enumerate(groups)])
 
 
 def assert_options(optimizer):
@@ -399,7 +410,16 @@ class PublishedRank:
         }
         for name, param in self.params.items():
             register(self.model, name, param)
-        self.optimizer = make_optimizer(self.params, is_fresh=True)
+        self.optimizer = make_optimizer(self.params)
+
+    def load(self, path):
+        """Read a checkpoint with canonical names."""
+        rules = megatron_rules(config_of(self.whole.kind))
+
+        def published(source):
+            return translated(source, rules, "left")
+
+        load(path, model=self.model, optimizer=self.optimizer, translate=published)
 
     def assert_holds(self):
         for name, param in self.params.items():
@@ -421,6 +441,3 @@ class PublishedRank:
             start, stop = _bounds(size, mesh.size(axis), mesh.get_local_rank(axis))
             mine = mine.narrow(dims[axis], start, stop - start)
         return as_dtensor(mine.clone(), mesh, [Shard(dim) for dim in dims], values.shape)
-
-
-__all__ = ["PublishedRank", "Rank", "Whole", "World", "replace"]
