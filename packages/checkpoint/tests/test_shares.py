@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint import CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointFailed, load, save
 from lamella_testing import run_ranks
 
 
@@ -153,7 +153,8 @@ def test_names_that_only_some_ranks_hold_are_stored(tmp_path):
     assert plain["shared"].weight.eq(1).all()
 
 
-def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path, in_background):
     """Experts: each rank's group has names of its own beside those that all ranks have."""
 
     def save_experts():
@@ -163,7 +164,11 @@ def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
         for param in model.values():
             optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        save(tmp_path / "a", model=model, optimizer=optimizer)
+        if in_background:
+            with AsyncSaver() as saver:
+                saver.save(tmp_path / "a", model=model, optimizer=optimizer)
+        else:
+            save(tmp_path / "a", model=model, optimizer=optimizer)
 
     run_ranks(save_experts, 2)
     sizes = {"shared": 4, "expert0": 2, "expert1": 2}

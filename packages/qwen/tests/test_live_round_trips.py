@@ -13,7 +13,7 @@ from live_megatron import PublishedRank, Rank, Whole, World
 from qwen_tiny import KINDS, config_of, make_model, translated, weights_of
 from safetensors.torch import load_file, save_file
 
-from lamella_checkpoint import save_safetensors
+from lamella_checkpoint import save, save_safetensors
 from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19
 from lamella_qwen import megatron_rules
 from lamella_testing import run_ranks
@@ -35,7 +35,7 @@ def make_whole(kind, num_experts=4):
 WHOLE = {kind: make_whole(kind) for kind in KINDS} | {"three experts": make_whole("moe", num_experts=3)}
 
 # One world a leg: it reads Hugging Face's files, the native checkpoint, Megatron's. Together they have every number of
-# ranks along each axis, and every kind of slot.
+# ranks along each axis, and every kind of slot; experts that ranks have one more of than others, and ranks with none.
 CHAINS = [
     ("dense", RELEASE_0_19, World(2, 2), World(3, 1, is_even=True, slots="plain"), World(1, 4)),
     ("dense", BRIDGE, World(1, 1), World(3, 4, slots="data axis"), World(2, 1, is_even=True)),
@@ -44,7 +44,7 @@ CHAINS = [
         RELEASE_0_19,
         World(2, 2, ep=2, slots="flat"),
         World(2, 4, ep=2, etp=4, slots="data axis"),
-        World(3, 1),
+        World(3, 1, ep=3),
     ),
     (
         "moe",
@@ -117,13 +117,35 @@ def test_nothing_changes_from_world_to_world(tmp_path, kind, dialect, first, sec
         rank.assert_holds()
         rank.save(tmp_path / "back")
         published = PublishedRank(whole, third)
-        published.load(tmp_path / "back")
+        published.load(tmp_path / "back", is_canonical=True)
         published.assert_holds()
         save_safetensors(tmp_path / "published", model=published.model)
 
     run_ranks(train, first.num_ranks)
     run_ranks(hand_over, second.num_ranks)
     run_ranks(take_back, third.num_ranks)
+    assert_published(whole, tmp_path / "published")
+
+
+def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path):
+    whole = WHOLE["moe"]
+    files = publish(whole, tmp_path / "hf")
+
+    def read():
+        rank = PublishedRank(whole, World(3, 2, ep=2))
+        rank.load(files)
+        rank.assert_holds(optimizer=False)
+        rank.train()
+        save(tmp_path / "native", model=rank.model, optimizer=rank.optimizer)
+
+    def write():
+        rank = PublishedRank(whole, World(1, 4, ep=2, etp=2))
+        rank.load(tmp_path / "native")
+        rank.assert_holds()
+        save_safetensors(tmp_path / "published", model=rank.model)
+
+    run_ranks(read, 6)
+    run_ranks(write, 4)
     assert_published(whole, tmp_path / "published")
 
 
@@ -166,7 +188,7 @@ def test_every_world_hands_over_to_the_next(tmp_path, kind):
 
     def end():
         published = PublishedRank(whole, World(3, 2, ep=2))
-        published.load(tmp_path / str(len(worlds)))
+        published.load(tmp_path / str(len(worlds)), is_canonical=True)
         published.assert_holds()
         save_safetensors(tmp_path / "published", model=published.model)
 
