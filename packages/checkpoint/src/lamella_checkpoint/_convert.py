@@ -394,10 +394,16 @@ def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Sh
         source=source,
         dtypes=_dtypes(source, ties, wish.dtype),
         ties=ties,
-        left=tuple(name for name in layers[-1].left_over if name not in kept_beside),
+        left=(*_dropped(opened), *(name for name in layers[-1].left_over if name not in kept_beside)),
         layers=tuple(layers),
         config=None if config is None else _config_of(source, config, wish.dtype),
     )
+
+
+def _dropped(opened: OpenCheckpoint) -> tuple[str, ...]:
+    """What Megatron's checkpoints hold and no format has a place for: random states of the processes that wrote it."""
+    source = opened.source
+    return source.left_over if opened.format in _MEGATRONS and isinstance(source, Translated) else ()
 
 
 def _translations(

@@ -165,13 +165,8 @@ class _Plan:
 
     def run(self) -> None:
         slots = {} if self.optimizer is None else self.optimizer.targets()
-        self.source.read(
-            [
-                Wanted(name, *box)
-                for name, target in (*self.targets.items(), *slots.items())
-                for box in local_boxes(target)
-            ]
-        )
+        wanted = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
+        self.source.read([*wanted, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
         # Everything is in place; this runs the hooks with which modules notice that their weights have changed.
         self.live.model.load_state_dict(self.live.state, strict=False)
         if self.optimizer is not None:
@@ -240,7 +235,8 @@ def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, stri
     conflicts: tuple[OptionConflict, ...] = ()
     kinds: tuple[str, str] | None = None
     if live.optimizer is not None:
-        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names())
+        local_slots = _local_slots(opened.manifest, live.optimizer.optimizer)
+        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names(), local_slots)
         names += found.differences()
         conflicts = tuple(found.conflicts())
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
@@ -295,6 +291,13 @@ def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:
 def _shape(source: Source, full_name: str) -> str:
     info = source.tensors.get(full_name)
     return "an object" if info is None else str(info.shape)
+
+
+def _local_slots(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The slots that an optimizer of this class kept as plain tensors of a rank's elements."""
+    saved = None if manifest is None else manifest.optimizer
+    is_same = saved is not None and saved.class_name == OptimizerKind.of(optimizer).class_name
+    return saved.local_slots if saved is not None and is_same else frozenset()
 
 
 def _different_kinds(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._errors import CheckpointDamaged
 
@@ -20,16 +21,24 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over."""
+    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over.
+
+    `local_slots` are the slots that it keeps as plain tensors of a rank's elements: those of a fresh one are made so.
+    """
 
     class_name: str
     options: frozenset[str]
+    local_slots: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "OptimizerKind":
         """The kind of a live optimizer."""
         kind = type(optimizer)
-        return cls(class_name=f"{kind.__module__}.{kind.__qualname__}", options=frozenset(optimizer.defaults))
+        return cls(
+            class_name=f"{kind.__module__}.{kind.__qualname__}",
+            options=frozenset(optimizer.defaults),
+            local_slots=frozenset(_local_slots(optimizer)),
+        )
 
     def can_resume(self, other: "OptimizerKind") -> bool:
         """Whether one declares all that the other does, as between releases of one class, or Adam and AdamW."""
@@ -95,7 +104,12 @@ class Manifest:
             "num_ranks": self.num_ranks,
             "torch": torch.__version__,
             "packages": _packages(),
-            "optimizer": kind and {"class": kind.class_name, "options": sorted(kind.options)},
+            "optimizer": kind
+            and {
+                "class": kind.class_name,
+                "options": sorted(kind.options),
+                "local_slots": sorted(kind.local_slots),
+            },
             "checksums": self.checksums,
             "side_files": self.side_files,
             "save_id": self.save_id,
@@ -108,11 +122,24 @@ class Manifest:
         return cls(
             extra=content["extra"],
             num_ranks=content["num_ranks"],
-            optimizer=kind and OptimizerKind(class_name=kind["class"], options=frozenset(kind["options"])),
+            optimizer=kind
+            and OptimizerKind(
+                class_name=kind["class"],
+                options=frozenset(kind["options"]),
+                local_slots=frozenset(kind.get("local_slots", ())),
+            ),
             checksums=content.get("checksums"),
             side_files=content.get("side_files"),
             save_id=content.get("save_id"),
         )
+
+
+def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    for param, slots in optimizer.state.items():
+        for slot, value in slots.items() if isinstance(param, DTensor) else ():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and value.ndim and value.shape != param.shape:
+                yield str(slot)
 
 
 def check_extra(extra: Mapping[str, object]) -> None:
