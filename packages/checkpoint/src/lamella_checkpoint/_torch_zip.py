@@ -10,7 +10,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 
+from lamella_checkpoint._boxes import are_sizes
 from lamella_checkpoint._pickles import Inert, read_pickle
+from lamella_checkpoint._small_files import MAX_NBYTES
+from lamella_checkpoint._text import short
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
 
@@ -68,6 +71,7 @@ def records(file: BinaryIO) -> dict[str, Record]:
         zipfile.BadZipFile: It is no archive, or one that torch does not write.
     """
     found: dict[str, Record] = {}
+    num_bytes = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
@@ -79,7 +83,12 @@ def records(file: BinaryIO) -> dict[str, Record]:
             start = info.header_offset + _LOCAL_HEADER.size + num_name + num_extra
             # torch can be told not to compute checksums, and then writes 0.
             crc = None if info.CRC == 0 and info.file_size else info.CRC
-            found[info.filename.partition("/")[2]] = Record(start, info.file_size, crc)
+            name = info.filename.partition("/")[2]
+            if start + info.file_size > num_bytes:
+                raise zipfile.BadZipFile(f"{info.filename!r} ends behind the archive")
+            if name in found:
+                raise zipfile.BadZipFile(f"{name!r} is there twice")
+            found[name] = Record(start, info.file_size, crc)
     return found
 
 
@@ -136,7 +145,11 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | None:
-    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds."""
+    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds.
+
+    Raises:
+        ValueError: The tensor does not lie in its record.
+    """
     if not isinstance(saved, Inert):
         return None
     match saved.kind, saved.args:
@@ -154,7 +167,12 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
     match storage:
         case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
             found = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
-            return found if len(shape) == len(strides) and _fits(found) else None
+            if len(shape) != len(strides) or not _fits(found):
+                raise ValueError(
+                    f"expected a tensor inside the {found.record.length} bytes of {key!r}, got {dtype} of shape "
+                    f"{short(shape)} with strides {short(strides)} at {short(offset)}"
+                )
+            return found
         case _:
             return None
 
@@ -165,14 +183,22 @@ def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
 
 
 def read_record(file: BinaryIO, record: Record) -> bytes:
-    """The contents of one file of the archive."""
+    """The contents of one small file of the archive.
+
+    Raises:
+        zipfile.BadZipFile: It is longer than what it may hold could be.
+    """
+    if record.length > MAX_NBYTES:
+        raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most at {record.start}, got {record.length}")
     file.seek(record.start)
     return file.read(record.length)
 
 
 def _fits(tensor: StoredTensor) -> bool:
-    """Whether it lies inside its record."""
-    if min((tensor.offset, *tensor.shape, *tensor.strides)) < 0:
+    """Whether it lies inside its record, and all that is said of it are counts."""
+    if not (
+        are_sizes(tensor.shape) and are_sizes([tensor.offset]) and all(are_sizes([each]) for each in tensor.strides)
+    ):
         return False
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
     return 0 in tensor.shape or (last + 1) * tensor.dtype.itemsize <= tensor.record.length

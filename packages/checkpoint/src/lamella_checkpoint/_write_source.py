@@ -9,6 +9,7 @@ Note [An archive that is filled]
     archive then has no CRC-32 of its tensors, which no reader of torch compares.
 """
 
+import errno
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -148,6 +149,7 @@ def write_torch(
 
     Raises:
         CheckpointDamaged: As `Source.read`.
+        OSError: The file cannot be written.
 
     Effects: as Note [An archive that is filled].
     """
@@ -156,8 +158,12 @@ def write_torch(
     ties = {alias: blanks[name] for alias, name in aliases.items() if name in blanks}
     objects = {name: value for names, value in _objects(source) for name in names}
     contents = _nested({**blanks, **ties, **objects})
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(contents, file)
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(contents, file)
+    except RuntimeError as error:  # Of torch's writer, which keeps what the file system said to itself.
+        reason = str(error).partition("\n")[0]
+        raise OSError(errno.EIO, f"Expected torch to write an archive, got {reason!r}", str(file)) from error
     starts = _starts(contents, file)
     with file.open("r+b") as opened:
         for piece in stream(source, dtypes, buffer_nbytes):
@@ -240,7 +246,10 @@ class _DcpFiles:
             self._open = (self._directory / f"__0_{self._num_files}.distcp").open("xb", buffering=1 << 20)
             self._stream = ChecksumStream(self._open)
             self._num_files += 1
-        torch.save(value, cast(BinaryIO, self._stream))
+        try:
+            torch.save(value, cast(BinaryIO, self._stream))
+        except RuntimeError as error:  # torch's writer says of a full disk that its position is not what it should be.
+            raise self._stream.error or error from error
         return f"__0_{self._num_files - 1}.distcp", *self._stream.end_item()
 
     def _close(self) -> None:

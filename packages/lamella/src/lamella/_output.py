@@ -34,6 +34,16 @@ def say(lines: Iterable[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else the interpreter complains at exit.
 
 
+def printable(text: str) -> str:
+    """Text with escapes in place of what moves a terminal's cursor, ends a line or cannot be encoded."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def one_line(text: str) -> str:
+    """The same, where the lines of a text follow each other on one."""
+    return printable(" ".join(text.split()))
+
+
 def write(path: str, text: str) -> None:
     """Write a file.
 
