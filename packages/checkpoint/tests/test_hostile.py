@@ -1,9 +1,11 @@
 """Checkpoints that somebody made to do harm: each is refused by the file's name, and what is shown is text."""
 
+import argparse
 import io
 import json
 import os
 import pickle
+import shutil
 import zipfile
 from collections import OrderedDict
 
@@ -13,7 +15,19 @@ import torch.distributed.checkpoint as dcp
 from forged import forget_checksums
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, convert, diff, inspect, load, open_checkpoint, save, verify
+from lamella_checkpoint import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointUntrusted,
+    convert,
+    diff,
+    inspect,
+    load,
+    open_checkpoint,
+    save,
+    verify,
+)
+from lamella_checkpoint._directories import publish, recover, stage
 from lamella_checkpoint._items import unpickle
 from lamella_checkpoint._megatron_files import iteration_directory, plain_contents, train_state
 
@@ -316,6 +330,134 @@ def test_an_iteration_does_not_lead_outside(path, tmp_path):
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     (root / "iter_0000003").symlink_to(path)
     refused(root / "iter_0000003", lambda: inspect(root), "leads outside", repr(str(path)))
+
+
+def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Another job that saves to the same path takes it for the leftover of a killed one."""
+    target = tmp_path / "a"
+    save(target, model=nn.Linear(2, 2))
+    staged = stage(target)
+    for name in ("x", "y"):
+        (staged / name).touch()
+    rmtree = shutil.rmtree
+
+    def publish_meanwhile(path, **options):
+        (path / "x").unlink()
+        with pytest.raises(FileNotFoundError, match="one save at a time"):
+            publish(staged, target)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", publish_meanwhile)
+    recover(target)
+    load(target, model=nn.Linear(2, 2))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "live"),
+    [
+        (torch.complex64, torch.float32),
+        (torch.complex64, torch.int64),
+        (torch.float32, torch.int64),
+        (torch.float32, torch.bool),
+        (torch.int64, torch.bool),
+    ],
+)
+def test_a_number_is_never_cut_to_fit(tmp_path, stored, live):
+    def model(dtype):
+        made = nn.Module()
+        made.register_buffer("w", torch.full((2,), 3).to(dtype))
+        return made
+
+    save(tmp_path / "a", model=model(stored))
+    with pytest.raises(CheckpointMismatch, match=rf"model.w: {stored} \(2,\) in the checkpoint, {live} \(2,\) here"):
+        load(tmp_path / "a", model=model(live))
+    left = load(tmp_path / "a", model=model(live), strict=False).left
+    assert [each.name for each in left.names] == ["model.w"]
+    save(tmp_path / "b", model=model(live))
+    load(tmp_path / "b", model=model(stored))
+
+
+def test_a_flipped_bit_is_found_in_a_file_that_was_converted(tmp_path):
+    save(tmp_path / "a", model=nn.Linear(30, 30))
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "b.pt") as written:
+        assert written.testzip() is None
+    assert verify(tmp_path / "b.pt").num_unverified_bytes == 0
+    content = bytearray((tmp_path / "b.pt").read_bytes())
+    weight = torch.load(tmp_path / "b.pt", weights_only=True)["weight"]
+    content[content.find(weight.numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "b.pt").write_bytes(content)
+    refused(tmp_path / "b.pt", lambda: load(tmp_path / "b.pt", model=nn.Linear(30, 30)), "'weight'")
+    assert not verify(tmp_path / "b.pt")
+
+
+def test_a_flipped_bit_of_a_plain_value_is_found(tmp_path):
+    torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 777}, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(content.replace(b"M\x09\x03", b"M\x09\x02", 1))
+    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "checksum")
+
+
+# -- what is trusted --------------------------------------------------------------------------------------------------
+
+
+def dcp_with_a_writers_own_metadata(path):
+    save(path, model=nn.Linear(2, 2))
+    forget_checksums(path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.storage_meta.save_id = argparse.Namespace()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+TRUSTED = {
+    "lamella": dcp_with_a_writers_own_metadata,
+    "module": lambda path: torch.save(nn.Linear(2, 2), path),
+    "module before torch 1.6": lambda path: torch.save(nn.Linear(2, 2), path, _use_new_zipfile_serialization=False),
+    "object before torch 1.6": lambda path: torch.save(
+        {"model": nn.Linear(2, 2).state_dict(), "args": argparse.Namespace()},
+        path,
+        _use_new_zipfile_serialization=False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.serialization.SourceChangeWarning")
+@pytest.mark.parametrize("make", TRUSTED.values(), ids=TRUSTED)
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path, **trust: inspect(path, **trust),
+        lambda path, **trust: verify(path, **trust),
+        lambda path, **trust: diff(path, path, **trust),
+        lambda path, **trust: convert(path, f"{path}.out", to="dcp", **trust),
+        lambda path, **trust: load(path, model=nn.Linear(2, 2), **trust),
+    ],
+    ids=["inspect", "verify", "diff", "convert", "load"],
+)
+def test_what_is_refused_is_read_with_trust(tmp_path, make, act):
+    make(tmp_path / "a.pt")
+    with pytest.raises(CheckpointUntrusted, match="--trust"):
+        act(tmp_path / "a.pt")
+    act(tmp_path / "a.pt", trust=True)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_an_object_is_converted_with_trust(tmp_path, kind):
+    state = {
+        "model": nn.Linear(2, 2).state_dict(),
+        "optimizer": {"state": {}, "param_groups": {"w": argparse.Namespace()}},
+    }
+    if kind == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "a.pt")
+    else:
+        torch.save(state, tmp_path / "a.pt")
+    inspect(tmp_path / "a.pt")
+    with pytest.raises(CheckpointUntrusted, match="argparse.Namespace"):
+        convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
+    assert os.listdir(tmp_path) == ["a.pt"]
+    convert(tmp_path / "a.pt", tmp_path / "b", to="dcp", trust=True)
+    assert not diff(tmp_path / "a.pt", tmp_path / "b", trust=True)
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

@@ -249,7 +249,8 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
         NotImplementedError: Its weights are quantised in another way.
     """
     quantisation = config.get("quantization_config") or {"quant_method": "fp8"}
-    method, block = None, None
+    method: object = None
+    block: Any = None
     if isinstance(quantisation, dict):
         method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", BLOCK)
     are_sizes = isinstance(block, list | tuple) and all(type(each) is int and each > 0 for each in block)

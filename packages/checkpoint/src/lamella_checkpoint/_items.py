@@ -36,6 +36,7 @@ from lamella_checkpoint._torch_zip import (
     FileSlice,
     Record,
     TensorRecord,
+    checksum,
     find_tensor,
     plain_data,
     read_record,
@@ -200,14 +201,14 @@ def check_content(file: Path, name: str, item: Item, content: BinaryIO, expected
     """
     crc = expected(item)
     if crc is not None:
-        _check_equal(file, name, (item.length, crc), _checksum(content, 0, item.length))
+        _check_equal(file, name, (item.length, crc), checksum(content, 0, item.length))
         return
     try:
         found = records(content)
     except (zipfile.BadZipFile, ValueError, struct.error) as error:
         raise damaged(file, name, error) from error
     for record in found.values():
-        _check_record(file, name, record, _checksum(content, record.start, record.length)[1])
+        _check_record(file, name, record, checksum(content, record.start, record.length)[1])
 
 
 def damaged(file: Path, name: str, error: Exception) -> CheckpointDamaged:
@@ -227,15 +228,6 @@ def _check_equal(file: Path, name: str, expected: tuple[int, int], got: tuple[in
 def _check_record(file: Path, name: str, record: Record, crc: int) -> None:
     if record.crc is not None:
         _check_equal(file, name, (record.length, record.crc), (record.length, crc))
-
-
-def _checksum(content: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """How many of some bytes there are, and their CRC-32. Effects: holds a piece of them."""
-    content.seek(start)
-    num_read = crc = 0
-    while piece := content.read(min(_PIECE_BYTES, length - num_read)):
-        num_read, crc = num_read + len(piece), zlib.crc32(piece, crc)
-    return num_read, crc
 
 
 class _Files:

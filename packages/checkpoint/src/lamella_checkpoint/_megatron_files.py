@@ -160,7 +160,7 @@ def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
             for name, into in values.items()
         ]
     )
-    plain = {name: value.item() for name, value in values.items()}
+    plain: dict[str, Any] = {name: value.item() for name, value in values.items()}
     plain |= {name: source.read_object(name) for name in source.objects}
     return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str)}
 

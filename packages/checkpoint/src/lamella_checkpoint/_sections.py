@@ -16,7 +16,7 @@ Note [Optimizers by group]
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeGuard, cast
 
 import torch
 
@@ -204,10 +204,13 @@ def _checked(source: Source, groups: object) -> list[dict[str, Any]]:
     for group in groups if isinstance(groups, list) else [groups]:
         params = group.get("params") if isinstance(group, dict) else None
         names = group.get("param_names", params) if isinstance(group, dict) else None
-        are_lists = isinstance(params, list) and isinstance(names, list) and len(params) == len(names)
-        if not are_lists or not all(isinstance(each, int | str) for each in (*params, *names)):
+        if not (_are_keys(params) and _are_keys(names)) or len(params) != len(names):
             raise CheckpointDamaged(str(source.path), f"expected a list of the optimizer's groups, got {short(group)}")
     return cast(list[dict[str, Any]], groups)
+
+
+def _are_keys(value: object) -> TypeGuard[list[int | str]]:
+    return isinstance(value, list) and all(isinstance(each, int | str) for each in value)
 
 
 def _counted(groups: Sequence[Mapping[str, Any]], live: LiveNames | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from math import prod
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -15,6 +16,12 @@ from lamella_checkpoint._pickles import Inert, read_pickle
 from lamella_checkpoint._small_files import MAX_NBYTES
 from lamella_checkpoint._text import short
 
+_PIECE_NBYTES: Final = 1 << 20
+_ENTRY_NBYTES: Final = 46  # Of an entry in the directory at the archive's end, before its name.
+_CRC_AT: Final = 16
+_LENGTHS_AT: Final = 28
+_ENTRY_LENGTHS: Final = struct.Struct("<3H")  # of the name, the extra field and the comment, which follow
+_DESCRIPTOR: Final = b"PK\7\x08"  # Begins what follows a record, where its header came before its length was known.
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
 
 
@@ -183,15 +190,50 @@ def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
 
 
 def read_record(file: BinaryIO, record: Record) -> bytes:
-    """The contents of one small file of the archive.
+    """The contents of one small file of the archive, held against its checksum.
 
     Raises:
-        zipfile.BadZipFile: It is longer than what it may hold could be.
+        zipfile.BadZipFile: They differ, or it is longer than what it may hold could be.
     """
     if record.length > MAX_NBYTES:
         raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most at {record.start}, got {record.length}")
     file.seek(record.start)
-    return file.read(record.length)
+    content = file.read(record.length)
+    if record.crc is not None and zlib.crc32(content) != record.crc:
+        raise zipfile.BadZipFile(f"the {record.length} bytes at {record.start} are not what their checksum says")
+    return content
+
+
+def seal(file: BinaryIO) -> None:
+    """Give each record of an archive that has no checksum its own, in the directory and behind the record.
+
+    Effects: reads those records, and holds a piece of them.
+    """
+    found = records(file)
+    with zipfile.ZipFile(file) as archive:
+        entries, position = archive.infolist(), archive.start_dir
+    for info in entries:
+        file.seek(position)
+        lengths = _ENTRY_LENGTHS.unpack_from(file.read(_ENTRY_NBYTES), _LENGTHS_AT)
+        record = found[info.filename.partition("/")[2]]
+        if record.crc is None:
+            crc = checksum(file, record.start, record.length)[1].to_bytes(4, "little")
+            file.seek(record.start + record.length)
+            if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+                file.seek(record.start + record.length + len(_DESCRIPTOR))
+                file.write(crc)
+            file.seek(position + _CRC_AT)
+            file.write(crc)
+        position += _ENTRY_NBYTES + sum(lengths)
+
+
+def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """How many of some bytes of a file there are, and their CRC-32. Effects: holds a piece of them."""
+    file.seek(start)
+    num_read = crc = 0
+    while piece := file.read(min(_PIECE_NBYTES, length - num_read)):
+        num_read, crc = num_read + len(piece), zlib.crc32(piece, crc)
+    return num_read, crc
 
 
 def _fits(tensor: StoredTensor) -> bool:

@@ -6,7 +6,8 @@ Each function writes into a directory or a file that nobody sees yet, and waits 
 Note [An archive that is filled]
     `torch.save` can leave the bytes of tensors out (`skip_data`) and pickle tensors that have no memory (fake ones).
     What that makes is a whole archive, sparse, in which every element has its place; those are filled box by box. The
-    archive then has no CRC-32 of its tensors, which no reader of torch compares.
+    CRC-32 of its tensors is written last, for which they are read once more: torch's readers do not compare it, those
+    of this package do.
 """
 
 import errno
@@ -35,6 +36,7 @@ from lamella_checkpoint._safetensors_write import (
 )
 from lamella_checkpoint._source import Source
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes, stream
+from lamella_checkpoint._torch_zip import seal
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 
@@ -171,6 +173,8 @@ def write_torch(
             stored = Stored(starts[id(blank)], tuple(blank.shape), blank.dtype)
             write_box(opened.fileno(), stored, piece.chunk, piece.values)
             on_bytes(piece.values.nbytes)
+        seal(opened)
+        opened.flush()
         os.fsync(opened.fileno())
 
 
