@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
+from io import TextIOWrapper
 from pathlib import Path
 
 from lamella._options import ConfigError
@@ -25,7 +26,9 @@ def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines; a reader that has seen enough (`| head`) may leave."""
+    """Print lines, with escapes for what the terminal has no letters for; a reader (`| head`) may leave."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for line in lines:
             print(line)
