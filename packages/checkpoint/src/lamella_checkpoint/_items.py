@@ -39,7 +39,6 @@ from lamella_checkpoint._torch_zip import (
     checksum,
     find_tensor,
     plain_data,
-    read_record,
     records,
 )
 from lamella_layout import Chunk, Range
@@ -359,7 +358,8 @@ def _tensor_in(content: BinaryIO) -> object:
     if found is None or 0 in found.shape:
         content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True)
-    return torch.frombuffer(bytearray(read_record(content, found.record)), dtype=found.dtype).view(found.shape)
+    content.seek(found.record.start)
+    return torch.frombuffer(bytearray(content.read(found.record.length)), dtype=found.dtype).view(found.shape)
 
 
 def _check_sizes(file: Path, read: ItemRead, shape: tuple[int, ...]) -> None:
