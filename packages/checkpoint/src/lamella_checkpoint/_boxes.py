@@ -1,14 +1,16 @@
 """Boxes of tensors: which ones a rank holds of a live tensor, and whether some overlap."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lamella_layout import Chunk, Range, Region, mesh_region
+
+_MAX_NUMEL: Final = 1 << 58  # torch counts bytes in 63 bits, of elements of up to sixteen; empty dims count as one.
 
 
 class LocalBox(NamedTuple):
@@ -21,6 +23,16 @@ class LocalBox(NamedTuple):
 def whole_box(shape: Sequence[int]) -> Chunk:
     """The box that is all of a tensor. Effects: none."""
     return Chunk((0,) * len(shape), tuple(shape))
+
+
+def are_sizes(sizes: Iterable[object]) -> bool:
+    """Whether torch could make a tensor of such sizes, of any dtype, as far as counting goes. Effects: none."""
+    numel = 1
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            return False
+        numel *= max(size, 1)
+    return numel <= _MAX_NUMEL
 
 
 def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:

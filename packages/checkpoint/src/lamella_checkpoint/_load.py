@@ -73,7 +73,8 @@ def load(
 
     All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
     dummy step: the checkpoint says which state each parameter has, and that is allocated and read in place. Data
-    is cast to the live tensors' dtypes.
+    is cast to the live tensors' dtypes, where torch knows such a cast: complex numbers are not made real, nor fractions
+    integers.
 
     Also reads what other programs wrote, as `open_checkpoint` finds it, if its names are the model's: plain torch's DCP
     and files of `torch.save`, with their optimizers by name or by number, wrappers' prefixes or none; safetensors.
@@ -265,7 +266,10 @@ def _numbers(opened: OpenCheckpoint) -> Source:
 
 
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
-    """Tensors to fill by their names in the checkpoint, and what differs, in the model's order."""
+    """Tensors to fill by their names in the checkpoint, and what differs, in the model's order.
+
+    A dtype differs where a cast would drop what there is of a number: an imaginary part, a fraction.
+    """
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
     held = {*source.tensors, *source.objects}
@@ -273,8 +277,11 @@ def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tenso
         tensor = live.tensors[name]
         found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
         saved, here = found and _shape(source, found), str(tuple(tensor.shape))
-        if found is not None and saved == here:
+        stored = source.tensors[found].dtype if found is not None and found in source.tensors else None
+        if found is not None and saved == here and stored is not None and torch.can_cast(stored, tensor.dtype):
             targets[found] = tensor
+        elif saved == here and stored is not None:
+            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
         else:
             differences.append(NameDifference(f"model.{name}", saved, here))
     differences += _unexpected(source, live)

@@ -13,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._small_files import file_size, read_json, unreadable
+from lamella_checkpoint._text import short
 
 FILE = "lamella.json"
 _FORMAT = "lamella-checkpoint"
@@ -81,8 +83,9 @@ class Manifest:
             CheckpointDamaged: It is absent or unreadable, or of a later format.
         """
         file = directory / FILE
+        file_size(directory, FILE)
+        content = read_json(file)
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
             version = content["format_version"]
             if version != _FORMAT_VERSION:
                 raise CheckpointDamaged(
@@ -91,10 +94,10 @@ class Manifest:
                     f"a newer lamella-checkpoint may read it",
                 )
             return cls._from_json(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointDamaged):
                 raise
-            raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+            raise unreadable(file, error) from error
 
     def _as_json(self) -> dict[str, object]:
         kind = self.optimizer
@@ -119,6 +122,8 @@ class Manifest:
     @classmethod
     def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
         kind = content["optimizer"]
+        if not isinstance(content["extra"], dict):
+            raise ValueError(f"expected extra to be a dict, got {type(content['extra']).__name__}")
         return cls(
             extra=content["extra"],
             num_ranks=content["num_ranks"],
@@ -150,8 +155,8 @@ def check_extra(extra: Mapping[str, object]) -> None:
     """
     try:
         json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"Expected `extra` to hold what JSON can, got {extra!r}: {error}.") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"Expected `extra` to hold what JSON can, got {short(extra)}: {error}.") from error
     _check_keys(extra, "extra")
 
 
