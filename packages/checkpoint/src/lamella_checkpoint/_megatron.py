@@ -34,7 +34,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from lamella_checkpoint._correspondence import Correspondence, Piece
 from lamella_checkpoint._hybrid_stack import logical_name, nested_names
@@ -123,6 +123,9 @@ RANK_MAJOR_HALVES: Final = tuple(
 """Both at once: halves of all ranks on the left."""
 
 DialectName = Literal["release-0.19", "bridge"]
+MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
+
+MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,7 @@ class Dialect:
 
     name: DialectName
     splits_gdn: bool
-    mtp_layer: Literal["mtp_model_layer", "transformer_layer"] = "mtp_model_layer"
+    mtp_layer: MtpLayer = "mtp_model_layer"
     model_prefix: str = "module."
     optimizer_prefix: str = "module.module.module."
     older_mamba: bool = False
@@ -188,7 +191,7 @@ def dialect_of(source: Source) -> Dialect | None:
     """The dialect that a checkpoint's names show; None where both would have written them."""
     names = tuple(source.tensors)
     renamed = any(".transformer_layer." in name for name in names)
-    mtp_layer: Literal["mtp_model_layer", "transformer_layer"] = "transformer_layer" if renamed else "mtp_model_layer"
+    mtp_layer: MtpLayer = "transformer_layer" if renamed else "mtp_model_layer"
     older_mamba = any(".mixer.conv1d.weight" in name for name in names)
     if any(".self_attention.in_proj.weight.query" in name for name in names):
         return Dialect(name="bridge", splits_gdn=True, mtp_layer=mtp_layer, older_mamba=older_mamba)

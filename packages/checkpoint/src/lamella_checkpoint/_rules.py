@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, product
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from lamella_checkpoint._boxes import whole_box
 from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings
@@ -135,6 +135,7 @@ class Rules:
 
         Effects: none.
         """
+        names = _Names(shapes)
         taken: set[str] = set()
         found = []
         for rule in self.rules:
@@ -143,7 +144,7 @@ class Rules:
                 if side == "left"
                 else (rule.right, rule.left, rule.right_beside)
             )
-            for instance in _instances(near, beside, shapes, taken):
+            for instance in _instances(near, beside, names, taken):
                 taken.update(instance.names)
                 found.append(_correspondence(near, far, instance, shapes, self.sizes, rule.shift, side))
         return found
@@ -185,13 +186,31 @@ def _leaves_of(term: Term) -> list[_Leaf]:
     return _leaves_of(term.term)
 
 
-def _instances(term: Term, beside: str | None, names: Iterable[str], taken: set[str]) -> Iterator[_Instance]:
+class _Names:
+    """Names by what they look like without their numbers, which is how a template finds its own among thousands."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._by_look: dict[str, list[tuple[int, str]]] = {}
+        for position, name in enumerate(names):
+            self._by_look.setdefault(_NUMBERS.sub("0", name), []).append((position, name))
+
+    def matches(self, template: str) -> Iterator[re.Match[str]]:
+        """The names that a template fits, in their order."""
+        look = _look(template)
+        looks = [look] if isinstance(look, str) else [each for each in self._by_look if look.fullmatch(each)]
+        found = [each for look in looks for each in self._by_look.get(look, ())]
+        for _, name in found if len(looks) == 1 else sorted(found):
+            if match := _pattern(template).fullmatch(name):
+                yield match
+
+
+def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -> Iterator[_Instance]:
     """The complete sets of names that `term` can be made of."""
     leaves = _leaves_of(term)
-    besides = None if beside is None else {_key(match.groupdict()) for match in _matches(beside, names)}
+    besides = None if beside is None else {_key(match.groupdict()) for match in names.matches(beside)}
     found: dict[frozenset[tuple[str, str]], list[dict[tuple[int, ...], str]]] = {}
     for position, leaf in enumerate(leaves):
-        for match in _matches(leaf.template, names):
+        for match in names.matches(leaf.template):
             if match.string not in taken:
                 captures = match.groupdict()
                 index = tuple(int(captures.pop(name)) for name in leaf.indices)
@@ -411,12 +430,16 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join([*parts, re.escape(template[end:])]))
 
 
-def _matches(template: str, names: Iterable[str]) -> Iterator[re.Match[str]]:
-    pattern = _pattern(template)
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is not None:
-            yield match
+_NUMBERS: Final = re.compile(r"[0-9]+")
+
+
+@cache
+def _look(template: str) -> str | re.Pattern[str]:
+    """What the names that a template fits look like with a 0 for each number; a pattern where it leaves text open."""
+    is_open = template.startswith("**.") or "*}" in template
+    numbered = _PLACEHOLDER.sub(lambda match: "0" if match[1] and not match[2] else match[0], template)
+    look = _NUMBERS.sub("0", numbered)
+    return _pattern(look) if is_open else look
 
 
 def _fill(template: str, captures: Mapping[str, str]) -> str:

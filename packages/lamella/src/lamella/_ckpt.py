@@ -25,6 +25,7 @@ from lamella_checkpoint import (
     Diff,
     FormatUnknown,
     ModelUnknown,
+    MtpLayer,
     SizeUnknown,
     Target,
     convert,
@@ -43,6 +44,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp64": torch.float64,
 }
 DIALECTS: Final = ("release-0.19", "bridge")
+MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 TARGETS: Final[tuple[str, ...]] = get_args(Target)
 
 _DIFFERS, _DAMAGED = 1, 1
@@ -166,6 +168,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     to = cast(Target, _one_of("--to", arguments.to, TARGETS))
     dtype = None if arguments.dtype is None else DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)]
     dialect = _one_of("--dialect", arguments.dialect, DIALECTS)
+    mtp_layer = cast(MtpLayer, _one_of("--mtp-layer", arguments.mtp_layer, MTP_LAYERS))
     size = _nbytes(arguments.max_shard_size)
     with _config_folder(arguments.config) as like, _Bar("writing") as bar:
         done = convert(
@@ -176,6 +179,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             float8=arguments.float8,
             like=like,
             dialect=dialect,
+            mtp_layer=mtp_layer,
             tensor_parallel_size=_tensor_parallel_size(arguments),
             max_shard_nbytes=size,
             replace=arguments.force,
@@ -192,8 +196,12 @@ def _told(done: Conversion) -> Iterator[str]:
     yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
     if done.side_files:
         yield f"beside them: {', '.join(done.side_files)}"
+    if done.untrained:
+        yield f"as they were published, not trained: {_first(done.untrained)}"
     if done.left:
         yield f"left out: {_first(done.left)}"
+    if done.absent:
+        yield f"published before, and absent now: {_first(done.absent)}"
     if done.inexact:
         inexact = tuple(f"{name} ({why})" for name, why in done.inexact.items())
         yield f"not exact: {_first(inexact)}"
@@ -256,6 +264,12 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
                 "metavar": "NAME",
                 "default": DIALECTS[0],
                 "help": f"of fsdp_dtensor: {' or '.join(DIALECTS)} [{DIALECTS[0]}]",
+            },
+            "--mtp-layer": {
+                "metavar": "NAME",
+                "default": MTP_LAYERS[0],
+                "help": f"what fsdp_dtensor calls the layer that predicts further tokens: {' or '.join(MTP_LAYERS)} "
+                f"[{MTP_LAYERS[0]}]",
             },
             **_MODEL,
             "--float8": {
