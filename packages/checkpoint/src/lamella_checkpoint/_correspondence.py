@@ -84,6 +84,11 @@ def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
         origin: A box.
         goal: One of the same sizes, but for 1s. May have another number of dims.
     """
+    if chunk is origin or chunk == origin:
+        return goal
+    if origin.sizes == goal.sizes:
+        shifts = zip(chunk.offsets, origin.offsets, goal.offsets, strict=True)
+        return Chunk(tuple([offset - start + to for offset, start, to in shifts]), chunk.sizes)
     along = zip(chunk.offsets, chunk.sizes, origin.offsets, origin.sizes, strict=True)
     moves = iter([(offset - start, size) for offset, size, start, span in along if span != 1])
     moved = [(0, 1) if span == 1 else next(moves) for span in goal.sizes]
@@ -106,7 +111,7 @@ def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[i
             upcoming += 1
         open_boxes = [each for each in open_boxes if _along_dim0(each[1])[1] > start]
         for other_index, other in open_boxes:
-            shared = box.intersection(other)
+            shared = box if box == other else box.intersection(other)
             if shared.numel:
                 yield index, other_index, shared
 

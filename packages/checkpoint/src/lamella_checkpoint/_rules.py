@@ -250,6 +250,11 @@ def _correspondence(
     side: Side,
 ) -> Correspondence:
     known = {name: tuple(shapes[name]) for name in instance.names}
+    if isinstance(near, str) and isinstance(far, str):
+        ((name, shape),) = known.items()
+        names = (name, _fill(far, instance.captures))
+        left, right = names if side == "left" else names[::-1]
+        return Correspondence.rename(left, right, shape, shift=shift)
     sizes = dict(sizes)  # Those that `near` shows are added, and `far` may need them.
     try:
         made = _make(near, instance.captures, instance.counts, known, sizes)
