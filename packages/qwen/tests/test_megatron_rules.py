@@ -239,7 +239,7 @@ def test_a_tensor_that_does_not_fit_the_config_is_refused_by_name():
         ("dense", {"head_dim": None}, "a number as head_dim of a Qwen3.5 config, got None"),
         ("dense", {"attention_bias": True}, "Expected attention_bias false"),
         ("vision", {"vision_config": None}, "a mapping as vision_config of a Qwen3.5 config, got None"),
-        ("vision", {"text_config": {}}, "a number as text_config.num_attention_heads of a Qwen3.5 config, got None"),
+        ("vision", {"text_config": {}}, "a number as text_config.vocab_size of a Qwen3.5 config, got None"),
     ],
 )
 def test_a_config_that_says_too_little_is_refused_by_the_key(kind, change, message):

@@ -44,6 +44,7 @@ from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
 from lamella_checkpoint._open import open_checkpoint as open_checkpoint
 from lamella_checkpoint._rules import Grouped as Grouped
 from lamella_checkpoint._rules import Join as Join
+from lamella_checkpoint._rules import Padded as Padded
 from lamella_checkpoint._rules import Rule as Rule
 from lamella_checkpoint._rules import Rules as Rules
 from lamella_checkpoint._rules import Stack as Stack

@@ -18,7 +18,7 @@ from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._directories import check_vacant, find, publish, stage, sync
 from lamella_checkpoint._errors import CheckpointDamaged, FormatUnknown, ModelUnknown
-from lamella_checkpoint._families import Family, find_family, known_model_types
+from lamella_checkpoint._families import PADDED_VOCABULARY, Family, find_family, known_model_types
 from lamella_checkpoint._float8 import (
     Dequantised,
     Quantised,
@@ -47,8 +47,8 @@ from lamella_checkpoint._source import Source, TensorInfo
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
 from lamella_checkpoint._translate import Side, Translated, WithObjects, parameter_shapes, rename
 from lamella_checkpoint._translate import translate as translated
-from lamella_checkpoint._untrained import Completed, untrained_of
-from lamella_checkpoint._write_source import write_dcp, write_safetensors, write_torch
+from lamella_checkpoint._untrained import ORIGINALS_FILE, UNTRAINED_FILE, Completed, kept_in
+from lamella_checkpoint._write_source import write_dcp, write_safetensors, write_safetensors_file, write_torch
 
 Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
 
@@ -80,6 +80,8 @@ class Conversion:
             where they were kept.
         absent: With safetensors, names that were published and that the target lacks.
         inexact: Names of tensors that cannot be brought back exactly from what was written, and why.
+        originals: Names, in the source, of tensors that lose bits in what was written: norms stored around zero that were
+            stored around one. Their values are kept beside it, and come back from there where nothing has changed.
         side_files: Names of the files that came along.
     """
 
@@ -92,6 +94,7 @@ class Conversion:
     untrained: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     inexact: Mapping[str, str] = field(default_factory=dict)
+    originals: tuple[str, ...] = ()
     side_files: tuple[str, ...] = ()
 
 
@@ -107,6 +110,7 @@ def convert(
     dialect: str = RELEASE_0_19.name,
     mtp_layer: MtpLayer = RELEASE_0_19.mtp_layer,
     tensor_parallel_size: int | None = None,
+    padded_vocabulary: int | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     buffer_nbytes: int = BUFFER_NBYTES,
     replace: bool = False,
@@ -141,6 +145,8 @@ def convert(
         mtp_layer: What `fsdp_dtensor` calls the layer inside one that predicts further tokens: "mtp_model_layer", or
             "transformer_layer" as newer releases of megatron-core. Both are read.
         tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
+        padded_vocabulary: The rows that Megatron is to have for tokens, zeros behind the configuration's. None for as many
+            as the configuration has. From Megatron, rows behind these are always left out, and told where not zero.
         max_shard_nbytes: About how much one file holds.
         buffer_nbytes: How much is held of tensors, unless a single row is more.
         replace: Whether a checkpoint at `dst` gives way to the new one, once that is whole. Folders in it that are not
@@ -164,13 +170,23 @@ def convert(
     Effects: no collective; waits until all is on the disk.
     """
     _check_arguments(to, float8, dialect, mtp_layer)
+    if padded_vocabulary is not None and to != "fsdp_dtensor":
+        raise ValueError(f"Expected `padded_vocabulary` with to='fsdp_dtensor' only, got to={to!r}.")
     path = find(Path(os.path.realpath(src)))
-    beside = _beside(path) if like is None else Path(like)
+    own = _beside(path)
+    beside = own if like is None else Path(like)
     config = None if beside is None else read_config(beside)
     written = dataclasses.replace(_DIALECTS[dialect], mtp_layer=mtp_layer)
-    between = _Between(config=config, dialect=written, tensor_parallel_size=tensor_parallel_size)
+    between = _Between(
+        config=config,
+        dialect=written,
+        tensor_parallel_size=tensor_parallel_size,
+        padded_vocabulary=padded_vocabulary,
+    )
     opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
-    published = _Published.of(opened, beside)
+    if padded_vocabulary is not None and opened.format in _MEGATRONS:
+        raise ValueError(f"Expected `padded_vocabulary` from other names than Megatron's, got {str(opened.path)!r}.")
+    published = _Published.of(opened, own, beside)
     wish = _Wish(to=to, translate=translate, dtype=dtype, float8=float8)
     plan = _plan(opened, wish, between, published)
     if not plan.dtypes:
@@ -182,6 +198,10 @@ def convert(
         copied = _copy_side_files(plan, to, beside, published.shapes, staged)
         manifest = _manifest(opened, SIDE_FILES if copied else None)
         _write(plan, to, staged / target.name if to == "torch" else staged, manifest, max_shard_nbytes, options)
+        originals = _keep_originals(plan, dtype, staged / SIDE_FILES)
+    for layer in plan.layers:
+        if isinstance(layer, Translated):
+            layer.read_cut_off()
     return Conversion(
         source=opened.path,
         target=target,
@@ -192,6 +212,7 @@ def convert(
         untrained=plan.untrained,
         absent=plan.absent,
         inexact=plan.inexact,
+        originals=originals,
         side_files=copied,
     )
 
@@ -243,7 +264,7 @@ def open_both(
         for path, between in zip(paths, betweens, strict=True)
     ]
     publisheds = [
-        _Published.of(each, next((folder for folder in of_each if folder is not None), None))
+        _Published.of(each, of_each[0], next((folder for folder in of_each if folder is not None), None))
         for each, of_each in zip(opened, folders, strict=True)
     ]
     are_megatrons = all(each.format in _MEGATRONS for each in opened)
@@ -254,7 +275,7 @@ def open_both(
         if is_quantised(source) and not are_quantised:
             source = Dequantised(source, block=block_of(between.config or {}))
         if each.format in _MEGATRONS:
-            return source if are_megatrons else rename(between.translate(source, "left"), _of_sections)
+            return source if are_megatrons else rename(between.translate(source, "left", published.originals), _of_sections)
         if each.format is not Format.SAFETENSORS:
             if not between.is_part(source, published.shapes) and published.untrained is None:
                 return source
@@ -293,21 +314,26 @@ class _Published:
     Attributes:
         shapes: Of its weights by name; none where nobody kept them.
         untrained: Those of its weights that were kept because the checkpoint is without them.
+        originals: Values that the checkpoint cannot hold exactly, from where it came.
     """
 
     shapes: _Shapes
     untrained: Source | None
+    originals: Source | None
 
     @classmethod
-    def of(cls, opened: OpenCheckpoint, beside: Path | None) -> "_Published":
+    def of(cls, opened: OpenCheckpoint, own: Path | None, beside: Path | None) -> "_Published":
+        """Of a checkpoint with a folder of its own perhaps, by the folder that counts."""
         weights: Source | None = opened.raw if opened.format is Format.SAFETENSORS else None
-        untrained = untrained_of(beside) if weights is None else None
+        untrained = kept_in(beside, UNTRAINED_FILE) if weights is None else None
+        originals = kept_in(own, ORIGINALS_FILE) or kept_in(beside, ORIGINALS_FILE)
         if weights is None and beside is not None and _has_weights(beside):
             weights = SafetensorsSource(beside)
         if weights is None:
-            return cls(shapes={} if beside is None else read_published(beside), untrained=untrained)
+            shapes = {} if beside is None else read_published(beside)
+            return cls(shapes=shapes, untrained=untrained, originals=originals)
         shapes = {name: info.shape for name, info in weights.tensors.items() if not is_scale(weights, name)}
-        return cls(shapes=shapes, untrained=untrained)
+        return cls(shapes=shapes, untrained=untrained, originals=originals)
 
 
 def _completed(source: Source, untrained: Source | None) -> Source:
@@ -358,6 +384,7 @@ class _Between:
     config: Mapping[str, Any] | None
     dialect: Dialect
     tensor_parallel_size: int | None
+    padded_vocabulary: int | None = None
 
     def write(self, source: Source) -> Translated:
         """From Megatron's canonical names to those of `fsdp_dtensor`."""
@@ -395,7 +422,7 @@ class _Between:
         family = None if config is None else find_family(str(config.get("model_type")))
         return [] if family is None or config is None else family.modules(config).match(published, "left")
 
-    def translate(self, source: Source, to: Side) -> Translated:
+    def translate(self, source: Source, to: Side, originals: Source | None = None) -> Translated:
         """Between modules' names (left) and Megatron's canonical ones (right)."""
         if self.config is None:
             raise ValueError(
@@ -406,7 +433,10 @@ class _Between:
         if family is None:
             raise ModelUnknown(str(self.config.get("model_type")), known_model_types())
         rules = family.megatron(self.config)
-        return translated(source, rules.match(parameter_shapes(source), "left" if to == "right" else "right"), to=to)
+        if self.padded_vocabulary is not None:
+            rules = dataclasses.replace(rules, sizes={**rules.sizes, PADDED_VOCABULARY: self.padded_vocabulary})
+        found = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
+        return translated(source, found, to=to, originals=originals)
 
     def _family(self) -> Family | None:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
@@ -483,7 +513,7 @@ def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Pu
     if wish.float8 and not is_quantised(source):
         source = Quantised(source, which=linear_weights if wish.float8 is True else wish.float8)
     kept_beside = _extra(opened) if wish.to == "dcp" else {}
-    dtypes = _dtypes(source, ties, wish.dtype)
+    dtypes = _dtypes(source, (name for name in source.tensors if name not in ties), wish.dtype)
     dtype = wish.dtype if opened.format is Format.SAFETENSORS else wish.dtype or _most_common(source, dtypes)
     absent = (name for name in published.shapes if name not in source.tensors and f"{_OF_MODEL}{name}" not in all_ties)
     return _Plan(
@@ -509,7 +539,7 @@ def _translations(
         yield (source := rename(wish.translate(source), lambda name: name))
     elif not (opened.format in _MEGATRONS and to_megatron):
         if opened.format in _MEGATRONS:
-            yield (source := between.translate(source, "left"))
+            yield (source := between.translate(source, "left", published.originals))
         are_published = opened.format is Format.SAFETENSORS
         if published.untrained is not None or (wish.to == "hf" and published.shapes and not are_published):
             yield (source := between.as_published(source, published.shapes))
@@ -518,7 +548,7 @@ def _translations(
         if are_published and wish.to != "hf":
             yield (source := between.modules(source, published.shapes))
         if to_megatron:
-            yield (source := between.translate(source, "right"))
+            yield (source := between.translate(source, "right", published.originals))
     if to_megatron:
         counters = {name: value for name, value in opened.extra.items() if name in EXPECTED_OBJECTS}
         lacking = {name: value for name, value in counters.items() if name not in source.objects}
@@ -546,13 +576,14 @@ _KEPT: Final[Mapping[Target, Callable[[str], str | None]]] = {
 """What each format calls a native name; None where it has no place for it."""
 
 
-def _dtypes(source: Source, ties: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(source: Source, names: Iterable[str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """What each tensor is written as: weights are cast, and neither their scales nor optimizer state."""
-    kept = {name for name in source.tensors if name.startswith("optimizer.") or is_scale(source, name)}
+    infos = {name: source.tensors[name] for name in names}
     return {
-        name: info.dtype if name in kept else stored_dtype(info.dtype, dtype)
-        for name, info in source.tensors.items()
-        if name not in ties
+        name: info.dtype
+        if name.startswith("optimizer.") or is_scale(source, name)
+        else stored_dtype(info.dtype, dtype)
+        for name, info in infos.items()
     }
 
 
@@ -618,6 +649,16 @@ def _copy_side_files(plan: _Plan, to: Target, beside: Path | None, published: _S
         write_config(folder, plan.config)
     sync(folder)
     return copied
+
+
+def _keep_originals(plan: _Plan, dtype: torch.dtype | None, folder: Path) -> tuple[str, ...]:
+    """Keep, as it was, what a shift took bits from, if there is a folder for it."""
+    kept: tuple[str, ...] = ()
+    for layer in plan.layers if folder.is_dir() else ():
+        if isinstance(layer, Translated) and (names := layer.take_lost()):
+            write_safetensors_file(layer.source, _dtypes(layer.source, names, dtype), folder / ORIGINALS_FILE)
+            kept = names
+    return kept
 
 
 def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:

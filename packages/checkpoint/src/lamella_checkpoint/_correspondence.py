@@ -5,7 +5,7 @@ side interleaves: each is a table of boxes, equal on both sides, and reads from 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ class Correspondence:
         pieces: The boxes that are equal.
         shift: What is added from left to right, and subtracted on the way back: norms whose weights are stored around
             zero have -1 where the others are on the left.
+        padded: By name, the rows of a tensor that the pieces cover, of those that have others behind them. They hold
+            nothing: zeros are written, and on the way back they are left out.
 
     Raises:
         ValueError: The pieces do not cover a tensor once, or the boxes of one are not of one size.
@@ -49,13 +51,14 @@ class Correspondence:
     right: Mapping[str, tuple[int, ...]]
     pieces: tuple[Piece, ...]
     shift: float = 0.0
+    padded: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for piece in self.pieces:
             if _without_ones(piece.left.chunk.sizes) != _without_ones(piece.right.chunk.sizes):
                 raise ValueError(f"Expected boxes of one size, but for 1s, got {piece.left!r} and {piece.right!r}.")
-        _check_cover(self.left, [piece.left for piece in self.pieces])
-        _check_cover(self.right, [piece.right for piece in self.pieces])
+        _check_cover(self._covered(self.left), [piece.left for piece in self.pieces])
+        _check_cover(self._covered(self.right), [piece.right for piece in self.pieces])
 
     @classmethod
     def rename(cls, left: str, right: str, shape: Sequence[int], *, shift: float = 0.0) -> "Correspondence":
@@ -73,7 +76,18 @@ class Correspondence:
     def inverse(self) -> "Correspondence":
         """The same, with the sides exchanged."""
         pieces = tuple(Piece(piece.right, piece.left) for piece in self.pieces)
-        return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift)
+        return Correspondence(
+            left=self.right, right=self.left, pieces=pieces, shift=-self.shift, padded=self.padded
+        )
+
+    def padding(self, name: str, shape: tuple[int, ...]) -> Chunk | None:
+        """The rows of a tensor that are padding; None where it has none."""
+        if not shape or (first := self.padded.get(name, shape[0])) == shape[0]:
+            return None
+        return Chunk((first, *(0 for _ in shape[1:])), (shape[0] - first, *shape[1:]))
+
+    def _covered(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: (self.padded.get(name, shape[0]), *shape[1:]) if shape else () for name, shape in shapes.items()}
 
 
 def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:

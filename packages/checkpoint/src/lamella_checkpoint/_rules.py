@@ -80,7 +80,22 @@ class Grouped:
         _check_sizes(self.sizes)
 
 
-Term: TypeAlias = "str | Join | Stack | Grouped"
+@dataclass(frozen=True)
+class Padded:
+    """A tensor stored with rows behind those of the whole: a vocabulary padded to what ranks can share.
+
+    Attributes:
+        name: Of the tensor.
+        rows: The whole's, by name.
+        to: The name of the number of rows that the tensor is made with. Where the sizes lack it, there is no padding.
+    """
+
+    name: str
+    rows: str
+    to: str
+
+
+Term: TypeAlias = "str | Join | Stack | Grouped | Padded"
 """A name is a template: `{layer}` is a number, `{rest*}` is any text, and a leading `**.` any names before, or none."""
 
 
@@ -177,8 +192,8 @@ def _leaves(rule: Rule) -> list[_Leaf]:
 
 
 def _leaves_of(term: Term) -> list[_Leaf]:
-    if isinstance(term, str):
-        return [_Leaf(term, ())]
+    if isinstance(term, str | Padded):
+        return [_Leaf(term if isinstance(term, str) else term.name, ())]
     if isinstance(term, Join):
         return [leaf for each in term.terms for leaf in _leaves_of(each)]
     if isinstance(term, Stack):
@@ -264,8 +279,13 @@ def _correspondence(
         raise SizeUnknown(error.size, error.known, instance.names[0]) from None
     except ValueError as error:
         raise ValueError(f"{error} Needed for {instance.names[0]!r}.") from error
-    pieces = tuple(_pieces(made, other))
-    here = Correspondence(left=known, right=derived, pieces=pieces, shift=shift if side == "left" else -shift)
+    here = Correspondence(
+        left=known,
+        right=derived,
+        pieces=tuple(_pieces(made, other)),
+        shift=shift if side == "left" else -shift,
+        padded={_fill(each.name, instance.captures): sizes[each.rows] for each in (near, far) if isinstance(each, Padded)},
+    )
     return here if side == "left" else here.inverse
 
 
@@ -299,6 +319,8 @@ def _make(
         numbers = range(counts[term.index])
         made = [_make(term.term, {**captures, term.index: str(each)}, counts, shapes, sizes) for each in numbers]
         return _stacked(made)
+    if isinstance(term, Padded):
+        return _cut_off(_make(term.name, captures, counts, shapes, sizes), term, sizes)
     return _ungrouped(_make(term.term, captures, counts, shapes, sizes), term, sizes)
 
 
@@ -328,6 +350,15 @@ def _stacked(made: list[_Made]) -> _Made:
         for place, box in each.boxes
     ]
     return _Made((len(made), *shapes.pop()), boxes)
+
+
+def _cut_off(made: _Made, term: Padded, sizes: Mapping[str, int]) -> _Made:
+    num_rows = _number(term.rows, sizes)
+    if made.shape[0] < num_rows:
+        raise ValueError(f"Expected {term.rows} ({num_rows}) rows or more, got {made.shape[0]}.")
+    ((place, whole),) = made.boxes
+    rows = _along(whole, 0, 0, num_rows)
+    return _Made(rows.sizes, [(Place(place.name, rows), rows)])
 
 
 def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
@@ -360,6 +391,13 @@ def _shapes_of(
         return {_fill(term, captures): shape}, {}
     if isinstance(term, Grouped):
         return _shapes_of(term.term, captures, shape, sizes)
+    if isinstance(term, Padded):
+        num_rows, num_stored = _number(term.rows, sizes), sizes.get(term.to, shape[0])
+        if shape[0] != num_rows or num_stored < num_rows:
+            raise ValueError(
+                f"Expected {term.rows} ({num_rows}) rows, and {term.to} to be no less, got {shape[0]} and {num_stored}."
+            )
+        return {_fill(term.name, captures): _with(shape, 0, num_stored)}, {}
     parts: list[tuple[Term, Mapping[str, str], tuple[int, ...]]]
     counts: dict[str, int] = {}
     if isinstance(term, Stack):

@@ -17,7 +17,12 @@ from lamella_checkpoint._safetensors import SafetensorsSource
 from lamella_checkpoint._source import Source, TensorInfo, Wanted
 from lamella_checkpoint._write_source import write_safetensors_file
 
-_FILE: Final = "lamella_untrained.safetensors"
+UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
+"""Beside a configuration: weights that were published and are not trained, by their names there."""
+
+ORIGINALS_FILE: Final = "lamella_originals.safetensors"
+"""Beside a checkpoint: values that it cannot hold exactly, under the native names that they had where it came from."""
+
 _OF_MODEL: Final = "model."
 
 
@@ -47,20 +52,20 @@ def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype
         write_config(to, with_dtype(config, dtype))
     write_published(to, {name: info.shape for name, info in source.tensors.items()})
     dtypes = {name: source.tensors[name].dtype for name in untrained}
-    (to / _FILE).unlink(missing_ok=True)
+    (to / UNTRAINED_FILE).unlink(missing_ok=True)
     if dtypes:
-        write_safetensors_file(source, dtypes, to / _FILE)
+        write_safetensors_file(source, dtypes, to / UNTRAINED_FILE)
 
 
-def untrained_of(folder: Path | None) -> Source | None:
-    """The weights that `keep_published` kept in a folder; None where it kept none.
+def kept_in(folder: Path | None, file: str) -> Source | None:
+    """The weights that are kept in a file of a folder; None where there is none.
 
     Raises:
         CheckpointDamaged: The file is damaged.
 
     Effects: reads the file's header.
     """
-    return SafetensorsSource(folder / _FILE) if folder is not None and (folder / _FILE).is_file() else None
+    return SafetensorsSource(folder / file) if folder is not None and (folder / file).is_file() else None
 
 
 class Completed:

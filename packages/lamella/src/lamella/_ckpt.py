@@ -181,6 +181,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             dialect=dialect,
             mtp_layer=mtp_layer,
             tensor_parallel_size=_tensor_parallel_size(arguments),
+            padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
             max_shard_nbytes=size,
             replace=arguments.force,
             on_progress=bar.to,
@@ -200,6 +201,8 @@ def _told(done: Conversion) -> Iterator[str]:
         yield f"as they were published, not trained: {_first(done.untrained)}"
     if done.left:
         yield f"left out: {_first(done.left)}"
+    if done.originals:
+        yield f"lose bits around zero, and are kept beside for the way back: {_first(done.originals)}"
     if done.absent:
         yield f"published before, and absent now: {_first(done.absent)}"
     if done.inexact:
@@ -270,6 +273,10 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
                 "default": MTP_LAYERS[0],
                 "help": f"what fsdp_dtensor calls the layer that predicts further tokens: {' or '.join(MTP_LAYERS)} "
                 f"[{MTP_LAYERS[0]}]",
+            },
+            "--padded-vocab": {
+                "metavar": "N",
+                "help": "rows that fsdp_dtensor has for tokens, zeros behind the model's own [as many as the model]",
             },
             **_MODEL,
             "--float8": {
@@ -343,7 +350,11 @@ def _config_folder(path: str | None) -> Iterator[Path | None]:
 
 
 def _tensor_parallel_size(arguments: argparse.Namespace) -> int | None:
-    return None if arguments.tp is None else _number("--tp", arguments.tp, int, at_least=1)
+    return _optional_number("--tp", arguments.tp)
+
+
+def _optional_number(flag: str, given: str | None) -> int | None:
+    return None if given is None else _number(flag, given, int, at_least=1)
 
 
 def _number(flag: str, given: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:
