@@ -198,7 +198,7 @@ def test_a_name_is_found_by_its_own_numbers_and_its_text():
         )
     )
     names = ("norm1.0", "norm2.0", "norm1.01", "norm1.10", "a.b.fc112", "fc10", "fc20", "text.7.a", "text")
-    found = rules.match({name: (1,) for name in names}, "left")
+    found = rules.match(dict.fromkeys(names, (1,)), "left")
     pairs = {left: right for each in found for left, right in zip(each.left, each.right, strict=True)}
     assert pairs == {
         "norm1.0": "first.0",

@@ -167,7 +167,10 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
 
     new, checkpoint = tmp_path / "new", resumed.directory.checkpoints / "step_00000006"
     capsys.readouterr()
-    assert main(["ckpt", "convert", str(checkpoint), str(new), "--to", "hf", "--config", str(resumed.directory.model)]) == 0
+    assert (
+        main(["ckpt", "convert", str(checkpoint), str(new), "--to", "hf", "--config", str(resumed.directory.model)])
+        == 0
+    )
     untrained = [name for name in before if name.startswith(("mtp.", "model.visual."))]
     assert f"as they were published, not trained: {untrained[0]}, " in capsys.readouterr().out
     after = load_file(new / "model.safetensors")

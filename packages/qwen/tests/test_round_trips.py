@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from qwen_tiny import KINDS, config_of, make_config, make_model, translated
+from qwen_tiny import KINDS, config_of, make_config, make_model, make_mtp, translated
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +21,9 @@ from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
 from lamella_testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:torch.distributed is unavailable")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:torch.distributed is unavailable"
+)
 
 CLASSES = {
     "dense": AutoModelForCausalLM,
@@ -151,6 +153,24 @@ def dcp_load(path):
     }
     dcp.load(tensors, checkpoint_id=path, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed, tmp_path):
+    """Its experts are stacked in Qwen3.6's files, and one by one in Qwen3.5's."""
+    make_model("moe").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = load_file(file) | make_mtp("moe", "model.", packed=packed)
+    save_file(weights, file, {"format": "pt"})
+    convert(tmp_path / "hf", tmp_path / "native", to="dcp")
+    for way, source in (("straight", "hf"), ("trained", "native")):
+        convert(tmp_path / source, tmp_path / way, to="fsdp_dtensor", dialect="bridge", mtp_layer="transformer_layer")
+        assert "module.mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3_w" in dcp_load(tmp_path / way)
+        convert(tmp_path / way, tmp_path / f"{way}-back", to="hf")
+        assert_same(load_file(tmp_path / f"{way}-back" / "model.safetensors"), weights)
+    with pytest.raises(ValueError, match="`mtp_layer` to be one of .*, got 'mtp'"):
+        convert(tmp_path / "hf", tmp_path / "no", to="fsdp_dtensor", mtp_layer="mtp")
 
 
 @pytest.mark.usefixtures("family")

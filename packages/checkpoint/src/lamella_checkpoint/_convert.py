@@ -45,6 +45,7 @@ from lamella_checkpoint._safetensors import INDEX_FILE, WEIGHTS_FILE, Safetensor
 from lamella_checkpoint._safetensors_write import MAX_SHARD_NBYTES, stored_dtype
 from lamella_checkpoint._source import Source, TensorInfo
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes
+from lamella_checkpoint._torch_file import TorchFile
 from lamella_checkpoint._translate import Side, Translated, WithObjects, parameter_shapes, rename
 from lamella_checkpoint._translate import translate as translated
 from lamella_checkpoint._untrained import ORIGINALS_FILE, UNTRAINED_FILE, Completed, kept_in
@@ -275,7 +276,11 @@ def open_both(
         if is_quantised(source) and not are_quantised:
             source = Dequantised(source, block=block_of(between.config or {}))
         if each.format in _MEGATRONS:
-            return source if are_megatrons else rename(between.translate(source, "left", published.originals), _of_sections)
+            return (
+                source
+                if are_megatrons
+                else rename(between.translate(source, "left", published.originals), _of_sections)
+            )
         if each.format is not Format.SAFETENSORS:
             if not between.is_part(source, published.shapes) and published.untrained is None:
                 return source
@@ -341,22 +346,39 @@ def _completed(source: Source, untrained: Source | None) -> Source:
 
 
 def _ties(opened: OpenCheckpoint, published: Container[str]) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name; of a checkpoint of this package's own.
+    """Names of tensors that lie where another lies, by that other's name: of this package's own checkpoints, and of files
+    of `torch.save`.
 
     The other is the one that was published, if either was: `published` are its names for what was.
     """
-    stored = opened.raw
-    if opened.format is not Format.LAMELLA or not isinstance(stored, StoredCheckpoint):
-        return {}
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
-    for name in sorted(stored.tensors, key=lambda name: name.removeprefix(_OF_MODEL) not in published):
-        chunks = stored.tensors[name].chunks
-        places = tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in chunks))
-        first = firsts.setdefault(places, name) if places else name
+    places = _places(opened)
+    for name in sorted(places, key=lambda name: name.removeprefix(_OF_MODEL) not in published):
+        first = firsts.setdefault(places[name], name)
         if first != name:
             ties[name] = first
     return ties
+
+
+def _places(opened: OpenCheckpoint) -> dict[str, object]:
+    """Where each tensor lies in the files, by its native name, in formats in which two can lie in one place."""
+    stored = opened.raw
+    if opened.format is Format.LAMELLA and isinstance(stored, StoredCheckpoint):
+        return {
+            name: tuple(sorted((chunk, stored.metadata.items[name, chunk.offsets]) for chunk in info.chunks))
+            for name, info in stored.tensors.items()
+            if info.chunks
+        }
+    if isinstance(stored, TorchFile):
+        native = opened.source.source if isinstance(opened.source, WithObjects) else opened.source
+        origins = native.origins if isinstance(native, Translated) else {name: name for name in stored.tensors}
+        return {
+            name: stored.place(origin)
+            for name, origin in origins.items()
+            if name.startswith(_OF_MODEL) and origin in stored.tensors and prod(stored.tensors[origin].shape)
+        }
+    return {}
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
@@ -580,9 +602,7 @@ def _dtypes(source: Source, names: Iterable[str], dtype: torch.dtype | None) -> 
     """What each tensor is written as: weights are cast, and neither their scales nor optimizer state."""
     infos = {name: source.tensors[name] for name in names}
     return {
-        name: info.dtype
-        if name.startswith("optimizer.") or is_scale(source, name)
-        else stored_dtype(info.dtype, dtype)
+        name: info.dtype if name.startswith("optimizer.") or is_scale(source, name) else stored_dtype(info.dtype, dtype)
         for name, info in infos.items()
     }
 

@@ -76,9 +76,7 @@ class Correspondence:
     def inverse(self) -> "Correspondence":
         """The same, with the sides exchanged."""
         pieces = tuple(Piece(piece.right, piece.left) for piece in self.pieces)
-        return Correspondence(
-            left=self.right, right=self.left, pieces=pieces, shift=-self.shift, padded=self.padded
-        )
+        return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift, padded=self.padded)
 
     def padding(self, name: str, shape: tuple[int, ...]) -> Chunk | None:
         """The rows of a tensor that are padding; None where it has none."""

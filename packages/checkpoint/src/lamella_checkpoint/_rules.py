@@ -284,7 +284,9 @@ def _correspondence(
         right=derived,
         pieces=tuple(_pieces(made, other)),
         shift=shift if side == "left" else -shift,
-        padded={_fill(each.name, instance.captures): sizes[each.rows] for each in (near, far) if isinstance(each, Padded)},
+        padded={
+            _fill(each.name, instance.captures): sizes[each.rows] for each in (near, far) if isinstance(each, Padded)
+        },
     )
     return here if side == "left" else here.inverse
 

@@ -150,6 +150,12 @@ class Translated:
         return self._source.path
 
     @property
+    def origins(self) -> dict[str, str]:
+        """The source's names of tensors that are the same here, by their names here."""
+        made_of = self._plan.made_of.items()
+        return {name: each.names[0] for name, each in made_of if isinstance(each, _Same) and len(each.names) == 1}
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """The target's tensors; their chunks are where the stored ones came to lie."""
         return self._plan.tensors
@@ -233,9 +239,7 @@ class Translated:
             requests.append(Wanted(origin.name, chunk, stored))
             checks.append(partial(self._put_shifted, want.name, shared, into, stored, cut.shift))
 
-    def _put_shifted(
-        self, name: str, chunk: Chunk, into: torch.Tensor, stored: torch.Tensor, shift: float
-    ) -> None:
+    def _put_shifted(self, name: str, chunk: Chunk, into: torch.Tensor, stored: torch.Tensor, shift: float) -> None:
         values, lost = shifted(stored, shift, into.dtype), not_undone(stored, shift, into.dtype)
         if self._originals is not None and name in self._originals.tensors:
             original = torch.empty(chunk.sizes, dtype=self._originals.tensors[name].dtype)
@@ -258,6 +262,11 @@ class WithObjects:
     def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
         self._source = source
         self._given = dict(objects)
+
+    @property
+    def source(self) -> Source:
+        """What lies under it."""
+        return self._source
 
     @property
     def path(self) -> Path:
