@@ -189,7 +189,7 @@ def test_there_and_back_is_the_same_names_and_bits(built):
 
 
 def test_a_name_is_found_by_its_own_numbers_and_its_text():
-    """Names are looked up without their numbers: what differs in a literal number, or has one written oddly, is another."""
+    """Names are looked up without their numbers: what differs in a literal number, or writes one oddly, is another."""
     rules = Rules(
         (
             Rule("norm1.{layer}", "first.{layer}"),

@@ -248,7 +248,9 @@ def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("kind", ["dense", "vision-moe"])
-def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(run: Run, tmp_path: Path, kind: str) -> None:
+def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
+    run: Run, refusal: Run, tmp_path: Path, kind: str
+) -> None:
     """The text model is trained; Megatron gets the whole, and it is published again as it was."""
     from test_fine_tuning import add_mtp, make_model
     from transformers import AutoModelForCausalLM
@@ -290,6 +292,12 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(run: 
     # Of a folder that kept none of it, what is missing is told.
     told = run("convert", trained, tmp_path / "part", "--to", "hf", "--config", qwen)
     assert f"published before, and absent now: {untrained[0]}, " in told
+    file = kept / "lamella_untrained.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert str(file) in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--config", kept, code=1)
+    assert "--padded-vocab" in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", "none")
+    told = refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", 320)
+    assert "with to='fsdp_dtensor' only, got to='hf'" in told
 
 
 def test_what_megatron_needs_to_know_is_asked_for_by_its_option(

@@ -88,7 +88,7 @@ def make_model(kind: str) -> nn.Module:
 
 @pytest.fixture
 def save(tmp_path: Path, text_folder: Path) -> Callable[[nn.Module], Path]:
-    """Writes a model as it is published, in bf16: with the layer that transformers has no modules for, and a tokenizer."""
+    """Writes a model as it is published: in bf16, with a tokenizer, and the layer that transformers lacks."""
 
     def save(model: nn.Module) -> Path:
         directory = tmp_path / "published"

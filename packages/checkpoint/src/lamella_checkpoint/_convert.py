@@ -81,8 +81,8 @@ class Conversion:
             where they were kept.
         absent: With safetensors, names that were published and that the target lacks.
         inexact: Names of tensors that cannot be brought back exactly from what was written, and why.
-        originals: Names, in the source, of tensors that lose bits in what was written: norms stored around zero that were
-            stored around one. Their values are kept beside it, and come back from there where nothing has changed.
+        originals: Names, in the source, of tensors that lose bits in what was written: norms stored around zero that
+            were stored around one. Their values are kept beside it, and come back from there where nothing has changed.
         side_files: Names of the files that came along.
     """
 
@@ -146,8 +146,9 @@ def convert(
         mtp_layer: What `fsdp_dtensor` calls the layer inside one that predicts further tokens: "mtp_model_layer", or
             "transformer_layer" as newer releases of megatron-core. Both are read.
         tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
-        padded_vocabulary: The rows that Megatron is to have for tokens, zeros behind the configuration's. None for as many
-            as the configuration has. From Megatron, rows behind these are always left out, and told where not zero.
+        padded_vocabulary: The rows that Megatron is to have for tokens, zeros behind the configuration's. None for as
+            many as the configuration has. From Megatron, rows behind these are always left out, and told where not
+            zero.
         max_shard_nbytes: About how much one file holds.
         buffer_nbytes: How much is held of tensors, unless a single row is more.
         replace: Whether a checkpoint at `dst` gives way to the new one, once that is whole. Folders in it that are not
@@ -346,9 +347,9 @@ def _completed(source: Source, untrained: Source | None) -> Source:
 
 
 def _ties(opened: OpenCheckpoint, published: Container[str]) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name: of this package's own checkpoints, and of files
-    of `torch.save`.
+    """Names of tensors that lie where another lies, by that other's name.
 
+    Of this package's own checkpoints, and of files of `torch.save`; other formats cannot tell.
     The other is the one that was published, if either was: `published` are its names for what was.
     """
     firsts: dict[object, str] = {}
@@ -376,7 +377,7 @@ def _places(opened: OpenCheckpoint) -> dict[str, object]:
         return {
             name: stored.place(origin)
             for name, origin in origins.items()
-            if name.startswith(_OF_MODEL) and origin in stored.tensors and prod(stored.tensors[origin].shape)
+            if name.startswith(_OF_MODEL) and origin in stored.tensors and stored.tensors[origin].chunks[0].numel
         }
     return {}
 
@@ -472,7 +473,7 @@ class _Between:
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The configuration of the text model in a model of several parts, as transformers has it; None for a text model's."""
+    """The configuration of the text model in a model of several parts; None for that of a text model."""
     text = config.get("text_config")
     # The outer configuration decides on ties: the inner value may be a library's default.
     return {**text, "tie_word_embeddings": bool(config.get("tie_word_embeddings"))} if isinstance(text, dict) else None

@@ -2,9 +2,9 @@
 
 Note [Blocks across borders]
     A block's scale is of its largest magnitude, and where ranks' boxes meet inside a block nobody holds all of it. So
-    each rank finds the maxima of the blocks that its boxes touch, and tells those of blocks that it has a part of. Blocks
-    that lie whole in a box need nothing from others. What is told is 12 bytes a block along the borders: of a matrix of
-    4096 by 4096 cut into rows for 8 ranks that do not divide by 128, 32 blocks at each of 7 borders.
+    each rank finds the maxima of the blocks that its boxes touch, and tells those of blocks that it has a part of.
+    Blocks that lie whole in a box need nothing from others. What is told is 12 bytes a block along the borders: of a
+    matrix of 4096 columns, cut between rows for 8 ranks, 32 blocks at each of 7 borders at most.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,7 +155,7 @@ def _indices(item: Item) -> torch.Tensor:
 
 def _maximal(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Each block once, in order, with the largest of what was found in it."""
-    indices, places = torch.cat([each for each, _ in parts]).unique(return_inverse=True)
+    indices, places = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
     maxima = torch.zeros(len(indices)).scatter_reduce_(0, places, torch.cat([each for _, each in parts]), "amax")
     return indices, maxima
 

@@ -55,9 +55,9 @@ def save_safetensors(
         path: The directory, on storage that every rank sees; it must not exist, or be empty. Rank 0's counts.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
         dtype: To cast floating point to, other than float8; None keeps each tensor's own.
-        float8: Whether weights are written in float8 with a scale a block of 128 by 128, made of the live values: those of
-            linear layers, or those of which a function of name and `TensorInfo` says so. Equal to what `convert` makes
-            of a checkpoint of the same model. The configuration in `like` is written to say so.
+        float8: Whether weights are written in float8 with a scale a block of 128 by 128, made of the live values: those
+            of linear layers, or those of which a function of name and `TensorInfo` says so. Equal to what `convert`
+            makes of a checkpoint of the same model. The configuration that comes from `like` says so.
         max_shard_nbytes: The most that one file holds, unless a single tensor is larger.
         like: A Hugging Face directory whose other files (configuration, tokenizer) are copied. Rank 0's counts.
 
@@ -69,11 +69,11 @@ def save_safetensors(
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         FileExistsError: `path` holds something.
         TypeError: Safetensors lack a tensor's dtype.
-        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype. What is
-            to be float8 is no matrix, or holds infinities or NaNs.
+        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype. What
+            is to be float8 is no matrix, or holds infinities or NaNs.
 
-    Effects: collective on the default group, if there is one (four small object exchanges; with float8 one more, of 12
-        bytes a block that ranks have parts of); every rank writes its own
+    Effects: collective on the default group, if there is one (four small object exchanges; with float8 two more, the
+        second of 12 bytes a block that ranks have parts of); every rank writes its own
         shards, and a part of what several have alike; copies to the host buffer by buffer; waits until the files are on
         the disk.
     """

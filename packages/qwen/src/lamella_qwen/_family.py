@@ -14,10 +14,10 @@ _ALONE: Final = "model."
 def module_rules(config: Mapping[str, object]) -> Rules:
     """What corresponds between the names in files (left) and those of transformers' modules (right), where they differ.
 
-    Experts that files store one by one, as `save_pretrained` writes them, are stacked in the modules. Those of the layer
-    that predicts further tokens have no modules: here they are one by one, as Qwen3.5's files have them, also where
-    files stack them, as Qwen3.6's do. A text model is found in the files of one with vision, whose other tensors no
-    rule takes.
+    Experts that files store one by one, as `save_pretrained` writes them, are stacked in the modules. Those of the
+    layer that predicts further tokens have no modules: here they are one by one, as Qwen3.5's files have them, also
+    where files stack them, as Qwen3.6's do. A text model is found in the files of one with vision, whose other tensors
+    no rule takes.
 
     Raises:
         ValueError: The config is not a whole Qwen3.5's.
