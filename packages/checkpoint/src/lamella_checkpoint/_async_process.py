@@ -220,7 +220,7 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
         for file in files:  # Not before: they tell a rank whose process was killed that others can do without it.
             (job.target / file.name).unlink()
         if job.retention is not None:
-            job.retention.apply()
+            job.retention.apply(job.target)
 
 
 def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
@@ -272,8 +272,14 @@ def _from_json(content: list[Any]) -> Placed:
     )
 
 
+def _let_training_go_first() -> None:
+    os.nice(10)
+    with suppress(OSError):  # Linux may share a processor out by session, and heed niceness within one alone.
+        Path("/proc/self/autogroup").write_text("10", encoding="ascii")
+
+
 def main() -> None:
     """Serve the rank that started this process, which passed two descriptors: a connection and a memory."""
     connection, memory = (int(argument) for argument in sys.argv[1:])
-    os.nice(10)  # Training comes first.
+    _let_training_go_first()
     serve(Connection(connection), Memory(memory))

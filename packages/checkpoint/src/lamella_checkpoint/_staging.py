@@ -1,20 +1,16 @@
-"""Host memory that a training process copies its state to, and that another process reads.
-
-Note [Where copies are ordered]
-    State on an accelerator is copied on its current stream, to pinned memory: the host goes on at once, and whatever is
-    queued on that stream later, an optimizer's step first of all, comes after the copies. Work on other streams that
-    changes parameters has to wait for the current stream, as it has to wait for gradients anyway. State on the
-    host has been copied when `stage` returns.
-"""
+"""Host memory that a training process copies its state to, and that another process reads."""
 
 import math
 import mmap
 import os
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
 
+from lamella_checkpoint._copies import Copy
 from lamella_checkpoint._shares import Item
 
 _ALIGNMENT: Final = 64
@@ -96,37 +92,35 @@ class Memory:
             self._is_pinned = False
 
 
-def stage(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[torch.Event]]:
-    """Copy the items' tensors to the memory.
+def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Copy]]:
+    """Give each of the items' tensors a place in the memory.
 
     Returns:
-        The items with a `Slot` in place of each tensor; and events, after which the copies from accelerators are there.
+        The items with a `Slot` in place of each tensor, and plain data as it is now; and what is to be copied.
 
     Raises:
         NotImplementedError: A tensor is of a class of its own, whose elements need not be all it has.
         OSError: There is not enough memory.
 
-    Effects: no collective. Grows and pins the memory where it has to. Note [Where copies are ordered].
+    Effects: grows the memory where it has to, and pins it if a tensor is on CUDA. Copies nothing.
     """
-    slots = _lay_out(items)
+    slots = _slots(items)
     memory.grow(max((slot.offset + _nbytes(slot) for slot in slots if slot), default=0))
-    devices: set[torch.device] = set()
-    staged = []
+    placed: list[Item] = []
+    copies: list[Copy] = []
     for item, slot in zip(items, slots, strict=True):
-        if slot is None:
-            staged.append(item)
+        value = item.value
+        if slot is None or not isinstance(value, torch.Tensor):
+            placed.append(replace(item, value=deepcopy(value)))
             continue
-        assert isinstance(item.value, torch.Tensor)
-        if (device := item.value.device).type != "cpu" and device not in devices:
-            devices.add(device)
-            if device.type == "cuda":
-                memory.pin()
-        memory.tensor(slot).copy_(item.value, non_blocking=True)
-        staged.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
-    return staged, [_now_on(device) for device in devices]
+        placed.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
+        copies.append(Copy(item.names[0], value, memory.tensor(slot)))
+    if any(copy.source.is_cuda for copy in copies):
+        memory.pin()
+    return placed, copies
 
 
-def _lay_out(items: Sequence[Item]) -> list[Slot | None]:
+def _slots(items: Sequence[Item]) -> list[Slot | None]:
     """A place for each tensor, one after another; None for plain data."""
     slots: list[Slot | None] = []
     offset = 0
@@ -148,9 +142,3 @@ def _lay_out(items: Sequence[Item]) -> list[Slot | None]:
 
 def _nbytes(slot: Slot) -> int:
     return math.prod(slot.sizes) * slot.dtype.itemsize
-
-
-def _now_on(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
