@@ -35,6 +35,7 @@ class Memory:
         self._descriptor = descriptor
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._last: tuple[list[Slot], list[torch.Tensor]] = ([], [])
         self._is_pinned = False
 
     @property
@@ -61,6 +62,7 @@ class Memory:
         if nbytes != self.nbytes:
             self._unpin()
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._last = ([], [])
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes, flags=flags), dtype=torch.uint8)
             self.nbytes = nbytes
 
@@ -75,6 +77,7 @@ class Memory:
     def close(self) -> None:
         """Give it back. Effects: waits for nothing; copies to it have to be over."""
         self._unpin()
+        self._last = ([], [])
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0
         if self._descriptor is not None:
@@ -84,6 +87,12 @@ class Memory:
     def tensor(self, slot: Slot) -> torch.Tensor:
         """A slot as a tensor, a view of the memory."""
         return self._bytes.narrow(0, slot.offset, _nbytes(slot)).view(slot.dtype).view(slot.sizes)
+
+    def tensors(self, slots: list[Slot]) -> list[torch.Tensor]:
+        """A save's slots. Made once: the next save's are the same, as a rule."""
+        if slots != self._last[0]:
+            self._last = (slots, [self.tensor(slot) for slot in slots])
+        return self._last[1]
 
     def _unpin(self) -> None:
         if self._is_pinned:
@@ -104,39 +113,31 @@ def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Cop
 
     Effects: grows the memory where it has to, and pins it if a tensor is on CUDA. Copies nothing.
     """
-    slots = _slots(items)
-    memory.grow(max((slot.offset + _nbytes(slot) for slot in slots if slot), default=0))
-    placed: list[Item] = []
-    copies: list[Copy] = []
-    for item, slot in zip(items, slots, strict=True):
-        value = item.value
-        if slot is None or not isinstance(value, torch.Tensor):
-            placed.append(replace(item, value=deepcopy(value)))
-            continue
+    tensors = [(item, item.value) for item in items if isinstance(item.value, torch.Tensor)]
+    slots = _slots(tensors)
+    memory.grow(max((slot.offset + _nbytes(slot) for slot in slots), default=0))
+    placed = [replace(item, value=deepcopy(item.value)) for item in items if not isinstance(item.value, torch.Tensor)]
+    copies = []
+    for (item, value), slot, target in zip(tensors, slots, memory.tensors(slots), strict=True):
         placed.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
-        copies.append(Copy(item.names[0], value, memory.tensor(slot)))
+        copies.append(Copy(item.names[0], value, target))
     if any(copy.source.is_cuda for copy in copies):
         memory.pin()
     return placed, copies
 
 
-def _slots(items: Sequence[Item]) -> list[Slot | None]:
-    """A place for each tensor, one after another; None for plain data."""
-    slots: list[Slot | None] = []
+def _slots(tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Slot]:
+    """A place for each tensor, one after another."""
+    slots = []
     offset = 0
-    for item in items:
-        value = item.value
-        if not isinstance(value, torch.Tensor):
-            slots.append(None)
-            continue
-        if type(value) is not torch.Tensor:
+    for item, tensor in tensors:
+        if type(tensor) is not torch.Tensor:
             raise NotImplementedError(
-                f"Expected plain tensors and DTensors of them to save in the background, got {type(value).__name__} "
+                f"Expected plain tensors and DTensors of them to save in the background, got {type(tensor).__name__} "
                 f"for {item.names[0]!r}. Use `save`, which waits."
             )
-        slot = Slot(offset, tuple(value.shape), value.dtype)
-        slots.append(slot)
-        offset = -(-(offset + value.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        slots.append(Slot(offset, tuple(tensor.shape), tensor.dtype))
+        offset = -(-(offset + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
     return slots
 
 
