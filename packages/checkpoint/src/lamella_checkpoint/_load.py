@@ -106,7 +106,8 @@ def load(
         FileNotFoundError: There is no checkpoint.
 
     Effects: collective on the default group, if there is one (five small object exchanges); each rank reads what its
-        shards need; allocates the optimizer's state where there is none.
+        shards need; allocates the optimizer's state where there is none. Waits for the copies of saves in the
+        background.
     """
     await_copies()
     with on_device_of(model.parameters()):
