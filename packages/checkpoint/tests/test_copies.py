@@ -269,15 +269,25 @@ def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
-def test_a_program_that_ends_at_once_has_saved(tmp_path):
+def test_a_program_that_ends_at_once_has_saved_and_other_hooks_come_after_the_wait(tmp_path):
     program = f"""
 import torch
 from lamella_checkpoint import AsyncSaver
-AsyncSaver().save({str(tmp_path / "a")!r}, model=torch.nn.Linear({NUM_FEATURES}, 1), extra={{"step": 1}})
+
+@torch.no_grad()
+def change(optimizer, *_):
+    optimizer.param_groups[0]["params"][0].mul_(2)
+
+torch.optim.optimizer.register_optimizer_step_pre_hook(change)
+model = torch.nn.Linear({NUM_FEATURES}, {50 * NUM_FEATURES})
+model.weight.grad = torch.ones_like(model.weight)
+optimizer = torch.optim.SGD(model.parameters())
+AsyncSaver().save({str(tmp_path / "a")!r}, model=model, optimizer=optimizer, extra={{"step": 1}})
+optimizer.step()
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
     for _ in range(600):
         if (tmp_path / "a").exists():
             break
         threading.Event().wait(0.1)
-    assert load(tmp_path / "a", model=nn.Linear(NUM_FEATURES, 1)) == {"step": 1}
+    assert load(tmp_path / "a", model=nn.Linear(NUM_FEATURES, 50 * NUM_FEATURES)) == {"step": 1}

@@ -27,6 +27,7 @@ Note [A torn state is not written]
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Final, NamedTuple
@@ -34,7 +35,7 @@ from typing import Final, NamedTuple
 import torch
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 _AT_ONCE_NBYTES: Final = 1 << 14  # On the host: less than taking a thread's turn is worth.
 _PIECE_NBYTES: Final = 32 << 20  # Less than a millisecond on a bus.
@@ -74,14 +75,18 @@ class Copies:
         Effects: on an accelerator queued on the current stream, with no host sync.
         """
         self.waited_seconds = 0.0
-        self._versions = {name: (tensor, _version(tensor)) for name, tensor in steady.items()}
-        storages = {_local(tensor).untyped_storage()._cdata for tensor in steady.values()}
+        storages = {name: _storage(_local(tensor)) for name, tensor in steady.items()}
+        all_steady = set(storages.values())
         self._later: list[Copy] = []
         for copy in copies:
-            if _can_wait(copy.source) and copy.source.untyped_storage()._cdata in storages:
+            if _can_wait(copy.source) and _storage(copy.source) in all_steady:
                 self._later.append(copy)
             else:
                 copy.target.copy_(copy.source, non_blocking=True)
+        watched = {_storage(copy.source) for copy in self._later}
+        self._versions = {
+            name: (tensor, _version(tensor)) for name, tensor in steady.items() if storages[name] in watched
+        }
         self._samples = [
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
@@ -193,8 +198,13 @@ setattr(_await_before_step, "only_waits", True)  # noqa: B010  Functions have no
 
 @cache
 def _register_hook() -> None:
-    """With the first copies, and for good: a hook must not go while another thread calls hooks."""
-    register_optimizer_step_pre_hook(_await_before_step)
+    """With the first copies, and for good: a hook must not go while another thread calls hooks.
+
+    It is the first of all: others may change what is being copied, or say so by version counters.
+    """
+    handle = register_optimizer_step_pre_hook(_await_before_step)
+    assert isinstance(_global_optimizer_pre_hooks, OrderedDict)
+    _global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
 
 
 @cache
@@ -210,6 +220,11 @@ def _now_on(stream: torch.Stream) -> torch.Event:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tells a storage from others that are alive."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
