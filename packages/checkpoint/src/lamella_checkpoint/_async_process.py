@@ -272,14 +272,8 @@ def _from_json(content: list[Any]) -> Placed:
     )
 
 
-def _let_training_go_first() -> None:
-    os.nice(10)
-    with suppress(OSError):  # Linux may share a processor out by session, and heed niceness within one alone.
-        Path("/proc/self/autogroup").write_text("10", encoding="ascii")
-
-
 def main() -> None:
     """Serve the rank that started this process, which passed two descriptors: a connection and a memory."""
     connection, memory = (int(argument) for argument in sys.argv[1:])
-    _let_training_go_first()
+    os.nice(10)  # Training comes first.
     serve(Connection(connection), Memory(memory))
