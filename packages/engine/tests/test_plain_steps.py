@@ -171,6 +171,28 @@ def test_gradients_that_a_hook_exchanges_are_the_ones_that_count() -> None:
     run_ranks(check, 2)
 
 
+def test_hooks_that_only_wait_are_called_and_change_nothing() -> None:
+    num_calls = 0
+
+    def wait(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    setattr(wait, "only_waits", True)  # noqa: B010
+
+    def check() -> None:
+        pair = _pair("SGD")
+        pair[0][1].register_step_pre_hook(wait)
+        handle = register_optimizer_step_pre_hook(wait)
+        try:
+            assert _check_alike(pair)[1] == 0
+        finally:
+            handle.remove()
+        assert num_calls > 0
+
+    run_ranks(check, 2)
+
+
 def test_closures_and_subclasses_step_on_dtensors() -> None:
     class Mine(torch.optim.AdamW):
         pass

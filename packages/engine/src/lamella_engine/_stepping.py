@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._optimizers import held_by, shard_optimizer
+from lamella_engine._optimizers import held_by, shard_optimizer, wait_before_update
 from lamella_engine._plain_steps import plain_view_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -131,6 +131,7 @@ class StepInBackward:
         stepped = [parameter for part in parts for parameter in part]
         self._uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
         self._stepped.update(id(parameter) for parameter in stepped)
+        wait_before_update(optimizer)
         view = plain_view_of(optimizer, parts)
         _own_step(optimizer)(_view(optimizer, parts) if view is None else view)
         return _take_gradients(stepped) if self._frees else []
