@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 from torch.profiler import record_function
 
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widened
-from lamella_buffers._payload import Payload, by_dtype, of_one_dtype, unpack
+from lamella_buffers._payload import Payload, Payloads, by_dtype, of_one_dtype, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
 # torch 2.13 renamed them.
@@ -78,8 +78,8 @@ class Transport(Protocol):
         ...
 
 
-CastAndGather = Callable[[Sequence[Payload], Sequence[torch.Tensor | None]], Pending]
-"""What a transport may have too: gathers shards that are each a cast of a source, or there already (None)."""
+CastAndGather = Callable[[Payloads], Pending]
+"""What a transport may have too: gathers shards of which some still have to be cast from their sources."""
 
 
 class Done:
@@ -168,8 +168,9 @@ class NcclTransport(_GroupTransport):
 
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
-        shards, full = zip(*of_one_dtype(payloads), strict=True)  # as a grouped call must be
-        self._group.allgather_into_tensor_coalesced(list(full), list(shards), _GATHER)
+        same = of_one_dtype(payloads)  # as a grouped call must be
+        columns = same if isinstance(same, Payloads) else Payloads(same)
+        self._group.allgather_into_tensor_coalesced(columns.wholes, columns.shards, _GATHER)
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
@@ -326,13 +327,3 @@ def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
         torch._foreach_copy_([a.view(-1) for a, _ in moves], [b.view(-1) for _, b in moves])
-
-
-def cast_into_place(payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> None:
-    """Fill each payload's shard with its source, if it has one.
-
-    Effects: one multi-tensor copy at most, on the current stream.
-    """
-    moves = [(payload.shard, source) for payload, source in zip(payloads, sources, strict=True) if source is not None]
-    if moves:
-        torch._foreach_copy_([into for into, _ in moves], [source for _, source in moves])
