@@ -131,16 +131,16 @@ def _payloads(
     """What is reduced of the tensors that have elements, in their order: gradients as they are, or staged."""
     payloads: dict[int, Payload] = {}
     staged: dict[int, torch.Tensor | None] = {}
+    is_chunked, shards = layout.in_equal_chunks, into.shards
     for i, gradient in gradients.items():
-        fits = gradient is not None and gradient.dtype == wire and gradient.is_contiguous()
-        if gradient is not None and fits and layout.divides(i) and layout.is_contiguous(i):
-            payloads[i] = Payload(into.shards[i], gradient)
+        if gradient is not None and is_chunked[i] and gradient.dtype == wire and gradient.is_contiguous():
+            payloads[i] = Payload(shards[i], gradient)
         else:
             staged[i] = gradient
     if staged:
         wholes = _stage(staged, wire, layout, into.device)
         payloads.update((i, Payload(into.slots[i], whole)) for i, whole in zip(staged, wholes, strict=True))
-    return [payloads[i] for i in gradients if payloads[i].shard.numel() > 0]
+    return [payload for i in gradients if (payload := payloads[i]).shard.numel() > 0]
 
 
 def _stage(

@@ -175,8 +175,8 @@ class NcclTransport(_GroupTransport):
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Reduce straight from where payloads lie to where they go."""
-        shards, full = zip(*payloads, strict=True)
-        self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), _reduce_options(op))
+        shards, full = [shard for shard, _ in payloads], [full for _, full in payloads]
+        self._group.reduce_scatter_tensor_coalesced(shards, full, _reduce_options(op))
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Send pieces straight from where payloads lie, as one group of calls.

@@ -237,6 +237,11 @@ class EvenLayout:
         slot_numel, numel = self._slot_numels[index], prod(self.shapes[index])
         return Range(min(numel, rank * slot_numel), min(numel, (rank + 1) * slot_numel))
 
+    @cached_property
+    def in_equal_chunks(self) -> tuple[bool, ...]:
+        """Tell of each tensor whether it is its ranks' chunks, of the same size, laid one after another."""
+        return tuple(self.divides(i) and self.is_contiguous(i) for i in range(self.num_tensors))
+
     # Asked of every tensor at every gather and reduction.
 
     @cached_property
