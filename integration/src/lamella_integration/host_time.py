@@ -62,7 +62,7 @@ class Training:
         yield "forward"
         loss = next_token_loss(self.model(tokens), labels)
         yield "backward"
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         yield "optimizer"
         self.optimizer.step()
         yield ""
@@ -143,7 +143,7 @@ class _Windows(WindowAllocator):
         if (window := self.window_of(buffer)) is not None:
             key = id(window), buffer.nbytes
             if key not in self._memories:
-                self._memories[key] = torch.UntypedStorage(buffer.nbytes)
+                self._memories[key] = torch.UntypedStorage(buffer.nbytes)  # type: ignore[no-untyped-call]
             buffer.untyped_storage()._swap_data_ptr_(self._memories[key])  # type: ignore[attr-defined]
 
 
@@ -211,7 +211,7 @@ def _timed(training: Training) -> tuple[float, ...]:
     return tuple(after - before for before, after in pairwise(at))
 
 
-class _OperatorCounter(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators, whoever calls them."""
 
     num = 0
@@ -222,13 +222,13 @@ class _OperatorCounter(TorchDispatchMode):
 
 
 def _num_operators(training: Training) -> int:
-    counter = _OperatorCounter()
+    counter = _OperatorCounter()  # type: ignore[no-untyped-call]
     with training.host():
         for phase in training.phases():
             if phase == "forward":
-                counter.__enter__()
+                counter.__enter__()  # type: ignore[no-untyped-call]
             elif phase == "optimizer":
-                counter.__exit__(None, None, None)
+                counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return counter.num
 
 

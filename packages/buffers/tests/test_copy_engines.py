@@ -75,7 +75,7 @@ class Copies:
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
         self._moves = list(moves)
 
-    def read_from(self, sources: Sequence[int]) -> None:
+    def read_from(self, sources: list[int]) -> None:
         self._moves = [(into, a, nbytes) for (into, _, nbytes), a in zip(self._moves, sources, strict=True)]
 
     def enqueue(self, stream: int) -> None:

@@ -214,7 +214,7 @@ class CopyEngineTransport(NcclTransport):
             return super().all_gather(payloads)
         if push.own != _addresses(payloads.shards):
             payloads.cast()
-            copy_missing([self._own(full) for full in payloads.wholes], payloads.shards)
+            copy_missing(self._own(payloads.wholes), payloads.shards)
             payloads = Payloads(payloads)
         move = self._gathers.begin(push.name)
         if push.num_first == len(payloads) or payloads.are_there:
@@ -254,7 +254,7 @@ class CopyEngineTransport(NcclTransport):
         pairs = [(a, b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
         if len(pairs) < len(wholes):
             return None
-        own = [(self._own(whole), window) for whole, window in pairs]
+        own = list(zip(self._own(wholes), [window for _, window in pairs], strict=True))
         num_first = _num_first([piece.nbytes for piece, _ in own])
         first, rest = (
             driver.Copies(
@@ -268,10 +268,13 @@ class CopyEngineTransport(NcclTransport):
         self._pushes[key] = _Push(_addresses([piece for piece, _ in own]), num_first, first, rest, name)
         return self._pushes[key]
 
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece, flat."""
-        numel = whole.numel() // self.num_ranks
-        return whole.as_strided((numel,), (1,), whole.storage_offset() + self.rank * numel)
+    def _own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's piece of each, flat: one view, where `view` and an index would be two."""
+        numels = [whole.numel() // self.num_ranks for whole in wholes]
+        return [
+            whole.as_strided((numel,), (1,), whole.storage_offset() + self.rank * numel)
+            for whole, numel in zip(wholes, numels, strict=True)
+        ]
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Push each piece to the rank that adds it up.
@@ -295,7 +298,7 @@ class CopyEngineTransport(NcclTransport):
             ]
         )
         pushes.copies.enqueue(move.stream)
-        torch._foreach_copy_(arrivals.own, [self._own(full) for full in wholes])
+        torch._foreach_copy_(arrivals.own, self._own(wholes))
         move.close()
         add_up(arrivals.places, [shard for shard, _ in payloads], op)
         self._arrivals.free(buffer)

@@ -104,7 +104,7 @@ class Copies:
             ctypes.c_size_t(1),
         )
 
-    def read_from(self, sources: Sequence[int]) -> None:
+    def read_from(self, sources: list[int]) -> None:
         """Copy from other addresses, one a copy, from the next call on. The driver keeps nothing of earlier ones."""
         self._sources[:] = sources
 

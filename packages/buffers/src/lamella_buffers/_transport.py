@@ -121,25 +121,20 @@ class _GroupTransport(ABC):
 
     Args:
         group: The axis's process group.
+
+    Attributes:
+        rank: This process's place in the group.
+        num_ranks: The group's size.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.rank, self.num_ranks = group.rank(), group.size()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group itself, for whoever moves something on the same ranks in another way."""
         return self._group
-
-    @property
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return self._group.rank()
-
-    @property
-    def num_ranks(self) -> int:
-        """The group's size."""
-        return self._group.size()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads of the same dtypes in one call.

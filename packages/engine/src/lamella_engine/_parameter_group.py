@@ -39,8 +39,9 @@ from lamella_engine._sharding import DataAxes, local_of
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
-
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+# What autograd makes a parameter's gradient in; None if anything. Not every torch lets it be set.
+_GRAD_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
 
 
 class Reduced(NamedTuple):
@@ -366,7 +367,7 @@ class ParameterGroup:
 
         Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
         """
-        own, *others = {_grad_dtype(p.unsharded) for p in self.parameters}
+        own, *others = {getattr(p.unsharded, _GRAD_DTYPE) for p in self.parameters}
         if own is None or others or own == self.reduce_dtype:
             return self.reduce_dtype
         return own if torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype else self.reduce_dtype
@@ -506,11 +507,6 @@ def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[to
     if not own.is_floating_point:
         return own, own, own
     return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
-
-
-def _grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
-    """What autograd makes a parameter's gradient in; None if anything. Torch lets it be set from 2.10 on."""
-    return getattr(parameter, "grad_dtype", parameter.dtype)
 
 
 def _engines(axes: DataAxes) -> CopyEngines | None:

@@ -138,13 +138,13 @@ class ShardedParameter:
 def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> None:
     """Make every owner hold one form, which takes over whether the form that was visible is to be trained."""
     for parameter in parameters:
-        form, visible = parameter.unsharded, parameter.sharded
         if is_sharded:
-            form, visible = visible, form
-        if visible.requires_grad != parameter.trains:
-            parameter.trains = visible.requires_grad
-        if form.requires_grad != parameter.trains:
-            form.requires_grad_(parameter.trains)
+            form, trains = parameter.sharded, parameter.unsharded.requires_grad
+        else:
+            form, trains = parameter.unsharded, parameter.sharded.requires_grad
+        parameter.trains = trains
+        if form.requires_grad is not trains:
+            form.requires_grad_(trains)
         for held, name, _ in parameter.owners:
             held[name] = form
 

@@ -50,7 +50,7 @@ _LEGAL = {
 
 
 _AS_FSDP2 = Strategy()
-_NOWHERE_ELSE: AbstractContextManager[None] = nullcontext()
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class _Gather(NamedTuple):
@@ -181,10 +181,7 @@ class FSDPState:
     @property
     def is_offloaded(self) -> bool:
         """Whether shards rest on the CPU."""
-        for group in self.groups:
-            if group.offload is not None:
-                return True
-        return False
+        return any(group.offload is not None for group in self.groups)
 
     @property
     def is_unsharding(self) -> bool:
@@ -569,7 +566,7 @@ class FSDPState:
         self.delayed.release(compute)
         self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken, wire) for g, taken, wire in parts))
         stream.wait_stream(compute)
-        with label("post_backward_reduce", self.name), torch.no_grad():
+        with label("post_backward_reduce", self.name), _no_graph():
             reads = [gradient for _, taken, _ in parts for gradient in taken.values() if gradient is not None]
             with context.on(stream):
                 reduced, moves = {}, {}
@@ -648,7 +645,7 @@ class FSDPState:
             stream.wait_event(event)
         if has_outer:
             self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
-        with context.on(stream) if stream is not context.reduce_scatter_stream else _NOWHERE_ELSE:
+        with context.on(stream) if stream is not context.reduce_scatter_stream else _AS_IT_IS:
             total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(total.shards.flat)
@@ -761,10 +758,7 @@ class FSDPState:
     @property
     def has_gradients(self) -> bool:
         """Whether there is something to reduce."""
-        for group in self.groups:
-            if group.has_gradients:
-                return True
-        return False
+        return any(group.has_gradients for group in self.groups)
 
     @property
     def awaits_gradients(self) -> bool:
@@ -857,6 +851,11 @@ class FSDPState:
         self.drop_gradients()
         self._holders.clear()
         self.reshard()
+
+
+def _no_graph() -> AbstractContextManager[object]:
+    """Record no graph. As a rule autograd runs, which records none either, and entering torch's context costs 20 us."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 def _gather_ahead(members: Sequence[Member], direction: str) -> None:

@@ -83,6 +83,13 @@ class EvenLayout:
         for dim, shape in zip(self.dims, self.shapes, strict=True):
             check_dim(dim, shape)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of many numbers; layouts are keys of what is kept for them
+        return hash((self.shapes, self.dims, self.num_shards, self.alignment))
+
     @property
     def num_tensors(self) -> int:
         """Count the tensors of the group."""
