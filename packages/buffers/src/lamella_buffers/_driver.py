@@ -106,7 +106,7 @@ class Copies:
 
     def read_from(self, sources: list[int]) -> None:
         """Copy from other addresses, one a copy, from the next call on. The driver keeps nothing of earlier ones."""
-        self._sources[:] = sources
+        self._sources[:] = sources  # type: ignore[assignment]
 
     def enqueue(self, stream: int) -> None:
         """Put them on a stream, which must be torch's current one.
