@@ -8,7 +8,7 @@ so small that an operator takes as long as it takes to be called. What is left i
 differences: a copy of many tensors is a loop here and one kernel there, and streams do nothing here.
 
 *lamella_copy_engines* is what GPUs of one host run by default: the real transport and its windows, whose calls of the
-driver go to a function that returns at once. Its sum in fp32 is computed: some 60 us that the host of a GPU does not have.
+driver go to a function that returns at once. Its sum in fp32 is computed: some 60 us that a GPU's host is spared.
 Backends take turns, so figures of one call compare; those of another host do not, and those of another call, or of a
 busy machine, differ by a fifth and more. The counts are the same in every call.
 """
