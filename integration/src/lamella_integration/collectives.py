@@ -55,10 +55,10 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         push_into, exchange = CopyEngineTransport.push_into, CopyEngineTransport._exchange
         allocate = WindowAllocator.allocate
 
-        def counted(transport: CopyEngineTransport, wholes: Any) -> Any:
-            found = push_into(transport, wholes)
+        def counted(transport: CopyEngineTransport, payloads: Any) -> Any:
+            found = push_into(transport, payloads)
             if found is not None:  # else it is a call, which is noted below
-                self._add("all_gather", wholes)
+                self._add("all_gather", payloads.wholes)
             return found
 
         def counted_exchange(transport: CopyEngineTransport, payloads: Any, op: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _copy_engines, _driver
+from lamella_buffers._payload import Payloads
 from lamella_buffers._windows import PeerWindow
 from lamella_testing import run_ranks
 
@@ -73,6 +74,9 @@ class Copies:
 
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
         self._moves = list(moves)
+
+    def read_from(self, sources: list[int]) -> None:
+        self._moves = [(into, a, nbytes) for (into, _, nbytes), a in zip(self._moves, sources, strict=True)]
 
     def enqueue(self, stream: int) -> None:
         for move in self._moves:
@@ -178,7 +182,8 @@ def test_gathers_put_every_ranks_piece_in_its_place(
                 # One is there already, as the shards of a group in the wire's dtype are.
                 own[0].copy_(shards[0])
                 payloads = [Payload(a, b) for a, b in zip(own, wholes, strict=True)]
-                transport.cast_and_gather(payloads, [None, *(shard.double() for shard in shards[1:])]).wait()
+                sources = [None, *(shard.double() for shard in shards[1:])]
+                transport.cast_and_gather(Payloads(payloads, sources)).wait()
             else:
                 if shards_lie == "in place":
                     torch._foreach_copy_(own, shards)

@@ -1,8 +1,9 @@
-"""What a unit costs the host, counted in operators: each is microseconds, whatever the sizes."""
+"""What a unit costs the host, counted in operators and calls: each operator is microseconds, whatever the sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
 WIDTH, NUM_PARAMETERS = 256, 8
+MOST_CALLS = 700
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
@@ -52,17 +54,48 @@ def _model(num_units: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(*layers()) for _ in range(num_units)))
 
 
-def _num_operators(model: nn.Module, dtype: torch.dtype) -> int:
-    """Of the second step: the first has the units learn their order."""
-    for _ in range(2):
-        counted = _Counted()
-        with counted:
-            model(torch.ones(1, WIDTH, dtype=dtype)).float().sum().backward()
-        model.zero_grad()
+Count = Callable[[Callable[[], None]], int]  # what a step makes
+
+
+def _num_operators(step: Callable[[], None]) -> int:
+    counted = _Counted()
+    with counted:
+        step()
     return counted.num
 
 
-def _num_sharded(num_units: int) -> int:
+def _num_calls(step: Callable[[], None]) -> int:
+    num = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+def _of_a_step(count: Count, model: nn.Module, dtype: torch.dtype) -> int:
+    """Of the third step: in the first two units learn their order."""
+
+    def step() -> None:
+        model(torch.ones(1, WIDTH, dtype=dtype)).float().sum().backward()
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    return count(step)
+
+
+def _num_plain(count: Count, num_units: int) -> int:
+    return _of_a_step(count, _model(num_units).bfloat16(), torch.bfloat16)
+
+
+def _num_sharded(count: Count, num_units: int) -> int:
     mesh = init_device_mesh("cpu", (2,))
     model = _model(num_units)
     for part in (*model, model):
@@ -70,17 +103,22 @@ def _num_sharded(num_units: int) -> int:
     for _, state in units(model):
         for group in state.groups:
             group.transport = _Still()
-    return _num_operators(model, torch.float32)
+    return _of_a_step(count, model, torch.float32)
+
+
+def _num_a_unit(count: Count) -> float:
+    """Above the plain model's."""
+    plain, sharded = (of(count, 6) - of(count, 3) for of in (_num_plain, _num_sharded))
+    return (sharded - plain) / 3
 
 
 def test_a_unit_costs_a_few_operators_and_two_a_parameter() -> None:
     """Two views: of where its gradient is reduced to, and of the shard's gradient in the main weights' dtype."""
-
-    def check() -> int:
-        plain = _num_operators(_model(6).bfloat16(), torch.bfloat16) - _num_operators(
-            _model(3).bfloat16(), torch.bfloat16
-        )
-        return (_num_sharded(6) - _num_sharded(3) - plain) // 3
-
-    for num in run_ranks(check, 2):
+    for num in run_ranks(lambda: _num_a_unit(_num_operators), 2):
         assert num <= 2 * NUM_PARAMETERS + 6
+
+
+def test_a_unit_makes_few_calls() -> None:
+    """Of Python's functions and C's: 671 with Python 3.11, in which comprehensions are calls, and torch 2.13."""
+    for num in run_ranks(lambda: _num_a_unit(_num_calls), 2):
+        assert num <= MOST_CALLS

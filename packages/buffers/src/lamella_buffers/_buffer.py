@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lamella_buffers._allocator import Allocator
-from lamella_buffers._payload import Payload
+from lamella_buffers._payload import Payload, Payloads
 from lamella_layout import EvenLayout, FlatLayout
 
 Layout = EvenLayout | FlatLayout
@@ -101,14 +101,12 @@ class GatherPayloads(NamedTuple):
 
     Attributes:
         in_place: What lands where it belongs.
-        beside: What comes in another order than it lies in: shard, slot, and a view of the slot in the order in which
-            it comes.
-        sources: Of those in place, and then of the others, what each shard is a cast of; None where it is there.
+        beside: What comes in another order than it lies in: shard, slot, a view of the slot in the order in which it
+            comes, and what the shard is a cast of, if it is not there.
     """
 
-    in_place: list[Payload]
-    beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    sources: list[torch.Tensor | None]
+    in_place: Payloads
+    beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
 class UnshardedBuffer:
@@ -126,6 +124,10 @@ class UnshardedBuffer:
         dtype: Dtype of all tensors.
         device: Where they lie.
         allocator: Gives the bytes and takes them back.
+
+    Note [Version counters]. Autograd may hold views of `tensors` from forward to backward, and refuses them if their
+    version counter has moved on. Bytes that come again hold the same values, which is no modification. So what a
+    gather writes, `flat` and its views `slots` and `own`, has a version counter of its own.
 
     Attributes:
         allocator: Whose bytes the next ones are.
@@ -149,12 +151,11 @@ class UnshardedBuffer:
             _check_gatherable(layout)
         self.layout = layout
         self.allocator = allocator
-        self.flat = allocator.create(layout.full_numel, dtype, device)
+        whole = allocator.create(layout.full_numel, dtype, device)
+        self.flat = whole.data  # the same bytes: see the note
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
-        self.tensors = tuple(
-            self.flat[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes)
-        )
+        self.tensors = tuple(whole[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
         self.prepare(self.own)
         allocator.free(self.flat)
 
@@ -185,19 +186,19 @@ class UnshardedBuffer:
         return self._new_payloads(slots)
 
     def _new_payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
-        found, layout, sources_beside = GatherPayloads([], [], []), self.layout, []
+        layout = self.layout
+        in_place, sources, beside = [], [], []
         for i, (slot, full) in enumerate(zip(slots, self.slots, strict=True)):
             if slot.numel() == 0:
                 continue
             shard, source = (slot, None) if slot.dtype == full.dtype else (self.own[i], slot)
             if isinstance(layout, FlatLayout) or layout.is_contiguous(i):
-                found.in_place.append(Payload(shard, full))
-                found.sources.append(source)
+                in_place.append(Payload(shard, full))
+                sources.append(source)
             else:
-                found.beside.append((shard, full, by_rank(self.tensors[i], layout, i)))
-                sources_beside.append(source)
-        found.sources.extend(sources_beside)
-        return found
+                whole = self.flat[slice(*layout.tensor_range(i))].view(layout.shapes[i])
+                beside.append((shard, full, by_rank(whole, layout, i), source))
+        return GatherPayloads(Payloads(in_place, sources), beside)
 
     @property
     def has_bytes(self) -> bool:

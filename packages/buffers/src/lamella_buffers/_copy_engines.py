@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from lamella_buffers import _driver as driver
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for
-from lamella_buffers._payload import Payload
-from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, cast_into_place, copy_missing
+from lamella_buffers._payload import Payload, Payloads
+from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, copy_missing
 from lamella_buffers._windows import SMALL, PeerWindow, WindowAllocator, new_peer_window, over_ranks
 
 _FLAG_NBYTES = 4
@@ -136,19 +136,34 @@ class _Push(NamedTuple):
         name: The move's.
     """
 
-    own: list[int]
+    own: tuple[int, ...]
     num_first: int
     first: driver.Copies
     rest: driver.Copies
     name: int
 
 
+class _Exchange(NamedTuple):
+    """An exchange into one place: the copies, which read from elsewhere each time, and the move's name.
+
+    `offsets` says for each payload where in its `full` the peers' pieces lie, in bytes.
+    """
+
+    copies: driver.Copies
+    offsets: list[list[int]]
+    name: int
+
+
 class _Arrivals(NamedTuple):
-    """Where pieces arrive: a buffer whose bytes come and go, each payload's place in it, and there this rank's row."""
+    """Where pieces arrive: a buffer whose bytes come and go, each payload's place in it, and there this rank's row.
+
+    `pushes` has what is pushed there, by the buffer's address: it was lent one of few windows.
+    """
 
     buffer: torch.Tensor
     places: list[torch.Tensor]
     own: list[torch.Tensor]
+    pushes: dict[int, _Exchange]
 
 
 class CopyEngineTransport(NcclTransport):
@@ -174,7 +189,7 @@ class CopyEngineTransport(NcclTransport):
         self._windows = windows
         self._arrivals = arrivals
         self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], _Arrivals] = {}
-        self._pushes: dict[tuple[tuple[int, int], ...], _Push] = {}
+        self._pushes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Push] = {}
         self._casts: torch.cuda.Stream | None = None
         self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
@@ -185,71 +200,81 @@ class CopyEngineTransport(NcclTransport):
             peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
             NCCL's, if some `full` lies in no window.
         """
-        return self.cast_and_gather(payloads, [None] * len(payloads))
+        return self.cast_and_gather(Payloads(payloads))
 
-    def cast_and_gather(self, payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> Pending:
+    def cast_and_gather(self, payloads: Payloads) -> Pending:
         """Gather shards of which some are first cast from their sources, in the time that peers take to be ready.
 
         Most are cast while the first are being pushed, on a stream of their own.
 
         Effects: those of `all_gather`, and one or two multi-tensor copies.
         """
-        if (push := self.push_into([full for _, full in payloads])) is None:
-            cast_into_place(payloads, sources)
+        if (push := self.push_into(payloads)) is None:
+            payloads.cast()
             return super().all_gather(payloads)
-        if push.own != [shard.data_ptr() for shard, _ in payloads]:
-            cast_into_place(payloads, sources)
-            copy_missing([self._own(full) for _, full in payloads], [shard for shard, _ in payloads])
-            sources = [None] * len(payloads)
-        move, num_first = self._gathers.begin(push.name), push.num_first
-        cast_into_place(payloads[:num_first], sources[:num_first])
-        rest_is_there = self._cast_beside(payloads[num_first:], sources[num_first:])
-        move.open()
-        push.first.enqueue(move.stream)
-        rest_is_there()
+        if push.own != _addresses(payloads.shards):
+            payloads.cast()
+            copy_missing(self._own(payloads.wholes), payloads.shards)
+            payloads = Payloads(payloads)
+        move = self._gathers.begin(push.name)
+        if push.num_first == len(payloads) or payloads.are_there:
+            payloads.cast()
+            move.open()
+            push.first.enqueue(move.stream)
+        else:
+            payloads.cast(slice(push.num_first))
+            rest_is_there = self._cast_beside(payloads, slice(push.num_first, None))
+            move.open()
+            push.first.enqueue(move.stream)
+            rest_is_there()
         push.rest.enqueue(move.stream)
         move.close()
         return Done()
 
-    def _cast_beside(self, payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> Callable[[], object]:
+    def _cast_beside(self, payloads: Payloads, part: slice) -> Callable[[], object]:
         """Cast beside what comes next on the current stream; gives what makes that stream wait for it."""
-        if all(source is None for source in sources):
-            return _nothing
         current = torch.cuda.current_stream()
         if self._casts is None:
             self._casts = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._casts.wait_stream(current)
         with torch.cuda.stream(self._casts):
-            cast_into_place(payloads, sources)
+            payloads.cast(part)
         return partial(current.wait_stream, self._casts)
 
-    def push_into(self, wholes: Sequence[torch.Tensor]) -> _Push | None:
+    def push_into(self, payloads: Payloads) -> _Push | None:
         """How this rank's pieces get to every peer, prepared the first time; None if one of the wholes is in no window.
 
         A buffer that gets another window has other addresses. A window stays, and nothing else is where it is.
         """
-        key = tuple([(whole.data_ptr(), whole.nbytes) for whole in wholes])
-        if key not in self._pushes:
-            windows = [self._windows.window_of(whole) for whole in wholes]
-            pairs = [(a, b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
-            if len(pairs) < len(wholes):
-                return None
-            own = [(self._own(whole), window) for whole, window in pairs]
-            num_first = _num_first([piece.nbytes for piece, _ in own])
-            first, rest = (
-                driver.Copies(
-                    (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
-                    for piece, window in some
-                    for peer in self._gathers.peers
-                )
-                for some in (own[:num_first], own[num_first:])
+        wholes = payloads.wholes
+        key = _addresses(wholes), payloads.nbytes
+        if (push := self._pushes.get(key)) is not None:
+            return push
+        windows = [self._windows.window_of(whole) for whole in wholes]
+        pairs = [(a, b) for a, b in zip(wholes, windows, strict=True) if isinstance(b, PeerWindow)]
+        if len(pairs) < len(wholes):
+            return None
+        own = list(zip(self._own(wholes), [window for _, window in pairs], strict=True))
+        num_first = _num_first([piece.nbytes for piece, _ in own])
+        first, rest = (
+            driver.Copies(
+                (window.addresses[peer] + self._offset_of(piece, window), piece.data_ptr(), piece.nbytes)
+                for piece, window in some
+                for peer in self._gathers.peers
             )
-            name = _name_of((window.number, self._offset_of(whole, window), whole.nbytes) for whole, window in pairs)
-            self._pushes[key] = _Push([piece.data_ptr() for piece, _ in own], num_first, first, rest, name)
+            for some in (own[:num_first], own[num_first:])
+        )
+        name = _name_of((window.number, self._offset_of(whole, window), whole.nbytes) for whole, window in pairs)
+        self._pushes[key] = _Push(_addresses([piece for piece, _ in own]), num_first, first, rest, name)
         return self._pushes[key]
 
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(self.num_ranks, -1)[self.rank]
+    def _own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's piece of each, flat: one view, where `view` and an index would be two."""
+        numels = [whole.numel() // self.num_ranks for whole in wholes]
+        return [
+            whole.as_strided((numel,), (1,), whole.storage_offset() + self.rank * numel)
+            for whole, numel in zip(wholes, numels, strict=True)
+        ]
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Push each piece to the rank that adds it up.
@@ -257,27 +282,25 @@ class CopyEngineTransport(NcclTransport):
         On the current stream, which is made to wait for the last exchange's if that was another. A window as large as
         the payloads' `full` is lent for the time of the call.
         """
-        buffer, places, own = self._arrivals_for(payloads)
+        arrivals = self._arrivals_for(payloads)
+        buffer = arrivals.buffer
         self._arrivals.allocate(buffer)
-        window = self._arrivals.window_of(buffer)
-        assert isinstance(window, PeerWindow)
-        name = _name_of([(window.number, buffer.nbytes, len(own))])
-        move = self._exchanges.begin(name)
+        pushes = arrivals.pushes.get(buffer.data_ptr()) or self._new_pushes(payloads, arrivals)
+        move = self._exchanges.begin(pushes.name)
         move.open()
         # By addresses: a view for each piece would cost the host more than the copies.
-        pieces = [
-            (self._offset_of(mine, window), full.data_ptr(), mine.nbytes)
-            for mine, (_, full) in zip(own, payloads, strict=True)
-        ]
-        pushes = driver.Copies(
-            (window.addresses[peer] + offset, source + peer * nbytes, nbytes)
-            for offset, source, nbytes in pieces
-            for peer in self._exchanges.peers
+        wholes = [full for _, full in payloads]
+        pushes.copies.read_from(
+            [
+                address + offset
+                for address, offsets in zip(_addresses(wholes), pushes.offsets, strict=True)
+                for offset in offsets
+            ]
         )
-        pushes.enqueue(move.stream)
-        torch._foreach_copy_(own, [self._own(full) for _, full in payloads])
+        pushes.copies.enqueue(move.stream)
+        torch._foreach_copy_(arrivals.own, self._own(wholes))
         move.close()
-        add_up(places, [shard for shard, _ in payloads], op)
+        add_up(arrivals.places, [shard for shard, _ in payloads], op)
         self._arrivals.free(buffer)
 
     def _arrivals_for(self, payloads: Sequence[Payload]) -> _Arrivals:
@@ -286,9 +309,25 @@ class CopyEngineTransport(NcclTransport):
         if key not in self._buffers:
             buffer = self._arrivals.create(arrivals_numel(payloads, self.num_ranks), full.dtype, full.device)
             places = places_for(payloads, self.num_ranks, buffer)
-            self._buffers[key] = _Arrivals(buffer, places, [place[self.rank] for place in places])
+            self._buffers[key] = _Arrivals(buffer, places, [place[self.rank] for place in places], {})
             self._arrivals.free(buffer)
         return self._buffers[key]
+
+    def _new_pushes(self, payloads: Sequence[Payload], arrivals: _Arrivals) -> _Exchange:
+        """Where pieces are pushed to while the arrivals' buffer, which has its bytes, has this window."""
+        buffer, own = arrivals.buffer, arrivals.own
+        window = self._arrivals.window_of(buffer)
+        assert isinstance(window, PeerWindow)
+        peers = self._exchanges.peers
+        copies = driver.Copies(
+            (window.addresses[peer] + self._offset_of(mine, window), full.data_ptr() + peer * mine.nbytes, mine.nbytes)
+            for mine, (_, full) in zip(own, payloads, strict=True)
+            for peer in peers
+        )
+        offsets = [[peer * mine.nbytes for peer in peers] for mine in own]
+        made = _Exchange(copies, offsets, _name_of([(window.number, buffer.nbytes, len(own))]))
+        arrivals.pushes[buffer.data_ptr()] = made
+        return made
 
     def _offset_of(self, mine: torch.Tensor, window: PeerWindow) -> int:
         """Where something lies in its window, on every rank alike."""
@@ -309,7 +348,8 @@ def _num_first(nbytes: Sequence[int]) -> int:
     return max(1, num_small)
 
 
-def _nothing() -> None: ...
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(map(torch.Tensor.data_ptr, tensors))
 
 
 @dataclass(frozen=True)

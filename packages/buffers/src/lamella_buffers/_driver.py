@@ -89,18 +89,24 @@ class Copies:
     """
 
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
-        self._moves = list(moves)
-        into, sources, nbytes = zip(*self._moves, strict=True) if self._moves else ((), (), ())
-        num = len(self._moves)
+        into, sources, nbytes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
+        self._num = num = len(into)
+        self._into = (ctypes.c_uint64 * num)(*into)
+        self._sources = (ctypes.c_uint64 * num)(*sources)
+        self._nbytes = (ctypes.c_size_t * num)(*nbytes)
         self._batch = (
-            (ctypes.c_uint64 * num)(*into),
-            (ctypes.c_uint64 * num)(*sources),
-            (ctypes.c_size_t * num)(*nbytes),
+            self._into,
+            self._sources,
+            self._nbytes,
             ctypes.c_size_t(num),
             ctypes.byref(_IN_STREAM_ORDER),
             ctypes.byref(ctypes.c_size_t(0)),  # the first copy to which that applies
             ctypes.c_size_t(1),
         )
+
+    def read_from(self, sources: list[int]) -> None:
+        """Copy from other addresses, one a copy, from the next call on. The driver keeps nothing of earlier ones."""
+        self._sources[:] = sources  # type: ignore[assignment]
 
     def enqueue(self, stream: int) -> None:
         """Put them on a stream, which must be torch's current one.
@@ -111,12 +117,12 @@ class Copies:
         Effects: copies by copy engines where the two are on different devices; together they come after what came
             before on the stream, and before what comes after.
         """
-        if not self._moves:
+        if not self._num:
             return
         if stream != _LEGACY_DEFAULT and _has_batches() and not torch.cuda.is_current_stream_capturing():
             _call(_BATCH, *self._batch, stream)
             return
-        for into, source, nbytes in self._moves:
+        for into, source, nbytes in zip(self._into, self._sources, self._nbytes, strict=True):
             _call(_COPY, into, source, nbytes, stream)
 
 

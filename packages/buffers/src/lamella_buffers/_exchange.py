@@ -79,21 +79,23 @@ def _joined(
     places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The same places and shards, as few tensors: those that touch are one."""
-    first = 0
+    # By addresses, place's and shard's: asking tensors for their storages costs the host more than the sums.
+    begins = [(place.data_ptr(), shard.data_ptr()) for place, shard in zip(places, shards, strict=True)]
+    ends = [
+        (a + shard.numel() * place.itemsize, b + shard.nbytes)
+        for (a, b), place, shard in zip(begins, places, shards, strict=True)
+    ]
+    first, limit = 0, _end_of_storage(shards[0])
     for i in range(1, len(shards) + 1):
-        if i < len(shards) and _touch(*places[i - 1 : i + 1], *shards[i - 1 : i + 1]):
+        if i < len(shards) and begins[i] == ends[i - 1] and ends[i][1] <= limit:
             continue
         numel = sum(shard.numel() for shard in shards[first:i])
         place, shard = places[first], shards[first]
         yield place.as_strided((len(place), numel), place.stride()), shard.as_strided((numel,), (1,))
-        first = i
+        if i < len(shards):
+            first, limit = i, _end_of_storage(shards[i])
 
 
-def _touch(place: torch.Tensor, next_place: torch.Tensor, shard: torch.Tensor, next_shard: torch.Tensor) -> bool:
-    """Whether a place's columns and a shard go on where others, of the same buffer and of the same storage, end."""
-    numel = shard.numel()
-    return (
-        place.storage_offset() + numel == next_place.storage_offset()
-        and shard.storage_offset() + numel == next_shard.storage_offset()
-        and shard.untyped_storage().data_ptr() == next_shard.untyped_storage().data_ptr()
-    )
+def _end_of_storage(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() + storage.nbytes()

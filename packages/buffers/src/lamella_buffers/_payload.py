@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, overload
 
 import torch
 
@@ -30,15 +30,71 @@ class Payload(NamedTuple):
         return Payload(*(tensor.view(torch.uint8) for tensor in self))
 
 
+class Payloads(Sequence[Payload]):
+    """What one gather moves, also as the lists that calls take: put together once for what is gathered again and again.
+
+    Args:
+        payloads: In the order in which they travel.
+        sources: What each payload's shard is a cast of; None where it is there already. None: all are there.
+
+    Attributes:
+        shards: Of all payloads.
+        wholes: Their `full`.
+        sources: As given, one a payload.
+        dtypes: Of `wholes`.
+        nbytes: Of each of `wholes`.
+
+    Effects: none. It keeps the tensors, and whoever keeps it says when it goes.
+    """
+
+    def __init__(self, payloads: Iterable[Payload], sources: Iterable[torch.Tensor | None] | None = None) -> None:
+        self._payloads = tuple(payloads)
+        self.shards = [shard for shard, _ in self._payloads]
+        self.wholes = [full for _, full in self._payloads]
+        self.sources = [None] * len(self._payloads) if sources is None else list(sources)
+        self.dtypes = {whole.dtype for whole in self.wholes}
+        self.nbytes = tuple([whole.nbytes for whole in self.wholes])
+        self._casts = self._casts_of(slice(None))
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    @overload
+    def __getitem__(self, index: int) -> Payload: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Payload]: ...
+    def __getitem__(self, index: int | slice) -> Payload | Sequence[Payload]:
+        return self._payloads[index]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether no shard has to be cast."""
+        return not self._casts[0]
+
+    def cast(self, part: slice | None = None) -> None:
+        """Fill the shards that have a source: all, or a part of them.
+
+        Effects: one multi-tensor copy at most, on the current stream.
+        """
+        into, sources = self._casts if part is None else self._casts_of(part)
+        if into:
+            torch._foreach_copy_(into, sources)
+
+    def _casts_of(self, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        pairs = [(a, b) for a, b in zip(self.shards[part], self.sources[part], strict=True) if b is not None]
+        return [into for into, _ in pairs], [source for _, source in pairs]
+
+
 def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
     """The payloads whose two tensors have the same dtypes, in the order in which dtypes come.
 
     Effects: none.
     """
-    groups: dict[tuple[torch.dtype, torch.dtype], list[Payload]] = {}
-    for payload in payloads:
-        groups.setdefault((payload.shard.dtype, payload.full.dtype), []).append(payload)
-    return list(groups.values())
+    dtypes = [(shard.dtype, full.dtype) for shard, full in payloads]
+    found = dict.fromkeys(dtypes)
+    if len(found) == 1:
+        return [list(payloads)]
+    return [[payload for payload, own in zip(payloads, dtypes, strict=True) if own == one] for one in found]
 
 
 def of_one_dtype(payloads: Sequence[Payload]) -> Sequence[Payload]:
@@ -46,7 +102,7 @@ def of_one_dtype(payloads: Sequence[Payload]) -> Sequence[Payload]:
 
     Effects: none.
     """
-    dtypes = {full.dtype for _, full in payloads}
+    dtypes = payloads.dtypes if isinstance(payloads, Payloads) else {full.dtype for _, full in payloads}
     return payloads if len(dtypes) == 1 else [payload.as_bytes() for payload in payloads]
 
 

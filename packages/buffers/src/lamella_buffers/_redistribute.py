@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer, by_rank
-from lamella_buffers._payload import Payload
-from lamella_buffers._transport import CastAndGather, Done, Pending, ReduceOp, Transport, cast_into_place
+from lamella_buffers._payload import Payload, Payloads
+from lamella_buffers._transport import CastAndGather, Done, Pending, ReduceOp, Transport
 from lamella_layout import EvenLayout, FlatLayout, Range
 
 
@@ -35,29 +35,30 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
         transport has a `cast_and_gather`. No other copy on either side, but for tensors whose chunks are not
         contiguous: those are gathered beside their place and copied there, and the call waits.
     """
-    payloads: list[Payload] = []
-    sources: list[torch.Tensor | None] = []
+    found = [into.payloads(slots) for slots, into in moves]
+    payloads = found[0].in_place
+    if len(found) == 1 and not found[0].beside:
+        return _gather(payloads, transport)
+    pieces = [piece for each in found for piece in zip(each.in_place, each.in_place.sources, strict=True)]
     copies = []
-    for slots, into in moves:
-        in_place, beside, cast = into.payloads(slots)
-        payloads += in_place
-        sources += cast
-        for shard, full, place in beside:
-            gathered = torch.empty_like(full)
-            payloads.append(Payload(shard, gathered))
-            copies.append((place, gathered.view(place.shape)))
-    pending = _gather(payloads, sources, transport) if payloads else Done()
+    for shard, full, place, source in [beside for each in found for beside in each.beside]:
+        gathered = torch.empty_like(full)
+        pieces.append((Payload(shard, gathered), source))
+        copies.append((place, gathered.view(place.shape)))
+    pending = _gather(Payloads(*zip(*pieces, strict=True)) if pieces else Payloads(()), transport)
     if copies:
         pending.wait()
         torch._foreach_copy_([place for place, _ in copies], [gathered for _, gathered in copies])
     return pending
 
 
-def _gather(payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None], transport: Transport) -> Pending:
+def _gather(payloads: Payloads, transport: Transport) -> Pending:
+    if not payloads:
+        return Done()
     gather: CastAndGather | None = getattr(transport, "cast_and_gather", None)
     if gather is not None:
-        return gather(payloads, sources)
-    cast_into_place(payloads, sources)
+        return gather(payloads)
+    payloads.cast()
     return transport.all_gather(payloads)
 
 
@@ -130,16 +131,16 @@ def _payloads(
     """What is reduced of the tensors that have elements, in their order: gradients as they are, or staged."""
     payloads: dict[int, Payload] = {}
     staged: dict[int, torch.Tensor | None] = {}
+    is_chunked, shards = layout.in_equal_chunks, into.shards
     for i, gradient in gradients.items():
-        fits = gradient is not None and gradient.dtype == wire and gradient.is_contiguous()
-        if gradient is not None and fits and layout.divides(i) and layout.is_contiguous(i):
-            payloads[i] = Payload(into.shards[i], gradient)
+        if gradient is not None and is_chunked[i] and gradient.dtype == wire and gradient.is_contiguous():
+            payloads[i] = Payload(shards[i], gradient)
         else:
             staged[i] = gradient
     if staged:
         wholes = _stage(staged, wire, layout, into.device)
         payloads.update((i, Payload(into.slots[i], whole)) for i, whole in zip(staged, wholes, strict=True))
-    return [payloads[i] for i in gradients if payloads[i].shard.numel() > 0]
+    return [payload for i in gradients if (payload := payloads[i]).shard.numel() > 0]
 
 
 def _stage(

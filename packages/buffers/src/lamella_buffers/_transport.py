@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 from torch.profiler import record_function
 
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widened
-from lamella_buffers._payload import Payload, by_dtype, of_one_dtype, unpack
+from lamella_buffers._payload import Payload, Payloads, by_dtype, of_one_dtype, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
 # torch 2.13 renamed them.
@@ -78,8 +78,8 @@ class Transport(Protocol):
         ...
 
 
-CastAndGather = Callable[[Sequence[Payload], Sequence[torch.Tensor | None]], Pending]
-"""What a transport may have too: gathers shards that are each a cast of a source, or there already (None)."""
+CastAndGather = Callable[[Payloads], Pending]
+"""What a transport may have too: gathers shards of which some still have to be cast from their sources."""
 
 
 class Done:
@@ -121,25 +121,20 @@ class _GroupTransport(ABC):
 
     Args:
         group: The axis's process group.
+
+    Attributes:
+        rank: This process's place in the group.
+        num_ranks: The group's size.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.rank, self.num_ranks = group.rank(), group.size()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group itself, for whoever moves something on the same ranks in another way."""
         return self._group
-
-    @property
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return self._group.rank()
-
-    @property
-    def num_ranks(self) -> int:
-        """The group's size."""
-        return self._group.size()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads of the same dtypes in one call.
@@ -168,14 +163,15 @@ class NcclTransport(_GroupTransport):
 
         Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
-        shards, full = zip(*of_one_dtype(payloads), strict=True)  # as a grouped call must be
-        self._group.allgather_into_tensor_coalesced(list(full), list(shards), _GATHER)
+        same = of_one_dtype(payloads)  # as a grouped call must be
+        columns = same if isinstance(same, Payloads) else Payloads(same)
+        self._group.allgather_into_tensor_coalesced(columns.wholes, columns.shards, _GATHER)
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Reduce straight from where payloads lie to where they go."""
-        shards, full = zip(*payloads, strict=True)
-        self._group.reduce_scatter_tensor_coalesced(list(shards), list(full), _reduce_options(op))
+        shards, full = [shard for shard, _ in payloads], [full for _, full in payloads]
+        self._group.reduce_scatter_tensor_coalesced(shards, full, _reduce_options(op))
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
         """Send pieces straight from where payloads lie, as one group of calls.
@@ -326,13 +322,3 @@ def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:
         torch._foreach_copy_([a.view(-1) for a, _ in moves], [b.view(-1) for _, b in moves])
-
-
-def cast_into_place(payloads: Sequence[Payload], sources: Sequence[torch.Tensor | None]) -> None:
-    """Fill each payload's shard with its source, if it has one.
-
-    Effects: one multi-tensor copy at most, on the current stream.
-    """
-    moves = [(payload.shard, source) for payload, source in zip(payloads, sources, strict=True) if source is not None]
-    if moves:
-        torch._foreach_copy_([into for into, _ in moves], [source for _, source in moves])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -56,8 +56,9 @@ class GatheredAhead:
 
         Effects: the gather stream waits for the compute stream; not a collective.
         """
-        for unit in [unit for unit in self._waiting() if unit.index in units]:
-            unit.reshard()
+        for unit in self._waiting():
+            if unit.index in units:
+                unit.reshard()
 
     def choose(self, running: U, upcoming: Iterable[U]) -> list[U]:
         """The units to gather now.
@@ -70,7 +71,7 @@ class GatheredAhead:
         if self.budget is not None:
             chosen = self._within(self.budget, running, upcoming)
         else:
-            chosen = [] if any(self._waiting()) else list(islice(upcoming, 1))
+            chosen = [] if self._waiting() else list(islice(upcoming, 1))
         for unit in chosen:
             if not (unit.is_unsharding or unit.is_unsharded):
                 self._units[unit.index] = weakref.ref(unit)
@@ -95,7 +96,6 @@ class GatheredAhead:
         chosen.pop(running.index, None)
         return list(chosen.values())
 
-    def _waiting(self) -> Iterator[Gatherable]:
+    def _waiting(self) -> list[Gatherable]:
         """Those that still are what they were gathered for: somebody may have resharded one meanwhile."""
-        units = [unit for ref in self._units.values() if (unit := ref()) is not None]
-        return (unit for unit in units if unit.is_unsharding)
+        return [unit for ref in self._units.values() if (unit := ref()) is not None and unit.is_unsharding]

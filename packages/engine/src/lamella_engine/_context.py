@@ -106,10 +106,11 @@ def label(phase: str, unit: str = "") -> AbstractContextManager[object]:
     """
     if _logger.isEnabledFor(logging.DEBUG):
         log(phase, unit)
-    return record_function(_name(phase, unit)) if torch._C._autograd._profiler_enabled() else _NOTHING
+    return record_function(_name(phase, unit)) if _is_profiled() else _NOTHING
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_is_profiled = torch._C._autograd._profiler_enabled
 
 
 def log(phase: str, unit: str = "") -> None:

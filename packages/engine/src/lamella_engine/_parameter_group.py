@@ -39,6 +39,10 @@ from lamella_engine._sharding import DataAxes, local_of
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy, PlainRecipe
 
+_MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+# What autograd makes a parameter's gradient in; None if anything. Not every torch lets it be set.
+_GRAD_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
+
 
 class Reduced(NamedTuple):
     """Gradients that were reduced over the shard axis."""
@@ -343,7 +347,10 @@ class ParameterGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether any member has a gradient that was not reduced."""
-        return any(p.unsharded.grad is not None or p.accumulated is not None for p in self.parameters)
+        for parameter in self.parameters:
+            if parameter.unsharded.grad is not None or parameter.accumulated is not None:
+                return True
+        return False
 
     def accumulate_gradients(self) -> None:
         """Keep a microbatch's gradients unreduced."""
@@ -352,8 +359,7 @@ class ParameterGroup:
 
     def take_gradients(self) -> dict[int, torch.Tensor | None]:
         """The gradients of the members that train, by index; None where backward made none."""
-        taking = {i: p for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
-        return {i: parameter.take_gradient() for i, parameter in taking.items()}
+        return {i: p.take_gradient() for i, p in enumerate(self.parameters) if p.trains or p.has_gradient}
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -361,7 +367,7 @@ class ParameterGroup:
 
         Else the reduce dtype. It follows from the parameters alone: ranks agree, whatever gradients each of them has.
         """
-        own, *others = {getattr(p.unsharded, "grad_dtype", p.unsharded.dtype) for p in self.parameters}
+        own, *others = {getattr(p.unsharded, _GRAD_DTYPE) for p in self.parameters}
         if own is None or others or own == self.reduce_dtype:
             return self.reduce_dtype
         return own if torch.promote_types(own, self.reduce_dtype) == self.reduce_dtype else self.reduce_dtype
@@ -388,30 +394,34 @@ class ParameterGroup:
     @property
     def reduce_op(self) -> ReduceOp:
         """How the ranks' gradients become one: their mean where the divisor is their number, else their sum."""
-        is_mean = self.divisor == self.axes.num_ranks and not self.sums_only
-        return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+        return _MEAN if self.divisor == self.axes.num_ranks and not self.sums_only else _SUM
 
-    def new_reduced(self, present: Mapping[int, bool], dtype: torch.dtype) -> Reduced:
+    def new_reduced(
+        self, gradients: Mapping[int, torch.Tensor | None], dtype: torch.dtype, installs_all: bool
+    ) -> Reduced:
         """A buffer for reduced gradients.
 
         Args:
-            present: Of the members that take part in the reduction, which have a gradient.
+            gradients: Of the members that take part in the reduction.
             dtype: What they are added up in.
+            installs_all: Whether those of them that have none here are to get one too.
 
         Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
         shards = ShardedBuffer.empty(self.layout, self._rank, dtype, self.device)
-        if len(present) < len(self.parameters):
+        members = range(len(self.parameters))
+        if len(gradients) < len(members):
             shards.flat.zero_()
-        return Reduced(shards, [present.get(i, False) for i in range(len(self.parameters))])
+        if installs_all:
+            return Reduced(shards, [i in gradients for i in members])
+        return Reduced(shards, [gradients.get(i) is not None for i in members])
 
     def add_partial(self, reduced: Reduced) -> Reduced:
-        """Add what earlier microbatches left to be reduced over the replicas.
+        """Add `partial`, what earlier microbatches left to be reduced over the replicas.
 
-        Effects: on the current stream: one add if there is anything.
+        Effects: on the current stream: one add.
         """
-        if self.partial is None:
-            return reduced
+        assert self.partial is not None
         earlier, self.partial = self.partial, None
         reduced.shards.flat.add_(earlier.shards.flat)
         return Reduced(reduced.shards, [a or b for a, b in zip(reduced.present, earlier.present, strict=True)])
@@ -442,7 +452,7 @@ class ParameterGroup:
             the host must wait for the stream before it reads them.
         """
         shards, present = reduced
-        if self.reduce_op is not dist.ReduceOp.AVG:
+        if self.reduce_op is not _MEAN:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
             shards = shards.cast_to(self.main_weight.dtype)
@@ -468,8 +478,11 @@ class ParameterGroup:
 
     def hooks(self, present: Sequence[bool]) -> list[Callable[[], None]]:
         """What calls the hooks of members that were given a gradient and have some."""
-        members = zip(self.parameters, present, strict=True)
-        return [parameter.run_hooks for parameter, wanted in members if wanted and parameter.has_hooks]
+        return [
+            parameter.run_hooks
+            for parameter, wanted in zip(self.parameters, present, strict=True)
+            if wanted and parameter.sharded._post_accumulate_grad_hooks
+        ]
 
 
 class _Borrowed:

@@ -106,11 +106,6 @@ class ShardedParameter:
             self.accumulated += gradient
         self.unsharded.grad = None
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether somebody waits for reduced gradients: an optimizer inside backward."""
-        return bool(getattr(self.sharded, "_post_accumulate_grad_hooks", None))
-
     def run_hooks(self) -> None:
         """Call what `register_post_accumulate_grad_hook` put on the sharded form."""
         for hook in self.sharded._post_accumulate_grad_hooks.values():
@@ -119,9 +114,11 @@ class ShardedParameter:
     def take_gradient(self) -> torch.Tensor | None:
         """The gradient of all microbatches since the last reduction; the parameter keeps nothing."""
         gradient = self.unsharded.grad
+        if gradient is not None:
+            self.unsharded.grad = None
         if self.accumulated is not None:
             gradient = self.accumulated if gradient is None else self.accumulated.add_(gradient)
-        self.drop_gradient()
+            self.accumulated = None
         return None if gradient is None else self.sharding.unwrap(gradient)
 
     def drop_gradient(self) -> None:
@@ -141,13 +138,13 @@ class ShardedParameter:
 def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> None:
     """Make every owner hold one form, which takes over whether the form that was visible is to be trained."""
     for parameter in parameters:
-        form, visible = parameter.unsharded, parameter.sharded
         if is_sharded:
-            form, visible = visible, form
-        if visible.requires_grad != parameter.trains:
-            parameter.trains = visible.requires_grad
-        if form.requires_grad != parameter.trains:
-            form.requires_grad_(parameter.trains)
+            form, trains = parameter.sharded, parameter.unsharded.requires_grad
+        else:
+            form, trains = parameter.unsharded, parameter.sharded.requires_grad
+        parameter.trains = trains
+        if form.requires_grad is not trains:
+            form.requires_grad_(trains)
         for held, name, _ in parameter.owners:
             held[name] = form
 
@@ -156,7 +153,7 @@ def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
     """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
     for parameter in parameters:
         sharded = parameter.sharded
-        if local_of(sharded) is not parameter.shard:
+        if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
             return True
         for held, name, _ in parameter.owners:
             if held[name] is not sharded:

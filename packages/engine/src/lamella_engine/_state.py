@@ -50,15 +50,14 @@ _LEGAL = {
 
 
 _AS_FSDP2 = Strategy()
-_NOWHERE_ELSE: AbstractContextManager[None] = nullcontext()
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class _Gather(NamedTuple):
-    """A gather in flight: what the host waits for (gloo), what a stream waits for (CUDA), and what to put back."""
+    """A gather in flight: what the host waits for (gloo), and what a stream waits for (CUDA)."""
 
     pending: list[Pending]
     event: torch.Event
-    versions: AbstractContextManager[None]
 
 
 class FSDPState:
@@ -271,28 +270,29 @@ class FSDPState:
                 self.residency = Residency.UNSHARDING
                 return
             self.drop_copy()
-        self._check_at_home()
+        if is_offloaded := self.is_offloaded:
+            self._check_at_home()
         self._check_order("gather", lambda: self.unsharded_nbytes)
-        if self.is_offloaded:
+        if is_offloaded:
             context.note_shards_are_read()
         if stepping.is_stepped(self):
             context.order_gathers_after_steps()
-        # Autograd may hold views of the buffers: filling them again with the same values is no modification. On
-        # gloo they are filled when the gather is waited for, so that is when the counters are put back.
-        buffers = tuple(group.unsharded_weight.flat for group in self.groups)
-        versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers)
-        with label("all_gather", self.name), torch.no_grad(), context.on(context.all_gather_stream):
-            started = self._start_gathers()
-            pending = [each for each in started if not isinstance(each, Done)]
-            self._gather = _Gather(pending, context.all_gather_stream.record_event(), versions)
+        stream = context.all_gather_stream
+        with label("all_gather", self.name), context.on(stream):
+            self._gather = _Gather(self._start_gathers(), stream.record_event())
         self._holders.add(holder)
         self._gathered_at, self._expects_update = updates.count, False
         self.residency = Residency.UNSHARDING
 
     def _start_gathers(self) -> list[Pending]:
-        """Start a gather for each set of axes, or leave no bytes behind: who catches what is raised may try again."""
+        """Start a gather for each set of axes, or leave no bytes behind: who catches what is raised may try again.
+
+        Returns:
+            Those that the host has to wait for.
+        """
         try:
-            return [_start_gather(same) for same in _by_axes(self.groups)]
+            started = [_start_gather(same) for same in _by_axes(self.groups)]
+            return [each for each in started if not isinstance(each, Done)]
         except BaseException:
             for group in self.groups:
                 if group.unsharded_weight.has_bytes:
@@ -423,19 +423,16 @@ class FSDPState:
         if self._gather is None:
             return
         context = self.context
-        (pending, event, versions), self._gather = self._gather, None
+        (pending, event), self._gather = self._gather, None
         if pending:  # gloo copies its results into place now: where what they lie in was allocated
             with context.on(context.all_gather_stream):
                 for each in pending:
                     each.wait()
             event = context.all_gather_stream.record_event()
-        versions.__exit__(None, None, None)
         self._gathered = event
         self.order_after_gather()
 
     def _check_materialized(self) -> None:
-        if not any(group.is_meta for group in self.groups):
-            return
         names = [self._full_name(name) for group in self.groups for name in group.meta_names()]
         if names:
             raise RuntimeError(
@@ -564,30 +561,31 @@ class FSDPState:
         context.retire_reductions()
         compute, stream = context.compute_stream, context.reduce_scatter_stream
         self.delayed.join(compute)
-        gradients = {group: group.take_gradients() for group in groups}
-        wires = {group: self._wire_of(group) for group in groups}
+        parts = [(group, group.take_gradients(), self._wire_of(group)) for group in groups]
         self._has_sums = False
         self.delayed.release(compute)
-        self._check_order("reduce", lambda: sum(g.gradient_nbytes(t, wires[g]) for g, t in gradients.items()))
+        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken, wire) for g, taken, wire in parts))
         stream.wait_stream(compute)
-        with label("post_backward_reduce", self.name), torch.no_grad():
-            reads = [g for taken in gradients.values() for g in taken.values() if g is not None]
+        with label("post_backward_reduce", self.name), _no_graph():
+            reads = [gradient for _, taken, _ in parts for gradient in taken.values() if gradient is not None]
             with context.on(stream):
-                reduced = {
-                    group: group.new_reduced(self._present(taken), self._sum_dtype_of(group))
-                    for group, taken in gradients.items()
-                }
+                reduced, moves = {}, {}
+                for group, taken, wire in parts:
+                    made = group.new_reduced(taken, self._sum_dtype_of(group), self.reduces_unused_parameters)
+                    reduced[group], moves[group] = made, (taken, wire, made.shards)
                 for same in _by_axes(groups):
-                    moves = [(gradients[group], wires[group], reduced[group].shards) for group in same]
-                    reduce_scatter(moves, same[0].reduce_transport or same[0].transport, same[0].reduce_op).wait()
-                reduced = {group: group.add_partial(part) for group, part in reduced.items()}
+                    transport = same[0].reduce_transport or same[0].transport
+                    reduce_scatter([moves[group] for group in same], transport, same[0].reduce_op).wait()
+                for group in groups:
+                    if group.partial is not None:
+                        reduced[group] = group.add_partial(reduced[group])
                 event = stream.record_event()
                 context.hold(self._reduction(event, reads, compute))
                 self._finish_reductions(reduced, event)
 
     def _wire_of(self, group: ParameterGroup) -> torch.dtype:
         """What a group's gradients travel in. Sums of microbatches, and what layers add up, are as wide as they get."""
-        if self._has_sums or any(grads.group is group for grads in self.main_grads):
+        if self._has_sums or (self.main_grads and any(grads.group is group for grads in self.main_grads)):
             return group.reduce_dtype
         return group.wire_dtype
 
@@ -600,9 +598,6 @@ class FSDPState:
         buffers = [taken for grads in self.main_grads if (taken := grads.take()) is not None]
         streams = (compute, *self.delayed.take_streams(), *(stream for stream, _ in buffers))
         return Reduction(event, reads, streams, tuple(free for _, free in buffers))
-
-    def _present(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, bool]:
-        return {i: self.reduces_unused_parameters or gradient is not None for i, gradient in gradients.items()}
 
     def _finish_reductions(self, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> None:
         """Install what was reduced over all axes, and let optimizers step it that do so in backward.
@@ -650,7 +645,7 @@ class FSDPState:
             stream.wait_event(event)
         if has_outer:
             self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
-        with context.on(stream) if stream is not context.reduce_scatter_stream else _NOWHERE_ELSE:
+        with context.on(stream) if stream is not context.reduce_scatter_stream else _AS_IT_IS:
             total = group.reduce_over_outer(reduced)
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(total.shards.flat)
@@ -820,8 +815,9 @@ class FSDPState:
 
     def _expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
-        if self.strategy.keeps_copy or any(group.outer is not None for group in self.groups):
-            self._expects_update = True
+        for group in self.groups:
+            if self.strategy.keeps_copy or group.outer is not None:
+                self._expects_update = True
 
     def _reduce_partials(self) -> None:
         """Reduce over the outer axis what this backward added nothing to."""
@@ -855,6 +851,11 @@ class FSDPState:
         self.drop_gradients()
         self._holders.clear()
         self.reshard()
+
+
+def _no_graph() -> AbstractContextManager[object]:
+    """Record no graph. As a rule autograd runs, which records none either, and entering torch's context costs 20 us."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 def _gather_ahead(members: Sequence[Member], direction: str) -> None:

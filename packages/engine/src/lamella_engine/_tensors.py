@@ -35,9 +35,9 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
         return fn(node)
     kind = type(node)
     if kind is tuple or kind is list:
-        return kind([_map(fn, each) for each in node])
+        return kind([fn(each) if isinstance(each, torch.Tensor) else _map(fn, each) for each in node])
     if kind is dict:
-        return {key: _map(fn, each) for key, each in node.items()}
+        return {key: _map(fn, each) for key, each in node.items()} if node else node
     if not pytree.tree_is_leaf(node):
         return pytree.tree_map(lambda each: _map(fn, each), node, is_leaf=lambda each: each is not node)
     return _map_fields(fn, node) if _is_record(node) else node
@@ -45,6 +45,8 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors of a nest, in the order in which `map_tensors` visits them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -63,7 +65,10 @@ def _collect(node: Any, found: list[object]) -> None:
     kind = type(node)
     if kind is tuple or kind is list:
         for each in node:
-            _collect(each, found)
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            else:
+                _collect(each, found)
     elif kind is dict:
         for each in node.values():
             _collect(each, found)

@@ -83,6 +83,13 @@ class EvenLayout:
         for dim, shape in zip(self.dims, self.shapes, strict=True):
             check_dim(dim, shape)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of many numbers; layouts are keys of what is kept for them
+        return hash((self.shapes, self.dims, self.num_shards, self.alignment))
+
     @property
     def num_tensors(self) -> int:
         """Count the tensors of the group."""
@@ -236,6 +243,11 @@ class EvenLayout:
         check_rank(rank, self.num_shards)
         slot_numel, numel = self._slot_numels[index], prod(self.shapes[index])
         return Range(min(numel, rank * slot_numel), min(numel, (rank + 1) * slot_numel))
+
+    @cached_property
+    def in_equal_chunks(self) -> tuple[bool, ...]:
+        """Tell of each tensor whether it is its ranks' chunks, of the same size, laid one after another."""
+        return tuple(self.divides(i) and self.is_contiguous(i) for i in range(self.num_tensors))
 
     # Asked of every tensor at every gather and reduction.
 

@@ -112,6 +112,13 @@ class FlatLayout:
         self._check_overlap()
         self._check_cuts()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of many numbers; layouts are keys of what is kept for them
+        return hash((self.shapes, self.keep, self.num_shards, self.alignment, self.shard_numel, self.starts))
+
     @property
     def num_tensors(self) -> int:
         """Count the tensors of the group."""
