@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
@@ -61,6 +62,33 @@ class Member(Gatherable, Protocol):
 
     def unshard(self) -> None:
         """Start gathering."""
+        ...
+
+    def ahead_in_forward(self, learned: Sequence[Member]) -> Sequence[Member]:
+        """The units to gather ahead when its forward begins: those that it was told, or what a learned order says."""
+        ...
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether its unsharded parameters are others than its main weights."""
+        ...
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether it may be gathered before the next forward begins."""
+        ...
+
+    @property
+    def trained(self) -> Sequence[nn.Parameter]:
+        """Of a unit at rest, the parameters that take gradients."""
+        ...
+
+    def gather_early(self) -> None:
+        """Start gathering for the next forward, before it begins."""
+        ...
+
+    def drop_early(self) -> None:
+        """Free what was gathered so."""
         ...
 
     def begin_pass(self) -> None:
@@ -133,7 +161,8 @@ class Context:
     Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
     the other. These waits make this right:
     1. The gather stream waits for the compute stream when a pass begins, and at each gather outside of passes: the
-       optimizer, a load or the user wrote the shards there.
+       optimizer, a load or the user wrote the shards there. So does a gather inside an optimizer's step, which comes
+       behind the update of what it reads; what the step updates after that, no such gather reads.
     2. The gather stream waits for the compute stream before an unsharded buffer is freed: the buffer was allocated on
        the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
        memory: a gather cannot run ahead of the compute that frees its place.
@@ -287,6 +316,8 @@ class Context:
         Effects: the compute stream waits for the reductions that this tree has in flight.
         """
         self.finish_reductions()
+        for state in self.states:
+            state.drop_early()
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
         self.all_reduce_stream = other.all_reduce_stream
@@ -321,6 +352,30 @@ class Context:
     def is_forward_root(self, state: Member) -> bool:
         """Whether the pass under way is a forward, and began with this unit."""
         return self._phase is Phase.FORWARD and self._forward_root == state.index
+
+    def begins_next_forward(self) -> list[Member]:
+        """The units that the next forward is likely to gather first: the one that it begins with, and one more.
+
+        As the last forward had it that a backward followed; none before there was one.
+        """
+        first, *upcoming = (*self._members(self._learned.last_forward),) or (None,)
+        return [] if first is None else [first, *first.ahead_in_forward(upcoming)[:1]]
+
+    def gather_early(self, members: Iterable[Member]) -> None:
+        """Gather for the next forward, while an optimizer still updates others than these. They count as ahead.
+
+        Effects: the gather stream waits for the compute stream; those of the units' gathers.
+        """
+        self.post_optim_event = None  # it is of an earlier update
+        for member in members:
+            with label("optimizer_prefetch", member.name):
+                member.gather_early()
+            self.ahead.add(member)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether what is put on the compute stream goes into a CUDA graph, and does not run now."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def leave_forward(self, state: Member) -> None:
         """Note that a unit's forward is over; that of the first one ends the pass."""
