@@ -23,7 +23,7 @@ from engine_models import (
     shard,
     unit,
 )
-from fake_streams import fake_streams
+from fake_streams import Work, fake_streams
 from test_every_optimizer import OPTIMIZERS, WHOLE_TENSORS_ONLY, _flavours
 from test_stepping import _apart, _CountsInItsGroups, _CountsItself, _Lion, _local, _NormsOverAll, assert_same
 from test_zero_stages import EVERY_STAGE
@@ -36,6 +36,7 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     Rows,
     clip_grad_norm_,
+    find_nonfinite,
     fully_shard,
     overlap_optimizer,
     share_comm_ctx,
@@ -44,6 +45,7 @@ from lamella_engine import (
 )
 from lamella_engine._attached import state_of
 from lamella_engine._context import Context
+from lamella_engine._parameter_group import ParameterGroup, Reduced
 from lamella_engine._ragged import torch_asks_subclasses
 from lamella_testing import run_ranks
 
@@ -82,6 +84,7 @@ class Pair:
         backward: Act = _backward,
         *,
         looks: bool = True,
+        late_gradients: bool = False,
     ) -> None:
         self.models, self.optimizers = [], []
         for _ in range(2):
@@ -89,7 +92,7 @@ class Pair:
             self.models.append(model := make())
             apply(model)
             self.optimizers.append(optimizer(model))
-        self.handle = overlap_optimizer(self.optimizers[1])
+        self.handle = overlap_optimizer(self.optimizers[1], late_gradients=late_gradients)
         self.logs: list[Log] = [record(model) if looks else Log() for model in self.models]
         self._backward = backward
 
@@ -157,12 +160,13 @@ class _Traced(_Lion):
         super().step()
 
 
-def test_what_forward_gathers_first_is_updated_first_and_gathered_before_the_others_are_updated() -> None:
+@pytest.mark.parametrize("late_gradients", [False, True])
+def test_what_forward_gathers_first_is_updated_and_gathered_before_the_others_are_updated(late_gradients: bool) -> None:
     def check() -> None:
         model = shard(Net())
         log = record(model)
         optimizer = _Traced(model, log)
-        overlap_optimizer(optimizer)
+        overlap_optimizer(optimizer, late_gradients=late_gradients)
         for _ in range(2):
             _backward(model)
             log.clear()
@@ -170,7 +174,10 @@ def test_what_forward_gathers_first_is_updated_first_and_gathered_before_the_oth
         names = [name for name, _ in model.named_parameters()]
         late = [f"update {name}" for name in names if name.startswith(("layers.1", "layers.2"))]
         first = [f"update {name}" for name in names if f"update {name}" not in late]
-        assert log.order == [*first, "gather root", "gather layers.0", *late]
+        # While the outermost unit's gradients are still being reduced, there is something else to update.
+        early = [update for update in late if "layers.2" in update] if late_gradients else []
+        late = [update for update in late if update not in early]
+        assert log.order == [*early, *first, "gather root", "gather layers.0", *late]
 
     run_ranks(check, 2)
 
@@ -374,11 +381,11 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
 
     def check() -> None:
         for policy in (MixedPrecisionPolicy(), BF16):
-            for set_to_none in (True, False):
-                with case((policy, set_to_none)):
+            for late in (False, True):
+                with case((policy, late)):
                     apply = _apart(shape, placements=placements, mp_policy=policy)
-                    pair = Pair(partial(Net, dim=8), apply, backward=backward, looks=False)
-                    pair.train(set_to_none=set_to_none)
+                    pair = Pair(partial(Net, dim=8), apply, backward=backward, looks=False, late_gradients=late)
+                    pair.train(set_to_none=late)
                     computes_with_main = stage == "DDP" and policy.param_dtype is None
                     early = [state_of(m) for m in (pair.model, pair.model.get_submodule("layers.0"))]
                     assert all(state.is_unsharding != computes_with_main for state in early)
@@ -958,6 +965,183 @@ def _last_layer_last(model: Net) -> None:
     del model.head
     model.head = nn.Identity()  # type: ignore[assignment]
     shard(model)
+
+
+# -- gradients that are late -----------------------------------------------------------------------------------------
+
+
+class _Late:
+    """A model on streams that know what they come after, and an optimizer whose step waits for gradients itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_axes: int = 1, **options: Any) -> None:
+        self.installed: dict[int, Work] = {}
+        real = ParameterGroup.install_gradients
+
+        def install(group: ParameterGroup, reduced: Reduced) -> None:
+            work = self.streams.work()
+            self.installed.update((id(parameter.sharded), work) for parameter in group.parameters)
+            real(group, reduced)
+
+        monkeypatch.setattr(ParameterGroup, "install_gradients", install)
+        self.model = Net()
+        _apart((2,) * num_axes, **options)(self.model)
+        self.streams = fake_streams(self.model)
+        self.optimizer = _Noting(self.model.parameters())
+        self.optimizer.late = self
+        self.handle = overlap_optimizer(self.optimizer, late_gradients=True)
+
+    def backward(self) -> set[str]:
+        """The parameters whose gradients the compute stream has not waited for."""
+        self.installed.clear()
+        _backward(self.model)
+        return self.missing()
+
+    def missing(self) -> set[str]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        seen = self.streams.current.seen
+        return {names.get(key, "") for key, work in self.installed.items() if not work.is_before(seen)}
+
+
+class _Noting(_Lion):
+    """Looks whether each gradient that it uses has been waited for."""
+
+    late: Any = None
+    num_seen = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.late is not None:
+            held = [p for group in self.param_groups for p in group["params"] if id(p) in self.late.installed]
+            assert all(self.late.installed[id(p)].is_before(self.late.streams.current.seen) for p in held)
+            self.late.optimizer.num_seen += len(held)
+        super().step()
+
+
+OUTER = {"stem.weight", "stem.bias", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(("num_axes", "options"), [(1, {}), (1, {"mp_policy": BF16}), (2, {})], ids=str)
+def test_each_part_of_a_step_waits_for_its_own_gradients(
+    num_axes: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        late = _Late(monkeypatch, num_axes, **options)
+        for step in range(3):
+            assert late.backward() >= OUTER
+            late.optimizer.step()
+            assert late.optimizer.num_seen == (step + 1) * len(late.installed)
+            assert late.missing() == set()
+            late.optimizer.zero_grad()
+
+    run_ranks(check, 2**num_axes)
+
+
+def _clip(late: _Late) -> None:
+    clip_grad_norm_(late.model.parameters(), 1.0)
+
+
+def _find(late: _Late) -> None:
+    find_nonfinite(late.model)
+
+
+def _wait(late: _Late) -> None:
+    unit(late.model).wait_for_gradients()
+
+
+def _zero(late: _Late) -> None:
+    unit(late.model).zero_grad(set_to_none=False)
+
+
+def _forward(late: _Late) -> None:
+    late.model(X)
+
+
+def _move(late: _Late) -> None:
+    late.model.to(torch.float32)
+
+
+def _remove(late: _Late) -> None:
+    late.handle.remove()
+
+
+def _step_another(late: _Late) -> None:
+    torch.optim.SGD(late.model.layers[1].parameters(), lr=0.0).step()
+
+
+def _step_with_a_closure(late: _Late) -> None:
+    late.optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+def _step_after_a_hook(late: _Late) -> None:
+    late.optimizer.register_step_pre_hook(lambda *_: None if late.missing() == set() else 1 / 0)
+    late.optimizer.step()
+
+
+def _give_up(late: _Late) -> None:
+    unit(late.model).reset_iter_state()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        _clip,
+        _find,
+        _wait,
+        _zero,
+        _forward,
+        _move,
+        _remove,
+        _step_another,
+        _step_with_a_closure,
+        _step_after_a_hook,
+        _give_up,
+    ],
+    ids=lambda look: look.__name__.strip("_"),
+)
+def test_who_looks_at_late_gradients_waits_for_all_of_them(
+    look: Callable[[_Late], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        late = _Late(monkeypatch)
+        for _ in range(2):
+            late.backward()
+            late.optimizer.step()
+        assert late.backward() >= OUTER
+        look(late)
+        assert not [work for work in late.installed.values() if not work.is_before(late.streams.current.seen)]
+
+    run_ranks(check, 2)
+
+
+def test_backward_waits_for_gradients_of_a_tree_that_no_step_is_to_wait_for() -> None:
+    def check() -> None:
+        late = _adamw(shard(Net()))
+        overlap_optimizer(late, late_gradients=True)
+        other = shard(Net())
+        fake_streams(other)
+        _backward(other)
+        assert not state_of(other).context.is_left
+
+    run_ranks(check, 2)
+
+
+def test_gradients_that_go_to_the_cpu_are_not_late() -> None:
+    def check() -> None:
+        apply = _apart((2,), mp_policy=BF16, offload_policy=CPUOffloadPolicy())
+        pair = Pair(partial(Net, dim=8), apply, late_gradients=True)
+        pair.backward()
+        assert not state_of(pair.model).context.is_left
+        pair.train()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop"])
+def test_steps_that_wait_for_gradients_are_the_same(name: str) -> None:
+    def check() -> None:
+        assert Pair(optimizer=_of(name, lr=1e-2), late_gradients=True).train() == ["root", "layers.0"]
+
+    run_ranks(check, 3)
 
 
 # -- streams and graphs ----------------------------------------------------------------------------------------------

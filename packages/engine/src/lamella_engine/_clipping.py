@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import _stepping as stepping
+from lamella_engine._context import finish_left
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
 
 
@@ -47,6 +48,7 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     stepping.check_gradients_unused(given, "clip_grad_norm_")
+    finish_left()
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cached_property
@@ -170,7 +170,8 @@ class Context:
     4. What is reduced once more, over replicas or the outer axis, is so on the all-reduce stream, which waits for each
        reduction; and what is only cast is cast there, so that the next reduction does not wait for it. The reduce
        stream waits for an older one before what that read is freed, and the compute stream for all of them at the end
-       of the step's last backward.
+       of the step's last backward. Where an optimizer was asked to, it waits in its place: for the gradients of some
+       units before it updates these, and for all before it goes on. Who else looks at gradients waits for all before.
     5. Shards that rest on the CPU are copied from there on the gather stream, and their gradients to there on the
        stream that reduced or cast them. What the copies have on the device is allocated and read on these streams
        alone. The host waits once: at the end of backward, for the compute stream, which has waited for both by then.
@@ -213,6 +214,8 @@ class Context:
         self._awaits_gradients = False
         self._reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
+        self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
+        self._installed: dict[int, list[torch.Event]] = {}  # by unit, in the order in which they were reduced
 
     @property
     def is_resting(self) -> bool:
@@ -339,6 +342,7 @@ class Context:
         return self._look_ahead(state)
 
     def _begin_forward(self, root: Member) -> None:
+        self.finish_left()
         self._phase = Phase.FORWARD
         self._forward_root = root.index
         self.makes_graph = torch.is_grad_enabled()
@@ -446,11 +450,18 @@ class Context:
             self.finish_reductions()
 
     def finish_awaited(self) -> None:
-        """Let the stream that the last backward ended on wait for all reductions, if nothing comes later."""
+        """Let the stream that the last backward ended on wait for all reductions, if nothing comes later.
+
+        Or leave them to the optimizer's step, where that waits for them itself.
+        """
         stream = self._last_backward_ended_on
         if stream is None or any(state.awaits_gradients for state in self.states):
             return
         self._last_backward_ended_on = None
+        if self.leaves_reductions and self.is_in_backward and not self._awaits_gradients:
+            self.leaves_reductions = False
+            _left.add(self)
+            return
         self.finish_reductions()
         if stream != self.compute_stream:  # the last gradient was made on another
             stream.wait_stream(self.compute_stream)
@@ -517,6 +528,9 @@ class Context:
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
+        _left.discard(self)
+        self.leaves_reductions = False
+        self._installed.clear()
         if self._reductions:
             # For more than their events: gradients are divided, cast and added to after those.
             self.compute_stream.wait_stream(self.reduce_scatter_stream)
@@ -530,6 +544,42 @@ class Context:
             self.compute_stream.wait_stream(self.update_stream)
             self._updates.clear()
         self._wait_for_gradients()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the last backward is over, and gradients are still being reduced that nobody has waited for."""
+        return self in _left
+
+    def finish_left(self) -> None:
+        """Finish what the last backward has left; nothing if nothing is.
+
+        Effects: those of `finish_reductions`.
+        """
+        if self.is_left:
+            self.finish_reductions()
+
+    def note_installed(self, unit: int, streams: Iterable[torch.Stream]) -> None:
+        """Note that a unit's gradients will be there when these streams have come here."""
+        self._installed.pop(unit, None)
+        self._installed[unit] = [stream.record_event() for stream in streams]
+
+    def reduced_first(self, without: Container[Member]) -> list[Member]:
+        """Of the units whose gradients were noted, the first half by bytes in the order of their reductions."""
+        members = [member for member in self._members(list(self._installed)) if member not in without]
+        left = sum(member.unsharded_nbytes for member in members) // 2
+        chosen = []
+        for member in members:
+            left -= member.unsharded_nbytes
+            if left < 0:
+                break
+            chosen.append(member)
+        return chosen
+
+    def wait_for_gradients_of(self, members: Iterable[Member]) -> None:
+        """Order the compute stream after these units' gradients, of those that were noted."""
+        for member in members:
+            for event in self._installed.get(member.index, ()):
+                self.compute_stream.wait_event(event)
 
     def _retire_all_but(self, num_left: int) -> None:
         while len(self._reductions) > num_left:
@@ -581,6 +631,19 @@ class Context:
         if self._reads_shards:
             self._reads_shards = False
             _wait_on_host(self.all_gather_stream)
+
+
+# Those whose last backward has left reductions under way: whoever looks at gradients waits for them before.
+_left: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+def finish_left() -> None:
+    """Order the current stream after all gradients that are still being reduced, of whatever tree.
+
+    Effects: those of `Context.finish_reductions`; none where nothing was left.
+    """
+    for context in tuple(_left) if _left else ():
+        context.finish_reductions()
 
 
 # Those that may read shards on the CPU: an optimizer must not write them meanwhile.

@@ -568,6 +568,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""
+        state_of(self).context.finish_left()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in states_of(self, recurse=True):
             state.drop_gradients()

@@ -30,17 +30,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member
+from lamella_engine._context import Context, Member, finish_left
 from lamella_engine._optimizers import held_by, shard_optimizer
-from lamella_engine._plain_steps import plain_view_of
+from lamella_engine._plain_steps import has_other_hooks, plain_view_of
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
 
 Parts = list[list[torch.Tensor]]
@@ -49,7 +50,8 @@ Parts = list[list[torch.Tensor]]
 class OverlapOptimizer:
     """An optimizer whose step hides gathers, until `remove()`; `overlap_optimizer` gives one. It need not be kept."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, late_gradients: bool = False) -> None:
+        self.waits_late = late_gradients
         self._key = key = next(_keys)
         # Weak: it holds this, by its hooks.
         self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
@@ -67,6 +69,7 @@ class OverlapOptimizer:
         self._before.remove()
         self._after.remove()
         _active.pop(self._key, None)
+        finish_left()
         if (optimizer := self._optimizer()) is not None:
             release(optimizer)
             updates.forget_step(optimizer)
@@ -74,32 +77,43 @@ class OverlapOptimizer:
             member.drop_early()
 
     def expect_step(self, context: Context) -> None:
-        """Note that a tree of units has had its last backward: what comes next is a step."""
+        """Note that a tree of units is at the end of its last backward: what comes next is a step."""
+        if context in self._contexts:
+            return
         self._contexts[context] = None
+        if self.waits_late and (optimizer := self._optimizer()) is not None:
+            held = {id(p) for p in held_by(optimizer)}
+            context.leaves_reductions |= any(id(p) in held for member in context.states for p in member.trained)
 
     # -- the optimizer's hooks ---------------------------------------------------------------------------------------
 
     @_disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Step what the next forward gathers first, start gathering it, and leave the rest to the step that follows."""
+        """Make all parts of the step but the last, which is left to the step that follows."""
         contexts = list(self._contexts)
         self._contexts.clear()
         updates.forget_step(optimizer)  # one that raised
         is_plain = args[0] is optimizer and all(argument is None for argument in (*args[1:], *kwargs.values()))
         if not (is_plain and self._is_last_hook(optimizer)):
+            finish_left()
             return None
-        chosen = {context: _gathered_first(context, {id(p) for p in held_by(optimizer)}) for context in contexts}
-        members = [member for each in chosen.values() for member in each]
-        first, rest = _split(optimizer, {id(p) for member in members for p in member.trained})
-        if not members or not any(rest):
+        held = {id(p) for p in held_by(optimizer)}
+        first = {context: _gathered_first(context, held) for context in contexts}
+        early = {context: context.reduced_first(first[context]) for context in contexts if context.is_left}
+        *parts, rest = _split(optimizer, [_ids(early), _ids(first)])
+        if not any(rest) or not any(map(any, parts)):
+            finish_left()
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
             return None if view is None else ((view, *args[1:]), kwargs)
         updates.begin_step(optimizer)
-        if any(first):
-            own_step(optimizer)(cheapest_view_of(optimizer, first))
-        for context, each in chosen.items():
-            context.gather_early(each)
-        self._early.update(members)
+        for context, members in early.items():
+            context.wait_for_gradients_of(members)
+        _step(optimizer, parts[0])
+        finish_left()
+        _step(optimizer, parts[1])
+        for context, members in first.items():
+            context.gather_early(members)
+            self._early.update(members)
         return (cheapest_view_of(optimizer, rest), *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -116,7 +130,7 @@ _keys = itertools.count()
 _active: dict[int, OverlapOptimizer] = {}
 
 
-def overlap_optimizer(optimizer: Optimizer) -> OverlapOptimizer:
+def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> OverlapOptimizer:
     """Let an optimizer's step hide the gathers that the next forward begins with.
 
     `optimizer.step()` updates first what the next forward gathers first: the unit that it begins with, as a rule the
@@ -160,13 +174,18 @@ def overlap_optimizer(optimizer: Optimizer) -> OverlapOptimizer:
     shard_optimizer(optimizer)
     check_steps_apart(optimizer, overlap_optimizer.__name__)
     claim(optimizer, overlap_optimizer.__name__)
-    return OverlapOptimizer(optimizer)
+    return OverlapOptimizer(optimizer, late_gradients=late_gradients)
 
 
 def expect_step(context: Context) -> None:
     """Tell optimizers that a tree of units has had its last backward."""
     for each in _active.values() if _active else ():
         each.expect_step(context)
+
+
+def waits_late() -> bool:
+    """Whether an optimizer's step waits for gradients in the place of the end of backward."""
+    return bool(_active) and any(each.waits_late for each in _active.values())
 
 
 def _gathered_first(context: Context, held: Container[int]) -> list[Member]:
@@ -183,8 +202,30 @@ def _gathered_first(context: Context, held: Container[int]) -> list[Member]:
     return chosen if any(member.trained for member in chosen) else []
 
 
-def _split(optimizer: Optimizer, ids: Container[int]) -> tuple[Parts, Parts]:
-    """The optimizer's parameters by group: those of these ids, and the others."""
+def _ids(members: Mapping[Context, Iterable[Member]]) -> set[int]:
+    return {id(p) for each in members.values() for member in each for p in member.trained}
+
+
+def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]:
+    """The optimizer's parameters by group: those of each kind, by their ids, and all others."""
     wholes = [group["params"] for group in optimizer.param_groups]
-    first = [[p for p in whole if id(p) in ids] for whole in wholes]
-    return first, [[p for p in whole if id(p) not in ids] for whole in wholes]
+    parts = [[[p for p in whole if id(p) in kind] for whole in wholes] for kind in kinds]
+    others = [[p for p in whole if not any(id(p) in kind for kind in kinds)] for whole in wholes]
+    return [*parts, others]
+
+
+def _step(optimizer: Optimizer, part: Parts) -> None:
+    """Step some of an optimizer's parameters, if there are any."""
+    if any(part):
+        own_step(optimizer)(cheapest_view_of(optimizer, part))
+
+
+@_disable_dynamo
+def _finish_before_step(optimizer: Optimizer, *_: object) -> None:
+    """Have gradients there for whatever comes before a step, and for a step that does not wait for them itself."""
+    waits = any(each.waits_late and each._optimizer() is optimizer for each in _active.values()) if _active else False
+    if not waits or has_other_hooks(optimizer, than=1):
+        finish_left()
+
+
+register_optimizer_step_pre_hook(_finish_before_step)

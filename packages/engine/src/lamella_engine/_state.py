@@ -379,6 +379,7 @@ class FSDPState:
             gathered since the last one.
         """
         self.check_not_held()
+        self.context.finish_left()
         self.reshard()
         self.drop_copy()
         self.context.wait_for_shards()
@@ -701,6 +702,8 @@ class FSDPState:
         The reduce stream must be current.
         """
         finished = {group: self._finish_reduction(group, part, event) for group, part in reduced.items()}
+        if overlapping.waits_late():
+            self.context.note_installed(self.index, {stream for stream in finished.values() if stream is not None})
         if not (stepping.is_asked_for() and self._may_be_stepped):
             return
         streams = {group: stream for group, stream in finished.items() if stream is not None and _may_step(group)}
