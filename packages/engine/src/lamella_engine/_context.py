@@ -362,8 +362,8 @@ class Context:
 
         As the last forward had it that a backward followed; none before there was one.
         """
-        first, *upcoming = (*self._members(self._learned.last_forward),) or (None,)
-        return [] if first is None else [first, *first.ahead_in_forward(upcoming)[:1]]
+        members = [member for member in self._members(self._learned.last_forward) if member.has_copies]
+        return [*members[:1], *(members[0].ahead_in_forward(members[1:])[:1] if members else ())]
 
     def gather_early(self, members: Iterable[Member]) -> None:
         """Gather for the next forward, while an optimizer still updates others than these. They count as ahead.
@@ -372,7 +372,7 @@ class Context:
         """
         self.post_optim_event = None  # it is of an earlier update
         for member in members:
-            with label("optimizer_prefetch", member.name):
+            with label(f"optimizer_prefetch for {member.name}"):
                 member.gather_early()
             self.ahead.add(member)
 

@@ -131,7 +131,7 @@ class FSDPModule(fsdp2.FSDPModule):
     def wait_for_gradients(self) -> None:
         """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
 
-        A schedule that runs without hooks calls it before the optimizer steps; after each microbatch too if it likes,
+        After one that hooks ended it only waits: who reads late gradients (`overlap_optimizer`) calls it before. A schedule that runs without hooks calls it before the optimizer steps; after each microbatch too if it likes,
         with `set_is_last_backward(False)` before those that others follow. Units that have gradients are reduced, and
         those that were unsharded without a hold are resharded.
 
@@ -230,7 +230,10 @@ class FSDPModule(fsdp2.FSDPModule):
         _outermost(self, "reset_iter_state").context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the step's last: only then the compute stream waits for all reductions."""
+        """Say whether the next backward is the step's last: only then the compute stream waits for all reductions.
+
+        Or the optimizer's step does (`overlap_optimizer` with late gradients).
+        """
         state_of(self).context.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

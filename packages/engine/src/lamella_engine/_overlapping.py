@@ -1,13 +1,16 @@
-"""Optimizers whose step hides what the next forward begins with: the gather of its first units.
+"""Optimizers whose step hides the ends of passes: the first gathers of the next, and the last reduction of this one.
 
-    optimizer.step()  updates what the next forward gathers first        compute stream
+    backward          ends without waiting for its last reductions       (late gradients)
+    optimizer.step()  updates units that were reduced early              (late gradients)
+                      waits for all gradients
+                      updates what the next forward gathers first        compute stream
                       starts these gathers                               gather stream, which waits for that
                       updates the rest                                   compute stream
     next forward      finds its first units on the way, or there
 
-The step is made in two parts, by views of the optimizer (`_split_steps`), and in its last pre-hook: whatever else is
-called before a step may yet change gradients. If another pre-hook came later, one step is made as without this, and the
-pre-hook goes behind it.
+The parts are steps of views of the optimizer (`_split_steps`), made in its last pre-hook: whatever else is called before
+a step may yet change gradients. If another pre-hook came later, one step is made as without this, and the pre-hook goes
+behind it.
 
 Note [What is gathered inside a step]. What the next forward gathers first: the unit that it begins with, and one more,
 as the last forward had it that a backward followed, so that every rank gathers the same. More would have to be updated
@@ -135,22 +138,29 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
 
     `optimizer.step()` updates first what the next forward gathers first: the unit that it begins with, as a rule the
     outermost one with embedding and head, and one more. These gathers then run while the optimizer updates the rest,
-    and forward need not wait for them. The training loop stays as it is. Weights, state and
-    state dict are to the bit those of the same training without this. Clipping, gradient scalers, step hooks and
-    learning rate schedulers work as before. A step with a closure, without a backward before it, or in a CUDA graph
-    that is captured, is made as without this.
+    and forward need not wait for them. The training loop stays as it is. Weights, state and state dict are to the bit
+    those of the same training without this. Clipping, gradient scalers, step hooks and learning rate schedulers work
+    as before. A step with a closure, without a backward before it, or in a CUDA graph that is captured, is made as
+    without this; `remove()` what this returns before a forward is captured.
 
     What was gathered is gathered again at the next forward if the weights changed since: by `load_state_dict`, `.to()`,
-    another optimizer, operations on the parameters. Say `mark_updated()` after writes that torch's version counters do
-    not show: through `.data`, by `torch._foreach_*` or a fused kernel on the parameters, in inference mode, or into
-    tensors from an earlier `state_dict()` (weight averages that are swapped in, checkpoints that are loaded in place).
-    After a write to a local shard (`to_local()`) without it, the next forward raises.
+    another optimizer, operations on the parameters. Say `mark_updated()`, on every rank, after writes that torch's
+    version counters do not show: through `.data`, by `torch._foreach_*` or a fused kernel on the parameters, in
+    inference mode, or into tensors from an earlier `state_dict()` (averages that are swapped in, checkpoints that are
+    loaded in place). After a write to a local shard (`to_local()`) without it, the next forward raises.
 
     Args:
         optimizer: Of `torch.optim`, or like those: it updates each parameter from its own gradient and state, and
             counts steps a parameter. Its parameters may lie in any units, or in none; a unit is gathered inside its
-            step only if it has all of the unit's. Of several optimizers over one model, each may be given. One that was
-            built before `fully_shard` goes on with the shards.
+            step only if it has all of the unit's that train. Of several optimizers over one model, each may be given.
+            One that was built before `fully_shard` goes on with the shards.
+        late_gradients: Let a backward that hooks drive end without waiting for its last reductions. The step updates
+            what was reduced early, waits for the rest, and goes on. Whoever reads or changes `.grad` before the step
+            must call `model.wait_for_gradients()` first, on the same stream, or finds it half reduced without an error:
+            torch's own clipping, `GradScaler`, `optimizer.zero_grad(set_to_none=False)`, your code. Our
+            `clip_grad_norm_`, `find_nonfinite` and `parameter_norms`, the model's `zero_grad`, `state_dict` and `to`,
+            step hooks, steps of other `torch.optim` optimizers and the next forward wait by themselves. Gradients that
+            go to the CPU are not late.
 
     Returns:
         What ends this when its `remove()` is called.
@@ -162,8 +172,9 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
 
     Effects: tries two steps on parameters of four elements, with a host sync if they are on a GPU; not a collective.
         In `optimizer.step()` the collectives of the next forward's first units, on the gather stream, which waits for
-        their updates; the optimizer's own step is called twice. From there to the next forward the unsharded bytes of
-        these two units are held. No host sync.
+        their updates; the optimizer's own step is called twice, with late gradients three times. From there to the next
+        forward the unsharded bytes of these two units are held; with late gradients, from backward to the step, the
+        unreduced gradients of the unit that was reduced last. No host sync.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -194,8 +205,6 @@ def _gathered_first(context: Context, held: Container[int]) -> list[Member]:
     if context.is_captured:
         return chosen
     for member in context.begins_next_forward():
-        if not member.has_copies:
-            continue
         if not member.may_be_early or any(id(p) not in held for p in member.trained):
             break
         chosen.append(member)
