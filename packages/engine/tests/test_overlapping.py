@@ -547,6 +547,18 @@ def _replace_storage(model: nn.Module) -> None:
             _local(parameter).mul_(2.0)
 
 
+def _put_another(model: nn.Module) -> None:
+    stem = model.get_submodule("stem")
+    stem.weight = nn.Parameter(stem.get_parameter("weight").detach() * 0.5)
+
+
+def _freeze_the_stem(model: nn.Module) -> None:
+    """What is frozen stays so when what was gathered is thrown away."""
+    model.get_submodule("stem").requires_grad_(False)
+    _write(model)
+    assert not model.get_parameter("stem.weight").requires_grad
+
+
 def _say(act: Act) -> Act:
     def said(model: nn.Module) -> None:
         act(model)
@@ -589,6 +601,8 @@ def _step_with_another(model: nn.Module) -> None:
         _write_one_of_the_second_unit,
         _write_rows,
         _replace_storage,
+        _put_another,
+        _freeze_the_stem,
         _say(_write_shards),
         _say(_write_data),
         _say(_write_at_once),
@@ -605,6 +619,25 @@ def test_weights_that_change_after_the_step_are_gathered_again(act: Act) -> None
             pair.assert_equal()
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("stage", ["ZERO1", "ZERO2", "HSDP, ZERO3", "HFSDP, ZERO3"])
+def test_copies_that_persist_are_made_again_too(stage: str) -> None:
+    shape, placements = EVERY_STAGE[stage]
+
+    def act_after_resharding(model: nn.Module) -> None:
+        _reshard(model)
+        _write(model)
+
+    def check() -> None:
+        for act in (_write, _freeze_the_stem, act_after_resharding):
+            with case(act.__name__):
+                pair = Pair(partial(Net, dim=8), _apart(shape, placements=placements, mp_policy=BF16), looks=False)
+                pair.train(between=act)
+                pair.assert_looks_alike()
+                pair.assert_equal()
+
+    run_ranks(check, torch.Size(shape).numel())
 
 
 def test_weights_that_change_before_a_unit_is_unsharded_by_hand_are_gathered_again() -> None:
@@ -645,9 +678,10 @@ def test_a_shard_that_was_written_and_not_said_to_be_is_an_error_on_its_rank() -
     run_ranks(check, 2)
 
 
-def test_a_step_between_a_forward_and_its_backward_is_seen_by_the_backward_as_without() -> None:
+@pytest.mark.parametrize("reshards", [None, True])
+def test_a_step_between_a_forward_and_its_backward_is_seen_by_the_backward_as_without(reshards: bool | None) -> None:
     def check() -> None:
-        pair = Pair()
+        pair = Pair(apply=_apart((2,), reshard_after_forward=reshards))
         pair.train()
         for act in (_nothing, _write_one_of_the_second_unit):
             for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
@@ -950,10 +984,8 @@ def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() ->
             with pytest.raises(ArithmeticError):
                 each.step()
             each.raises = False  # type: ignore[attr-defined]
-        pair.assert_looks_alike()
         for each in pair.optimizers:
-            each.step()
-            each.step(lambda: None)  # counted, though the first was not ended
+            each.step(lambda: 0.0)  # counted, though the first was not ended
         pair.assert_looks_alike()
         pair.train()
 
@@ -1073,7 +1105,13 @@ def _step_with_a_closure(late: _Late) -> None:
 
 
 def _step_after_a_hook(late: _Late) -> None:
-    late.optimizer.register_step_pre_hook(lambda *_: None if late.missing() == set() else 1 / 0)
+    def look(*_: object) -> None:
+        assert late.missing() == set()
+
+    late.optimizer.register_step_pre_hook(look)
+    for _ in range(2):  # first it comes after ours, and then before
+        late.optimizer.step()
+        late.backward()
     late.optimizer.step()
 
 
@@ -1147,25 +1185,37 @@ def test_steps_that_wait_for_gradients_are_the_same(name: str) -> None:
 # -- streams and graphs ----------------------------------------------------------------------------------------------
 
 
-def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest() -> None:
+def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = ParameterGroup.prepare_gather
+
     def check() -> None:
         model = shard(Net())
         streams = fake_streams(model)
+        seen: list[dict[Any, int]] = []
+
+        def prepare(group: ParameterGroup) -> Any:
+            seen.append(dict(streams.current.seen))
+            return real(group)
+
+        monkeypatch.setattr(ParameterGroup, "prepare_gather", prepare)
         optimizer: Any = _TracedOnStreams(model.parameters())
         optimizer.streams, optimizer.work = streams, {}
         overlap_optimizer(optimizer)
-        context = state_of(model).context
         for step in range(3):
             _backward(model)
             if step == 2:  # left from a step before: it says nothing of this one
-                context.post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
+                state_of(model).context.post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
             optimizer.work.clear()
+            seen.clear()
             optimizer.step()
             optimizer.zero_grad()
-        seen = context.all_gather_stream.seen  # type: ignore[attr-defined]
+        assert len(seen) == 2
         for name, parameter in model.named_parameters():
             is_late = name.startswith(("layers.1", "layers.2"))
-            assert optimizer.work[id(parameter)].is_before(seen) != is_late, name
+            for each in seen:
+                assert optimizer.work[id(parameter)].is_before(each) != is_late, name
 
     run_ranks(check, 2)
 

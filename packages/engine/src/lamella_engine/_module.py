@@ -131,9 +131,10 @@ class FSDPModule(fsdp2.FSDPModule):
     def wait_for_gradients(self) -> None:
         """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
 
-        After one that hooks ended it only waits: who reads late gradients (`overlap_optimizer`) calls it before. A schedule that runs without hooks calls it before the optimizer steps; after each microbatch too if it likes,
+        A schedule that runs without hooks calls it before the optimizer steps; after each microbatch too if it likes,
         with `set_is_last_backward(False)` before those that others follow. Units that have gradients are reduced, and
-        those that were unsharded without a hold are resharded.
+        those that were unsharded without a hold are resharded. Where hooks have ended the backward, it waits for
+        gradients that are late (`overlap_optimizer`).
 
         Raises:
             RuntimeError: This is not the outermost unit; hooks are running a pass; or the last backward is over, and

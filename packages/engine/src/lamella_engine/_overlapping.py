@@ -8,9 +8,9 @@
                       updates the rest                                   compute stream
     next forward      finds its first units on the way, or there
 
-The parts are steps of views of the optimizer (`_split_steps`), made in its last pre-hook: whatever else is called before
-a step may yet change gradients. If another pre-hook came later, one step is made as without this, and the pre-hook goes
-behind it.
+The parts are steps of views of the optimizer (`_split_steps`), made in its last pre-hook: whatever else is called
+before a step may yet change gradients. If another pre-hook came later, one step is made as without this, and the
+pre-hook goes behind it.
 
 Note [What is gathered inside a step]. What the next forward gathers first: the unit that it begins with, and one more,
 as the last forward had it that a backward followed, so that every rank gathers the same. More would have to be updated

@@ -341,16 +341,17 @@ class FSDPState:
         if self._holders:
             self._readers.append(self.context.compute_stream.record_event())
             return
+        self._expects_update |= self._early is not None  # before the forward that it was gathered for: copies too
         self._finish_gather()
         self._order_gathers_after_readers()
-        if self.strategy.keeps_copy:
+        if self._residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe others than they were given
             for group in self.groups:
                 group.install_sharded()
+        if self.strategy.keeps_copy:
             self.residency = Residency.KEPT
             return
         self.context.order_gathers_after_compute()
         for group in self.groups:
-            group.install_sharded()
             if keep_parts and group.neighbours is not None:
                 with torch.no_grad(), self.context.on(self.context.all_gather_stream):
                     group.keep_part()
