@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import record_function
 
 from lamella.overlap import Kernel, Kind, streams_of
+from lamella_buffers import Allocator, CachingAllocator
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration import bench
 from lamella_integration.backends import BACKENDS, Workload
@@ -86,10 +87,19 @@ def test_microbatches_accumulate_as_on_one_unsharded_gpu(reduce_every_microbatch
         _assert_close(trace, expected)
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
 @ALL_RANKS
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=["reduce_fp32", "reduce_bf16"])
-def test_bf16_training_equals_torch_fsdp2(num_ranks: int, reduce_dtype: torch.dtype) -> None:
-    """Bit by bit on one and two ranks, where a sum has one order.
+@pytest.mark.parametrize(
+    ("reduce_dtype", "sum_dtype", "allocator"),
+    [(FP32, FP32, None), (BF16, FP32, None), (BF16, BF16, CachingAllocator())],
+    ids=["reduce_fp32", "reduce_bf16", "reduce_bf16_by_rings"],
+)
+def test_bf16_training_equals_torch_fsdp2(
+    num_ranks: int, reduce_dtype: torch.dtype, sum_dtype: torch.dtype, allocator: Allocator | None
+) -> None:
+    """Bit by bit on one and two ranks, where a sum has one order. What copy engines push is added up in fp32.
 
     Among four, NCCL's rings run through the ranks in different orders, and a flat buffer and grouped tensors are spread
     over them differently: sums may differ by the rounding of bf16.
@@ -98,11 +108,13 @@ def test_bf16_training_equals_torch_fsdp2(num_ranks: int, reduce_dtype: torch.dt
     loss_tolerance, weight_tolerance = (0.0, 0.0) if num_ranks <= 2 else (2**-8, 2 * recipe.learning_rate)
 
     def traces() -> dict[str, tuple[Trace, Trace]]:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        torch_policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+        torch_policy = TorchMixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=sum_dtype)
         return {
             name: (
-                train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy), recipe),
+                train(
+                    task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy, allocator=allocator), recipe
+                ),
                 train(task, shard(task.model(device=_cuda()), torch_fully_shard, mp_policy=torch_policy), recipe),
             )
             for name, task in TASKS.items()
@@ -212,14 +224,14 @@ def test_a_step_makes_one_collective_a_unit_and_pass_and_moves_each_byte_once(nu
         training.step(*batch)
         with CollectiveCounter() as counter:
             next_token_loss(training.model(batch[0]), batch[1]).backward()
-        return counter.counts(), counter.nbytes("all_gather"), counter.nbytes("reduce_scatter")
+        return counter.counts(), counter.nbytes("all_gather"), counter.nbytes("all_to_all")
 
     with torch.device("meta"):
         model = Llama(PROOF)
     blocks, everything = _numel(model.blocks.parameters()), _numel(model.parameters())
     num_blocks = PROOF.num_layers
     expected = (
-        {"all_gather": 2 * num_blocks + 1, "reduce_scatter": num_blocks + 1},
+        {"all_gather": 2 * num_blocks + 1, "all_to_all": num_blocks + 1},
         2 * (blocks + everything),
         2 * everything,
     )
@@ -240,17 +252,19 @@ def _profiled(
 
 @MANY_RANKS
 def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(num_ranks: int) -> None:
-    """Gathers are copies to peers, reductions kernels of NCCL's."""
+    """Both are copies to peers; behind those of a reduction its stream adds up what arrived."""
 
     def check() -> None:
         kernels = _profiled("lamella", MANY_TOKENS)
-        gathers = [kernel for kernel in kernels if "PtoP" in kernel.name]
-        reductions = [kernel for kernel in kernels if kernel.kind is Kind.REDUCE_SCATTER]
+        adding = {kernel.stream for kernel in kernels if "MeanOps" in kernel.name}
+        pushes = [kernel for kernel in kernels if "PtoP" in kernel.name]
+        gathers = [kernel for kernel in pushes if kernel.stream not in adding]
+        reductions = [kernel for kernel in pushes if kernel.stream in adding]
         compute = streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER)
         streams = [{kernel.stream for kernel in some} for some in (gathers, reductions)] + [compute]
         assert [len(each) for each in streams] == [1, 1, 1]
         assert len(set.union(*streams)) == 3
-        assert not streams_of(kernels, Kind.ALL_GATHER)
+        assert not streams_of(kernels, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
         computing = [kernel for kernel in kernels if kernel.stream in compute]
         for verb, some in (("gathers", gathers), ("reductions", reductions)):
             hidden = [kernel for kernel in some if any(_overlap(kernel, other) for other in computing)]

@@ -43,7 +43,8 @@ def test_steps_are_those_on_dtensors_to_the_bit(
         if in_backward:
             step_in_backward(optimizer)
         tokens, labels = (tensor.to(device) for tensor in task.batch(0))
-        with patch("lamella_engine._plain_steps._States.plain_of", return_value=None) if on_dtensors else nullcontext():
+        refuse = patch("lamella_engine._plain_steps._States.plain_of", return_value=None)
+        with refuse if on_dtensors else nullcontext():
             for _ in range(NUM_STEPS):
                 task.loss(model(tokens), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
