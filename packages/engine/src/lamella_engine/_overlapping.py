@@ -16,7 +16,7 @@ Note [What is gathered inside a step]. What the next forward gathers first: the 
 as the last forward had it that a backward followed, so that every rank gathers the same. More would have to be updated
 first, and so come later than it is wanted. A unit is gathered here only if:
 - all of its parameters that train are the optimizer's: another one that holds some may step later;
-- it is at rest, nobody holds it, and its shards do not rest on the CPU;
+- it is at rest, nobody holds it, and its shards do not rest on the CPU.
 The first that is not ends the row, so units are never gathered out of order. Passed over are those with nothing to
 gather: whose parameters lie in other units, or compute as main weights themselves (`DDP` without a compute dtype). And
 a tree of which the optimizer updates nothing at first (a discriminator in its generator's step) is left alone.
@@ -59,7 +59,8 @@ class OverlapOptimizer:
         # Weak: it holds this, by its hooks.
         self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
         self._contexts: weakref.WeakKeyDictionary[Context, None] = weakref.WeakKeyDictionary()
-        self._early: weakref.WeakSet[Member] = weakref.WeakSet()
+        # Not a WeakSet: ranks must free in the same order.
+        self._early: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
         _active[key] = self
@@ -109,6 +110,7 @@ class OverlapOptimizer:
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
             return None if view is None else ((view, *args[1:]), kwargs)
         updates.begin_step(optimizer)
+        self._early.clear()
         for context, members in early.items():
             context.wait_for_gradients_of(members)
         _step(optimizer, parts[0])
@@ -116,7 +118,7 @@ class OverlapOptimizer:
         _step(optimizer, parts[1])
         for context, members in first.items():
             context.gather_early(members)
-            self._early.update(members)
+            self._early.update(dict.fromkeys(members))
         return (cheapest_view_of(optimizer, rest), *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
