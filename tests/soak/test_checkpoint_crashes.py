@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from lamella_integration.crashes import Crash, check_never_silently_wrong, check_whole, save_filled, save_without_room
+from lamella_integration.crashes import (
+    FORMATS,
+    Crash,
+    check_never_silently_wrong,
+    check_whole,
+    save_filled,
+    save_without_room,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -21,10 +28,14 @@ def test_two_hundred_saves_killed_at_random_moments_lose_no_checkpoint(tmp_path:
     assert seed > 5
 
 
-def test_a_thousand_damages_are_never_loaded_silently_wrong(tmp_path: Path) -> None:
-    save_filled(tmp_path / "a")
-    refused = [check_never_silently_wrong(tmp_path / "a", tmp_path / "b", seed) for seed in range(1000)]
-    assert sum(refused) > 800
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_thousand_damages_are_never_loaded_silently_wrong(tmp_path: Path, kind: str) -> None:
+    suffix = ".pt" if kind in ("torch", "torch.save") else ""
+    save_filled(tmp_path / f"a{suffix}", kind)
+    refused = [
+        check_never_silently_wrong(tmp_path / f"a{suffix}", tmp_path / f"b{suffix}", seed) for seed in range(1000)
+    ]
+    assert sum(refused) > (400 if kind == "hf" else 800)
 
 
 @pytest.mark.parametrize(("in_background", "num_times"), [(False, 100), (True, 10)])

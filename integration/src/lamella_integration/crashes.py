@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,20 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_of_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lamella_checkpoint import AsyncSaver, CheckpointDamaged, CheckpointFailed, load, save
+from lamella_checkpoint import (
+    AsyncSaver,
+    CheckpointDamaged,
+    CheckpointFailed,
+    CheckpointMismatch,
+    convert,
+    load,
+    save,
+    verify,
+)
 from lamella_testing import RankFailure, run_ranks
 
 _SHAPE: Final = (300, 1000)
@@ -126,7 +137,7 @@ def check_whole(root: Path) -> None:
 def damage(path: Path, seed: int) -> str:
     """Flip a bit of one of a checkpoint's files, cut it short or remove it, and say what was done."""
     draw = random.Random(seed)
-    file = draw.choice(sorted(each for each in path.iterdir() if each.is_file()))
+    file = draw.choice(sorted(each for each in path.iterdir() if each.is_file())) if path.is_dir() else path
     content = bytearray(file.read_bytes())
     at = draw.randrange(len(content))
     kind = draw.choice(["flip", "flip", "cut", "remove"])
@@ -141,21 +152,48 @@ def damage(path: Path, seed: int) -> str:
 
 
 def check_never_silently_wrong(source: Path, scratch: Path, seed: int) -> bool:
-    """Assert that a damaged copy is refused, or loads what was saved; whether it was refused."""
-    shutil.copytree(source, scratch)
+    """Assert that a damaged copy is refused, or loads what was saved; whether it was refused.
+
+    A flipped bit of a tensor cannot be seen in a format without checksums: then `verify` has to say that it has none.
+    """
+    if source.is_dir():
+        shutil.copytree(source, scratch)
+    else:
+        shutil.copyfile(source, scratch)
     what = damage(scratch, seed)
     try:
-        assert _step_of(scratch) == 1, what
-    except (CheckpointDamaged, FileNotFoundError):
+        if not _holds_step_one(scratch):
+            found = verify(scratch)
+            assert found.num_unverified_bytes == found.num_bytes, what
+            assert what.startswith("flip") and ".safetensors" in what, what
+    except (CheckpointDamaged, CheckpointMismatch, FileNotFoundError):
         return True
     finally:
-        shutil.rmtree(scratch)
+        if scratch.is_dir():
+            shutil.rmtree(scratch)
+        scratch.unlink(missing_ok=True)
     return False
 
 
-def save_filled(path: Path) -> None:
-    """A checkpoint of step 1."""
-    save(path, model=_filled(1, sharded=False), extra={"step": 1})
+FORMATS: Final = ("native", "hf", "torch", "fsdp_dtensor", "torch.save", "dcp.save")
+
+
+def save_filled(path: Path, kind: str = "native") -> None:
+    """A checkpoint of step 1, as this package writes it in one of its formats, or as torch does."""
+    model = _filled(1, sharded=False)
+    match kind:
+        case "native":
+            save(path, model=model, extra={"step": 1})
+        case "torch.save":
+            torch.save({"model": model.state_dict(), "step": 1}, path)
+        case "dcp.save":
+            with warnings.catch_warnings(action="ignore"):  # That it saves in a single process.
+                save_of_torch({"model": model.state_dict(), "step": 1}, checkpoint_id=path)
+        case "hf" | "torch" | "fsdp_dtensor":
+            save(path.with_name("saved"), model=model, extra={"step": 1})
+            # Names are left alone: they are nobody's.
+            convert(path.with_name("saved"), path, to=kind, translate=lambda source: source)
+            shutil.rmtree(path.with_name("saved"))
 
 
 def save_without_room(path: Path, seed: int, *, in_background: bool) -> bool:
@@ -190,6 +228,13 @@ def _filled(value: float, *, sharded: bool) -> nn.Module:
     model.register_parameter("a", nn.Parameter(whole))
     model.register_parameter("b", nn.Parameter(torch.full((7,), float(value))))
     return model
+
+
+def _holds_step_one(path: Path) -> bool:
+    """Whether a checkpoint of any format holds the number everywhere, and says it if it says one."""
+    model = _filled(-1, sharded=False)
+    extra = load(path, model=model)
+    return extra.get("step", 1) == 1 and all(bool(tensor.eq(1).all()) for tensor in model.parameters())
 
 
 def _step_of(path: Path) -> int:

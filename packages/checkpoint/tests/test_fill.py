@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamella_checkpoint._fill import fill
-from lamella_checkpoint._megatron import from_megatron_model, read_fsdp_dtensor
+from lamella_checkpoint._megatron import read_fsdp_dtensor
+from lamella_checkpoint._megatron_model import from_megatron_model
 from lamella_checkpoint._shards import LiveCut, LiveShard, written_pieces
 from lamella_layout import Range
 from lamella_testing import run_ranks

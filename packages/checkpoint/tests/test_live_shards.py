@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lamella_checkpoint import load, save
 from lamella_checkpoint._boxes import places_in_memory
 from lamella_checkpoint._correspondence import Correspondence
-from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, from_megatron_model
+from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19
+from lamella_checkpoint._megatron_model import from_megatron_model
 from lamella_checkpoint._shards import LiveCut, LiveShard, written_pieces
 from lamella_layout import Chunk, Range, Region, mesh_region
 from lamella_testing import run_ranks

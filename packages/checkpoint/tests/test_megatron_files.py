@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from memory_source import read_all
 
+from lamella_checkpoint._convert import convert
 from lamella_checkpoint._errors import CheckpointDamaged, SizeUnknown
 from lamella_checkpoint._inspect import inspect
 from lamella_checkpoint._megatron_files import iteration_directory, open_megatron, plain_contents, train_state
@@ -64,6 +65,7 @@ class TestTorchDist:
     def test_stacked_layers_and_experts_come_apart(self, tmp_path):
         main = self.write(tmp_path)
         opened = open_megatron(tmp_path)
+        assert opened.source.left_over == ("rng_state/shard_0_1",)
         values = read_all(opened.source)
         assert opened.format == "torch_dist"
         name = "decoder.layers.2.self_attention.linear_proj.weight"
@@ -223,3 +225,10 @@ class TestBridge:
             train_state(tmp_path)
         with pytest.raises(CheckpointDamaged, match=r"train_state\.pt"):
             plain_contents(tmp_path / "train_state.pt")
+
+
+def test_random_states_of_megatrons_ranks_are_told_by_a_conversion(tmp_path):
+    rng_state = {"(0, 0)": [{"torch_rng_state": torch.zeros(3)}]}
+    save(tmp_path / "a", {"model": {"module.a": torch.ones(2)}, "checkpoint_version": 3.0, "rng_state": rng_state})
+    done = convert(tmp_path / "a", tmp_path / "b", to="dcp", translate=lambda source: source)
+    assert done.left == ("rng_state.(0, 0).0.torch_rng_state",)

@@ -1,6 +1,7 @@
 """Checkpoints of Megatron are read under one set of names, whoever wrote them, and written for whoever reads them."""
 
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from lamella_checkpoint._megatron import (
     Dialect,
     counters,
     dialect_of,
-    global_expert,
     is_fsdp_dtensor,
     read_fsdp_dtensor,
     sizes_of_args,
     write_fsdp_dtensor,
 )
+from lamella_checkpoint._megatron_model import from_megatron_model, global_expert, to_megatron_model
 
 QK, V, NVH, D_INNER, D_STATE, NHEADS = 4, 8, 4, 8, 4, 4
 SIZES = {"qk": QK, "v": V, "nvh": NVH, "d_inner": D_INNER, "d_state": D_STATE, "nheads": NHEADS}
@@ -197,9 +198,90 @@ def test_what_megatrons_training_asks_for_is_there():
     assert written.read_object("iteration") == 3
 
 
-def test_the_state_of_the_processes_that_wrote_it_is_dropped():
-    source = MemorySource({"model.module.a": torch.ones(2)}, {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2})
-    assert read_fsdp_dtensor(source).objects == ()
+def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name():
+    of_processes = {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2}
+    source = MemorySource({"model.module.a": torch.ones(2)}, {**of_processes, "iteration": 3})
+    read = read_fsdp_dtensor(source)
+    assert read.objects == ("iteration",)
+    assert read.left_over == tuple(of_processes)
+
+
+@pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
+def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect):
+    tensors, objects = checkpoint(parameters())
+    sequential = replace(dialect, sequential_experts=True)
+    stored = through(MemorySource(tensors, objects), sequential, {"tp": 2})
+    experts = "decoder.layers.1.mlp.experts."
+    assert not any(".experts.linear_fc" in name for name in [*stored.held, *stored.objects])
+    gate = stored.held[f"model.module.{experts}local_experts.1.linear_fc1.weight_w"]
+    assert torch.equal(gate, tensors[f"model.{experts}linear_fc1.weight1"][:8])
+    assert f"optimizer.state.module.module.module.{experts}local_experts.1.linear_fc2.weight.exp_avg" in stored.held
+    options = f"optimizer.param_to_group_meta.module.module.module.{experts}local_experts.0.linear_fc1.weight.lr"
+    assert options in stored.objects
+    assert dialect_of(stored).sequential_experts
+    assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
+
+
+def test_experts_without_gates_are_modules_of_their_own_too():
+    experts = "decoder.layers.0.mlp.experts."
+    shapes = {f"{experts}linear_fc1.weight0": (4, 2), f"{experts}linear_fc1.bias0": (4,)}
+    shapes |= {f"{experts}linear_fc2.weight0": (2, 4), f"{experts}linear_fc2.bias0": (2,)}
+    tensors, objects = checkpoint(shapes)
+    stored = through(MemorySource(tensors, objects), replace(BRIDGE, sequential_experts=True), {})
+    assert f"model.module.{experts}local_experts.0.linear_fc1.bias" in stored.held
+    assert_holds(read_fsdp_dtensor(stored), tensors, objects)
+
+
+def layer_of_experts(num_experts, *, sequential):
+    """A model's names and shapes of a layer with these experts, as many ranks as there are together."""
+    layer = "decoder.layers.0.mlp."
+    shapes = {f"{layer}router.weight": (3, 2)}
+    for index in range(num_experts):
+        names = [f"experts.local_experts.{index}.linear_fc{n}.weight" for n in (1, 2)]
+        if not sequential:
+            names = [f"experts.linear_fc{n}.weight{index}" for n in (1, 2)]
+        shapes |= {f"{layer}{names[0]}": (8, 2), f"{layer}{names[1]}": (2, 4)}
+    return shapes
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("num_etp", [1, 2])
+def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequential, num_etp):
+    """Three experts on two ranks, whose layers are cut for another number of ranks than the rest."""
+    tensors, objects = checkpoint(layer_of_experts(3, sequential=False))
+    for first, num_experts in [(0, 2), (2, 1)]:
+        shapes = layer_of_experts(num_experts, sequential=sequential)
+        sizes = {"tp": 4, "etp": num_etp}
+        mine = from_megatron_model(shapes, sizes=sizes, first_expert=first)
+        found = to_megatron_model(MemorySource(tensors, objects), mine)
+        values = read_all(found)
+        assert {name.removeprefix("model.") for name in values if name.startswith("model.")} == shapes.keys()
+        name = "local_experts.0.linear_fc1.weight" if sequential else "linear_fc1.weight0"
+        for section, slot in [("model.", ""), ("optimizer.state.", ".exp_avg")]:
+            stored = tensors[f"{section}decoder.layers.0.mlp.experts.linear_fc1.weight{first}{slot}"]
+            halves = [half.chunk(num_etp) for half in stored.chunk(2)]
+            as_held = torch.cat([half[rank] for rank in range(num_etp) for half in halves])
+            assert torch.equal(values[f"{section}decoder.layers.0.mlp.experts.{name}{slot}"], as_held)
+        others = {
+            name
+            for name in [*tensors, *objects]
+            for n in {0, 1, 2} - {first, first + num_experts - 1}
+            if f".weight{n}" in name
+        }
+        assert set(found.left_over) == others
+
+
+def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell():
+    mine = from_megatron_model(layer_of_experts(1, sequential=False), sizes={"tp": 1})
+    tensors, objects = checkpoint(
+        layer_of_experts(1, sequential=False) | {"decoder.layers.7.mlp.router.weight": (3, 2)}
+    )
+    assert "model.decoder.layers.7.mlp.router.weight" in to_megatron_model(MemorySource(tensors, objects), mine).tensors
+
+
+def test_a_models_own_spelling_of_multi_token_prediction_is_stored_canonically():
+    [each] = from_megatron_model({"mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (2, 4)}, sizes={"tp": 1})
+    assert list(each.left) == ["mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"]
 
 
 def test_the_number_of_ranks_must_be_known_of_what_they_hold_together():

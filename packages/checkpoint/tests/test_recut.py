@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lamella_checkpoint import CheckpointDirectory, load, save, translate
 from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._megatron import MAMBA_PARTS, from_megatron_model
+from lamella_checkpoint._megatron import MAMBA_PARTS
+from lamella_checkpoint._megatron_model import from_megatron_model
 from lamella_testing import run_ranks
 
 ROWS = {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 1}

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint import CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointFailed, load, save
 from lamella_testing import run_ranks
 
 
@@ -153,6 +153,31 @@ def test_names_that_only_some_ranks_hold_are_stored(tmp_path):
     assert plain["shared"].weight.eq(1).all()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path, in_background):
+    """Experts: each rank's group has names of its own beside those that all ranks have."""
+
+    def save_experts():
+        rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+        model = nn.ParameterDict({"shared": distribute_tensor(numbered(4), mesh, [Shard(0)])})
+        model[f"expert{rank}"] = numbered(2) + rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+        for param in model.values():
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        if in_background:
+            with AsyncSaver() as saver:
+                saver.save(tmp_path / "a", model=model, optimizer=optimizer)
+        else:
+            save(tmp_path / "a", model=model, optimizer=optimizer)
+
+    run_ranks(save_experts, 2)
+    sizes = {"shared": 4, "expert0": 2, "expert1": 2}
+    model = nn.ParameterDict({name: torch.zeros(size) for name, size in sizes.items()})
+    optimizer = torch.optim.SGD([{"params": [param]} for param in model.values()], lr=9.0)
+    assert not load(tmp_path / "a", model=model, optimizer=optimizer, strict=False).kept
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25] * 3
+
+
 def refusals(make, num_ranks=2):
     """What each rank says to a save of the model that `make` returns."""
 
@@ -186,16 +211,6 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path)
         return {"model": Bag(a=ragged)}
 
     both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "part of 'model.a' to be of shape (2, 2)")
-
-
-def test_a_slot_in_local_coordinates_is_refused(tmp_path):
-    def make():
-        model = Bag(a=distribute_tensor(numbered(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
-        optimizer = torch.optim.SGD(model.parameters())
-        optimizer.state[model.a]["moment"] = torch.zeros(2, 2)
-        return {"model": model, "optimizer": optimizer}
-
-    both(run_ranks(refusals(make), 2, tmp_path / "a"), NotImplementedError, "'optimizer.state.a.moment'")
 
 
 def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path):

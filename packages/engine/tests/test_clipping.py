@@ -63,6 +63,43 @@ def test_gradients_below_the_norm_are_left_as_they_are() -> None:
     run_ranks(on_each_rank, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_gradients_that_float32_does_not_hold_are_clipped_as_unsharded(dtype: torch.dtype) -> None:
+    def on_each_rank() -> None:
+        # In float32 too, and of one row: this rank owns nothing of it, or all.
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=kind)) for shape, kind in (((3, 2), dtype), ((1,), None))]
+        norms = []
+        for is_sharded in (False, True):
+            holder = _Holder([nn.Parameter(parameter.detach().clone()) for parameter in parameters])
+            if is_sharded:
+                fully_shard(holder)
+            for parameter in holder.parameters():
+                parameter.grad = torch.full_like(parameter, 3.0)
+            clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_
+            norms.append(clip(holder.parameters(), 0.1))
+            for parameter in holder.parameters():
+                assert parameter.grad is not None
+                value = 0.1 / math.sqrt(7)
+                torch.testing.assert_close(whole(parameter.grad), torch.full_like(whole(parameter), value))
+        torch.testing.assert_close(*norms)
+
+    run_ranks(on_each_rank, 2)
+
+
+class _Holder(nn.Module):
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+    def forward(self) -> None: ...
+
+
+def test_what_is_no_norm_is_refused() -> None:
+    for norm_type in (0.0, -math.inf):
+        with pytest.raises(ValueError, match=f"`norm_type` above 0, got {norm_type}"):
+            clip_grad_norm_([], 1.0, norm_type)
+
+
 def test_a_norm_that_is_not_finite_can_be_refused_and_every_rank_sees_it() -> None:
     def on_each_rank() -> None:
         _, sharded = _with_gradients()

@@ -423,3 +423,41 @@ def test_state_that_a_step_updates_in_place_stays_the_same_dtensor() -> None:
             assert state["momentum_buffer"] is buffer
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_state_of_which_nobody_knows_the_rows_is_refused_as_on_dtensors(options: dict[str, Any]) -> None:
+    """As in a whole, unsharded state dict: kernels would take each rank's rows for the first."""
+
+    def check() -> None:
+        for model, optimizer in _pair(**options):
+            _train(model, optimizer, 1)
+            state = optimizer.state_dict()
+            for each in state["state"].values():
+                each.update({key: value.full_tensor() for key, value in each.items() if isinstance(value, DTensor)})
+            optimizer.load_state_dict(state)
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                _train(model, optimizer, 1)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
+def test_a_compiled_step_is_one_on_dtensors() -> None:
+    def check() -> None:
+        (model, optimizer), (reference, eager) = _pair("SGD", momentum=0.9)
+
+        @torch.compile(backend="eager")
+        def step() -> None:
+            optimizer.step()
+
+        with patch("lamella_engine._plain_steps.plain_view_of", side_effect=AssertionError):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(X).square().mean().backward()
+                step()
+        _train(reference, eager, 2)
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(local_of(one), local_of(other))
+
+    run_ranks(check, 1)

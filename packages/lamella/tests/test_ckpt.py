@@ -1,5 +1,6 @@
 """`lamella ckpt`: every format listed, compared, converted and checked, and asked wrongly."""
 
+import io
 import json
 import os
 import pickle
@@ -367,6 +368,24 @@ def test_a_file_that_may_not_be_written_is_named(refusal: Run, tiny: Path, monke
 
 
 # -- around -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_terminal_has_no_letters_for_is_shown_with_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"é\x1b[2J\n": torch.ones(2)}, tmp_path / "a.pt")
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert main(["ckpt", "inspect", str(tmp_path / "a.pt")]) == 0
+    assert rb"\xe9\x1b[2J\n  float32 [2], 8 B" in shown.getvalue()
+
+
+def test_a_damaged_file_is_told_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a\n\x1b[2J.pt"
+    file.write_bytes(b"\x80\x02garbage")
+    assert main(["ckpt", "inspect", str(file)]) == 1
+    told = capsys.readouterr().err
+    assert told.endswith("\n") and told[:-1].isprintable() and r"a\n\x1b[2J.pt" in told
 
 
 def test_an_interrupted_conversion_leaves_with_130_and_nothing_behind(

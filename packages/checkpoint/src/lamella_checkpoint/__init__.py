@@ -35,9 +35,11 @@ from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
 from lamella_checkpoint._megatron import Counters as Counters
 from lamella_checkpoint._megatron import Dialect as Dialect
-from lamella_checkpoint._megatron import from_megatron_model as from_megatron_model
 from lamella_checkpoint._megatron_files import MegatronCheckpoint as MegatronCheckpoint
 from lamella_checkpoint._megatron_files import open_megatron as open_megatron
+from lamella_checkpoint._megatron_model import from_megatron_model as from_megatron_model
+from lamella_checkpoint._megatron_model import global_expert as global_expert
+from lamella_checkpoint._megatron_model import to_megatron_model as to_megatron_model
 from lamella_checkpoint._open import Format as Format
 from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
 from lamella_checkpoint._open import open_checkpoint as open_checkpoint

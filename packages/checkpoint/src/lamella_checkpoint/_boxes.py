@@ -1,14 +1,16 @@
 """Boxes of tensors: which ones a rank holds of a live tensor, and whether some overlap."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lamella_layout import Chunk, Range, Region, mesh_region
+
+_MAX_NUMEL: Final = 1 << 58  # torch counts bytes in 63 bits, of elements of up to sixteen; empty dims count as one.
 
 
 class LocalBox(NamedTuple):
@@ -21,6 +23,16 @@ class LocalBox(NamedTuple):
 def whole_box(shape: Sequence[int]) -> Chunk:
     """The box that is all of a tensor. Effects: none."""
     return Chunk((0,) * len(shape), tuple(shape))
+
+
+def are_sizes(sizes: Iterable[object]) -> bool:
+    """Whether torch could make a tensor of such sizes, of any dtype, as far as counting goes. Effects: none."""
+    numel = 1
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            return False
+        numel *= max(size, 1)
+    return numel <= _MAX_NUMEL
 
 
 def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
@@ -36,20 +48,53 @@ def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
     """
     if not isinstance(tensor, DTensor):
         return [LocalBox(whole_box(tensor.shape), tensor)]
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    local = tensor._local_tensor
-    told = _told_by_itself(tensor)
-    if told is not None:
-        return _checked(tensor, told, local)
-    mesh = tensor.device_mesh
-    region = mesh_region(
-        tuple(tensor.shape), tuple(mesh.shape), tensor.placements, tuple(coordinate), order=cut_order(tensor)
+    return _boxes_in(tensor, tensor._local_tensor)
+
+
+def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
+    """Whether a slot of a parameter's optimizer state holds this rank's elements in the order of the parameter's.
+
+    Such a slot is a plain tensor, or a DTensor that knows of the data-parallel ranks alone, beside a sharded parameter:
+    Note [Coordinates come from the parameter]. So is one like a parameter that is cut otherwise than its placements
+    say: `torch.zeros_like` does not take over what the parameter says itself. Any other DTensor on the parameter's mesh
+    says where it lies, a plain tensor of the parameter's whole shape is all of it, and of one element it is a number.
+
+    Args:
+        param: The parameter.
+        slot: Its slot.
+        name: Of the slot, for messages.
+
+    Raises:
+        ValueError: It is none of these.
+
+    Effects: none.
+    """
+    if not isinstance(param, DTensor) or slot.ndim == 0:
+        return False
+    held, local = param._local_tensor, slot._local_tensor if isinstance(slot, DTensor) else slot
+    if slot.shape == param.shape:
+        is_alike = isinstance(slot, DTensor) and local.shape == held.shape
+        return is_alike and _tells_itself(param) and not _tells_itself(cast(DTensor, slot))
+    if isinstance(slot, DTensor) and slot.device_mesh == param.device_mesh:
+        return False
+    if local.numel() == held.numel():
+        return True
+    if slot.numel() == 1:
+        return False
+    raise ValueError(
+        f"Expected {name!r} to have the {held.numel()} elements that this rank holds of its parameter (of shape "
+        f"{tuple(param.shape)}), or all of the parameter's, got {local.numel()} of shape {tuple(local.shape)}. State "
+        f"of another shape has to be a DTensor on the parameter's mesh, as `param.new_zeros` makes it."
     )
-    _check_sizes(tensor, region.shape)
-    along = zip(region.chunks, places_in_memory(region), strict=True)
-    return [LocalBox(chunk, box_of(local, place)) for chunk, place in along]
+
+
+def boxes_beside(param: DTensor, slot: torch.Tensor) -> list[LocalBox]:
+    """What this rank holds of a slot that its parameter places (`is_placed_by`), as `local_boxes`.
+
+    Effects: none; no collective. The boxes are views.
+    """
+    local = slot._local_tensor if isinstance(slot, DTensor) else slot
+    return _boxes_in(param, local.detach().view(param._local_tensor.shape))
 
 
 def box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -94,15 +139,34 @@ def first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     return None
 
 
+def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
+    """The boxes of a DTensor that this rank holds, in memory that lies as its local tensor does."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    told = _told_by_itself(tensor)
+    if told is not None:
+        return _checked(tensor, told, local)
+    region = mesh_region(
+        tuple(tensor.shape), tuple(mesh.shape), tensor.placements, tuple(coordinate), order=cut_order(tensor)
+    )
+    _check_sizes(tensor, region.shape)
+    along = zip(region.chunks, places_in_memory(region), strict=True)
+    return [LocalBox(chunk, box_of(local, place)) for chunk, place in along]
+
+
+def _tells_itself(tensor: DTensor) -> bool:
+    """Whether a tensor answers torch DCP otherwise than DTensor does, from its placements."""
+    is_own_class = type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__
+    return is_own_class or hasattr(tensor._local_tensor, "__create_chunk_list__")
+
+
 def _told_by_itself(tensor: DTensor) -> list[Chunk] | None:
-    local = tensor._local_tensor
-    of_local = getattr(local, "__create_chunk_list__", None)
-    if of_local is not None:
-        listed = of_local()
-    elif type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__:
-        listed = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    else:
+    if not _tells_itself(tensor):
         return None
+    of_local = getattr(tensor._local_tensor, "__create_chunk_list__", None)
+    listed = tensor.__create_chunk_list__() if of_local is None else of_local()  # type: ignore[no-untyped-call]
     return [Chunk(tuple(each.offsets), tuple(each.sizes)) for each in listed]
 
 

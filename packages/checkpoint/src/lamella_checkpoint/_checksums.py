@@ -16,6 +16,7 @@ from typing import BinaryIO, Final, NamedTuple
 from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
 from lamella_checkpoint._manifest import Manifest
+from lamella_checkpoint._small_files import file_size, read_json, unreadable
 
 FILE: Final = "lamella_checksums.json"
 _ALGORITHM: Final = "crc32"
@@ -47,15 +48,16 @@ class Checksums:
         is_named = (directory / MANIFEST_FILE).exists() and Manifest.read(directory).checksums is not None
         if not is_named and not file.exists():
             return None
+        file_size(directory, FILE)
+        content = read_json(file)
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
             if content["algorithm"] != _ALGORITHM:
                 raise CheckpointDamaged(str(file), f"expected {_ALGORITHM!r}, got {content['algorithm']!r}")
             return cls(files={of_file: _spans(items) for of_file, items in content["files"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if isinstance(error, CheckpointDamaged):
                 raise
-            raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+            raise unreadable(file, error) from error
 
     def expected(self, file: str, offset: int, length: int) -> int | None:
         """The checksum of one item; None for a span that was not written as one."""

@@ -146,6 +146,7 @@ def convert(
         FileNotFoundError: `src` is absent.
         FormatUnknown: `src` is no checkpoint.
         ModelUnknown: No package has rules for the configuration's model type, and they are needed.
+        OSError: There is not enough room on the disk, which is looked at first, or it cannot be written to.
         SizeUnknown: `tensor_parallel_size`, or a configuration, is needed.
         TypeError: The format lacks a dtype.
         ValueError: Arguments contradict each other, nothing is left to write, or the names cannot be translated.
@@ -166,6 +167,8 @@ def convert(
     options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
     target = Path(os.path.realpath(dst))
     check = partial(_check_replaceable, path, to) if replace else check_vacant
+    check(target)
+    _check_room(target, plan.nbytes)
     with _appearing(target, is_file=to == "torch", check=check) as staged:
         copied = _copy_side_files(plan, to, beside, published, staged)
         manifest = _manifest(opened, SIDE_FILES if copied else None)
@@ -394,10 +397,16 @@ def _plan(opened: OpenCheckpoint, wish: _Wish, between: _Between, published: _Sh
         source=source,
         dtypes=_dtypes(source, ties, wish.dtype),
         ties=ties,
-        left=tuple(name for name in layers[-1].left_over if name not in kept_beside),
+        left=(*_dropped(opened), *(name for name in layers[-1].left_over if name not in kept_beside)),
         layers=tuple(layers),
         config=None if config is None else _config_of(source, config, wish.dtype),
     )
+
+
+def _dropped(opened: OpenCheckpoint) -> tuple[str, ...]:
+    """What Megatron's checkpoints hold and no format has a place for: random states of the processes that wrote it."""
+    source = opened.source
+    return source.left_over if opened.format in _MEGATRONS and isinstance(source, Translated) else ()
 
 
 def _translations(
@@ -566,9 +575,19 @@ def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) ->
         (staged / target.name).rename(target)
         staged.rmdir()
         sync(target.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)
         raise
+
+
+def _check_room(target: Path, nbytes: int) -> None:
+    """Find out now that a disk is too small, or that a checkpoint says that it is larger than any disk."""
+    folder = next(each for each in target.parents if each.exists())
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise OSError(errno.ENOSPC, f"Expected room for {nbytes} bytes of tensors, got {free}", str(folder))
 
 
 def _progress(on_progress: OnProgress, total: int) -> OnBytes:

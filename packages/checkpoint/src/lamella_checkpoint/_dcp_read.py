@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from stat import S_ISREG
 
 from lamella_checkpoint._boxes import first_overlap
 from lamella_checkpoint._checksums import Checksums
@@ -15,6 +14,7 @@ from lamella_checkpoint._items import Copy, ItemRead, read_object, read_tensors
 from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._metadata import Item, StoredMetadata
+from lamella_checkpoint._small_files import file_size, read_bytes
 from lamella_checkpoint._source import TensorInfo, Wanted
 
 
@@ -105,7 +105,7 @@ class StoredCheckpoint:
         """Hold a small file against its checksum; False where there is none for a file of this length."""
         if self._checksums is None:
             return False
-        content = (self.path / file).read_bytes()
+        content = read_bytes(self.path / file)
         if self._checksums.expected(file, 0, len(content)) is None:
             return False
         self._checksums.check(self.path / file, 0, content)
@@ -201,6 +201,17 @@ def _check_files(directory: Path, metadata: StoredMetadata) -> None:
         size = file_size(directory, file)
         if size < end:
             raise CheckpointDamaged(str(directory / file), f"expected {end} bytes or more, got {size}")
+    if problem := next(too_large(metadata), None):
+        raise CheckpointDamaged(str(directory / METADATA_FILE), problem)
+
+
+def too_large(metadata: StoredMetadata) -> Iterator[str]:
+    """Chunks that are larger than what is stored of them: readers make room by the sizes that the metadata says."""
+    for name, info in metadata.tensors.items():
+        for chunk in info.chunks if name not in metadata.compressed else ():
+            item = metadata.items.get((name, chunk.offsets))
+            if item is not None and chunk.numel * info.dtype.itemsize > item.length:
+                yield f"{chunk.numel} elements of {info.dtype} in the {item.length} bytes of {name!r}"
 
 
 def check_place(directory: Path, file: str) -> None:
@@ -211,17 +222,3 @@ def check_place(directory: Path, file: str) -> None:
     """
     if Path(file).name != file or file == "..":
         raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")
-
-
-def file_size(directory: Path, file: str) -> int:
-    """The size of a file that lies in the directory itself, whatever links say, and is one."""
-    path = directory / file
-    try:
-        real, status = path.resolve(strict=True), path.stat()
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(str(path), f"{type(error).__name__}: {error}") from error
-    if real.parent != directory.resolve():
-        raise CheckpointDamaged(str(path), f"it leads outside, to {str(real)!r}")
-    if not S_ISREG(status.st_mode):
-        raise CheckpointDamaged(str(path), "not a regular file")
-    return status.st_size

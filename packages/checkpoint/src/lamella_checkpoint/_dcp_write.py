@@ -183,19 +183,28 @@ def without_archive_checksums() -> Iterator[None]:
 
 
 def _first_of_each(parts: Sequence[Sequence[Placed]]) -> list[Placed]:
-    """Each box of each name once, and nothing missing."""
+    """Each box of each name once, and nothing missing.
+
+    Ranks may know one value under different names: options are found under those of the rank's own experts.
+    """
     firsts: dict[tuple[str, tuple[int, ...]], tuple[int, Placed]] = {}
+    places = []
     for rank, part in enumerate(parts):
         for placed in part:
-            key = (placed.names[0], placed.chunk.offsets if placed.chunk else ())
-            first_rank, first = firsts.setdefault(key, (rank, placed))
-            if placed.chunk is not None and _data_of(placed) != _data_of(first):
-                raise ValueError(
-                    f"Expected ranks {first_rank} and {rank} to hold the same data at {list(key[1])} of {key[0]!r}, "
-                    f"got {_text(first)} and {_text(placed)}. If they are parts of one tensor (tensor parallelism), "
-                    f"make it a DTensor on a mesh that has them all."
-                )
-    places = [placed for _, placed in firsts.values()]
+            names = []
+            for name in placed.names:
+                key = (name, placed.chunk.offsets if placed.chunk else ())
+                first_rank, first = firsts.setdefault(key, (rank, placed))
+                if placed.chunk is not None and _data_of(placed) != _data_of(first):
+                    raise ValueError(
+                        f"Expected ranks {first_rank} and {rank} to hold the same data at {list(key[1])} of {name!r}, "
+                        f"got {_text(first)} and {_text(placed)}. If they are parts of one tensor (tensor "
+                        f"parallelism), make it a DTensor on a mesh that has them all."
+                    )
+                if first is placed:
+                    names.append(name)
+            if names:
+                places.append(replace(placed, names=tuple(names)))
     _check_whole(places)
     return places
 
@@ -213,13 +222,12 @@ def _check_whole(places: Sequence[Placed]) -> None:
     num_held: dict[str, int] = {}
     wholes: dict[str, Placed] = {}
     for placed in places:
-        if placed.chunk is None:
-            continue
-        name = placed.names[0]
-        whole = wholes.setdefault(name, placed)
-        if (whole.shape, whole.dtype) != (placed.shape, placed.dtype):
-            raise ValueError(f"Expected {name!r} to be alike on all ranks, got {_text(whole)} and {_text(placed)}.")
-        num_held[name] = num_held.get(name, 0) + placed.chunk.numel
+        for name in placed.names if placed.chunk is not None else ():
+            assert placed.chunk is not None
+            whole = wholes.setdefault(name, placed)
+            if (whole.shape, whole.dtype) != (placed.shape, placed.dtype):
+                raise ValueError(f"Expected {name!r} to be alike on all ranks, got {_text(whole)} and {_text(placed)}.")
+            num_held[name] = num_held.get(name, 0) + placed.chunk.numel
     for name, whole in wholes.items():
         if num_held[name] != (numel := prod(whole.shape or ())):
             raise ValueError(f"Expected the ranks to hold the {numel} elements of {name!r}, got {num_held[name]}.")

@@ -1,6 +1,7 @@
 """Two checkpoints held against each other: names, shapes, dtypes, and values box by box."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,7 @@ from lamella_checkpoint._errors import CheckpointUntrusted
 from lamella_checkpoint._file_boxes import pieces
 from lamella_checkpoint._open import Translate, open_checkpoint
 from lamella_checkpoint._source import Source, Wanted
+from lamella_checkpoint._text import printable, short
 
 OnProgress = Callable[[int, int], None]
 """Is told how many bytes have been compared, and how many there are."""
@@ -33,8 +35,8 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         if self.a is None or self.b is None:
-            return f"{self.name}: only in {'b' if self.a is None else 'a'}, {self.a or self.b}"
-        return f"{self.name}: {self.what}: {self.a} in a, {self.b} in b"
+            return printable(f"{self.name}: only in {'b' if self.a is None else 'a'}, {self.a or self.b}")
+        return printable(f"{self.name}: {self.what}: {self.a} in a, {self.b} in b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +167,8 @@ class _Comparison:
             a, b = self._a.read_object(name), self._b.read_object(name)
         except CheckpointUntrusted:
             return
-        if a != b:
-            yield Difference(name, repr(a), repr(b), "object")
+        if not _are_equal(a, b):
+            yield Difference(name, short(a), short(b), "object")
 
     def _values(self, names: Sequence[str]) -> dict[str, Difference]:
         """By name, how many elements differ, and the first of them."""
@@ -208,6 +210,20 @@ class _Comparison:
                     left -= piece.numel * itemsize
         if batch:
             yield batch
+
+
+def _are_equal(a: object, b: object) -> bool:
+    """Whether two values are equal, whatever is in them: `==` of tensors is no answer."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_are_equal, a, b))
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001  Arrays, and others' objects: what they are made of has to do.
+        return pickle.dumps(a) == pickle.dumps(b)
 
 
 def _opened(given: str | os.PathLike[str] | Source, *, trust: bool, verify: bool) -> Source:

@@ -9,7 +9,8 @@ Note [How a checkpoint appears]
     a process that outlived a killed job cannot write into its successor's directory.
 
     Whatever a killed save leaves has one of these suffixes. The next save to the same target removes it, and puts a
-    checkpoint that stepped aside back if its successor never came.
+    checkpoint that stepped aside back if its successor never came. What is removed is renamed first: should its save be
+    alive after all (two jobs that save to one path), that save finds nothing to publish, and not a part.
 """
 
 import ctypes
@@ -19,11 +20,12 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 METADATA_FILE = ".metadata"
-_LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}", re.DOTALL)
 _AT_FDCWD = -100  # "relative to the working directory", from fcntl.h
 _RENAME_EXCHANGE = 2  # from linux/fs.h
 
@@ -76,14 +78,24 @@ def recover(target: Path, *, spare: Path | None = None) -> None:
         if leftover.kind == "replaced" and not target.exists():
             leftover.path.rename(target)
         else:
-            _discard(leftover.path)
+            _remove_aside(leftover.path, target)
 
 
 def publish(staged: Path, target: Path) -> None:
     """Turn a staged directory into `target`; what was there before is removed once the new one is in place.
 
+    Raises:
+        FileNotFoundError: Another save to the same path took the staged directory for a leftover. What is at `target`
+            stays.
+
     Effects: waits until the directory's entries are on the disk.
     """
+    if not staged.exists():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "Expected one save at a time to a path, got another that removed what this one wrote",
+            str(target),
+        )
     sync(staged)
     if not target.exists():
         staged.rename(target)
@@ -96,9 +108,7 @@ def publish(staged: Path, target: Path) -> None:
 
 def remove(target: Path) -> None:
     """Remove a checkpoint so that no reader sees a part of it."""
-    doomed = _sibling(target, "removed")
-    target.rename(doomed)
-    _discard(doomed)
+    _discard(_moved_aside(target, target))
 
 
 def find(target: Path) -> Path:
@@ -154,6 +164,22 @@ def _replace_in_two_steps(staged: Path, target: Path) -> None:
 def _discard(path: Path) -> None:
     """Remove what nobody needs; what resists (an NFS client may hold it open) is a leftover for the next save."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_aside(path: Path, target: Path) -> None:
+    """Remove a leftover of `target`, unless somebody else does.
+
+    It may be no leftover, but of a save that is still running. Renamed first, it is whole or gone to that one, which
+    can never publish what has been removed in part.
+    """
+    with suppress(FileNotFoundError):
+        _discard(_moved_aside(path, target))
+
+
+def _moved_aside(path: Path, target: Path) -> Path:
+    doomed = _sibling(target, "removed")
+    path.rename(doomed)
+    return doomed
 
 
 def _sibling(target: Path, kind: str) -> Path:

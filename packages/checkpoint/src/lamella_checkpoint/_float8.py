@@ -249,12 +249,16 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
         NotImplementedError: Its weights are quantised in another way.
     """
     quantisation = config.get("quantization_config") or {"quant_method": "fp8"}
-    method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", BLOCK)
-    if method != "fp8" or block is None or len(block) != 2:
+    method: object = None
+    block: Any = None
+    if isinstance(quantisation, dict):
+        method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", BLOCK)
+    are_sizes = isinstance(block, list | tuple) and all(type(each) is int and each > 0 for each in block)
+    if method != "fp8" or not are_sizes or len(block) != 2:
         raise NotImplementedError(
             f"Expected weights quantised as fp8 with a weight_block_size of two numbers, got {quantisation!r}."
         )
-    return int(block[0]), int(block[1])
+    return block[0], block[1]
 
 
 def _in_pieces(

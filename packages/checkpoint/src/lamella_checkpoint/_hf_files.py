@@ -9,12 +9,21 @@ from typing import Any, Final, cast
 
 import torch
 
+from lamella_checkpoint._boxes import are_sizes
+from lamella_checkpoint._checksums import FILE as CHECKSUMS_FILE
+from lamella_checkpoint._directories import METADATA_FILE
 from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
+from lamella_checkpoint._small_files import read_json, unreadable
 
 CONFIG_FILE: Final = "config.json"
 _PUBLISHED_FILE: Final = "lamella_published.json"
 """In a checkpoint's folder of side files: the weights' names in the Hugging Face directory, with their shapes."""
-_WEIGHTS: Final = frozenset({".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"})
+_OWN_FILES: Final = frozenset({_PUBLISHED_FILE, METADATA_FILE, MANIFEST_FILE, CHECKSUMS_FILE})
+"""What makes a checkpoint of a directory: copied, a directory of another format would be taken for one."""
+_WEIGHTS: Final = frozenset(
+    {".bin", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+)
 _DTYPE_KEYS: Final = frozenset({"dtype", "torch_dtype"})
 
 
@@ -31,7 +40,7 @@ def side_files(directory: Path) -> Iterator[Path]:
     allowed = (real, real.parent.parent / "blobs")
     for file in sorted(directory.iterdir()):
         is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-        if not file.is_file() or is_weights or file.name == _PUBLISHED_FILE:
+        if not file.is_file() or is_weights or file.name in _OWN_FILES:
             continue
         if file.resolve().parent not in allowed:
             raise CheckpointDamaged(str(file), f"it leads outside, to {str(file.resolve())!r}")
@@ -76,9 +85,13 @@ def read_published(directory: Path) -> dict[str, tuple[int, ...]]:
     file = directory / _PUBLISHED_FILE
     content = cast(dict[str, list[int]], _read(file, dict)) if file.exists() else {}
     try:
-        return {name: tuple(map(int, shape)) for name, shape in content.items()}
-    except (TypeError, ValueError) as error:
-        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+        shapes = {name: tuple(shape) for name, shape in content.items()}
+    except TypeError as error:
+        raise unreadable(file, error) from error
+    for name, shape in shapes.items():
+        if not are_sizes(shape):
+            raise CheckpointDamaged(str(file), f"expected a shape of {name!r}, got {shape}")
+    return shapes
 
 
 def write_published(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -101,10 +114,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _read(file: Path, kind: type) -> object:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+    content = read_json(file)
     if not isinstance(content, kind):
         raise CheckpointDamaged(str(file), f"expected a JSON {kind.__name__}, got {type(content).__name__}")
     return content

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lamella_checkpoint._open import Format, open_checkpoint
 from lamella_checkpoint._source import Source
+from lamella_checkpoint._text import printable, short
 
 
 class Entry(NamedTuple):
@@ -58,11 +59,13 @@ class Inspection:
             depth: How many parts of a name are shown; what is deeper is summed up. None shows all.
         """
         num_tensors = sum(entry.shape is not None for entry in self.entries)
-        yield f"{self.path}: {self.format.value}, {num_tensors} tensors of {_size(self.nbytes)}, {_files(self.files)}"
+        yield printable(
+            f"{self.path}: {self.format.value}, {num_tensors} tensors of {_size(self.nbytes)}, {_files(self.files)}"
+        )
         for name, value in self.extra.items():
-            yield f"  {name} = {_short(value)}"
+            yield f"  {printable(name)} = {short(value)}"
         if self.stripped:
-            yield f"  left out of names: {', '.join(self.stripped)}"
+            yield printable(f"  left out of names: {', '.join(self.stripped)}")
         if self.lacking:
             yield f"  lacking: {', '.join(self.lacking)}"
         root = _Node()
@@ -148,18 +151,20 @@ class _Node:
         node.entry = entry
 
     def lines(self, indent: str, depth: int | None) -> Iterator[str]:
-        for part, node in self.inner.items():
+        """A line for each part, down to a depth. No recursion: names may have as many parts as they like."""
+        levels = [iter(self.inner.items())]
+        while levels:
+            part, node = next(levels[-1], ("", None))
+            if node is None:
+                levels.pop()
+                continue
             while len(node.inner) == 1 and node.entry is None:  # One line for parts that nothing else has.
                 ((inner_part, inner),) = node.inner.items()
                 part, node = f"{part}.{inner_part}", inner
-            if node.entry is not None:
-                yield f"{indent}{part}  {_told(node.entry)}"
-            elif depth is not None and depth <= 1:
-                yield f"{indent}{part}  {node._total()}"
-            if node.inner and (depth is None or depth > 1):
-                if node.entry is None:
-                    yield f"{indent}{part}  {node._total()}"
-                yield from node.lines(indent + "  ", None if depth is None else depth - 1)
+            told = node._total() if node.entry is None else _told(node.entry)
+            yield f"{indent}{'  ' * (len(levels) - 1)}{printable(part)}  {told}"
+            if node.inner and (depth is None or depth > len(levels)):
+                levels.append(iter(node.inner.items()))
 
     def _count(self, entry: Entry) -> None:
         self.num_tensors += entry.shape is not None
@@ -193,14 +198,10 @@ def _files(files: Mapping[str, int]) -> str:
     return f"{num} {'file' if num == 1 else 'files'} of {_size(sum(files.values()))}"
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _jsonable(value: object) -> Any:
     if isinstance(value, dict):
         return {str(key): _jsonable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_jsonable(each) for each in value]
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+    is_plain = isinstance(value, bool | float | str | None) or (isinstance(value, int) and value.bit_length() < 1024)
+    return value if is_plain else short(value)

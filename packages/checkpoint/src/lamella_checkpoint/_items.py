@@ -32,7 +32,15 @@ import torch
 from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._file_boxes import Stored, read_box
 from lamella_checkpoint._metadata import Item
-from lamella_checkpoint._torch_zip import FileSlice, Record, TensorRecord, find_tensor, plain_data, records
+from lamella_checkpoint._torch_zip import (
+    FileSlice,
+    Record,
+    TensorRecord,
+    checksum,
+    find_tensor,
+    plain_data,
+    records,
+)
 from lamella_layout import Chunk, Range
 
 _PIECE_BYTES: Final = 16 << 20
@@ -125,39 +133,47 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
         CheckpointDamaged: It cannot be read, or differs from its checksum.
         CheckpointUntrusted: It holds other types, without `trust`.
     """
-    content = check_object(directory, name, item, expected)
-    return unpickle(content, directory / item.file, name, trust=trust)
+    with _opened(directory / item.file, name, item) as content:
+        if expected is not None:
+            check_content(directory / item.file, name, item, content, expected)
+        return unpickle(content, directory / item.file, name, trust=trust)
 
 
-def check_object(directory: Path, name: str, item: Item, expected: Expected | None) -> bytes:
-    """Read an object's bytes and hold them against their checksum. Arguments and errors are those of `read_object`."""
-    file = directory / item.file
+def check_object(directory: Path, name: str, item: Item, expected: Expected) -> None:
+    """Hold an object's bytes against their checksum. Arguments and errors are those of `read_object`."""
+    with _opened(directory / item.file, name, item) as content:
+        check_content(directory / item.file, name, item, content, expected)
+
+
+@contextmanager
+def _opened(file: Path, name: str, item: Item) -> Iterator[BinaryIO]:
+    """An item as a file of its own."""
     try:
-        with file.open("rb") as stream:
-            stream.seek(item.offset)
-            content = stream.read(item.length)
+        with file.open("rb") as opened:
+            yield cast(BinaryIO, io.BufferedReader(FileSlice(opened.fileno(), item.offset, item.length)))
     except OSError as error:
         raise damaged(file, name, error) from error
-    if expected is not None:
-        check_content(file, name, item, content, expected)
-    return content
 
 
-def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
+def unpickle(content: BinaryIO, file: Path, name: str, *, trust: bool) -> Any:
     """What `torch.save` wrote, without running anything unless trusted.
+
+    Archives that are compressed are refused: torch writes none, and a small one may hold more than there is memory.
 
     Raises:
         CheckpointDamaged: It is not what `torch.save` writes.
         CheckpointUntrusted: It holds types that torch does not know as plain data, without `trust`.
     """
     try:
-        return plain_data(io.BytesIO(content))
-    except Exception:  # noqa: BLE001  torch knows more types, and says better what is wrong.
-        pass
+        return plain_data(content)
+    except Exception as error:  # torch knows more types, and says better what is wrong.
+        if isinstance(error, zipfile.BadZipFile) and zipfile.is_zipfile(content):
+            raise damaged(file, name, error) from error
+    content.seek(0)
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
+        return torch.load(content, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
-        unknown = unsafe_types(io.BytesIO(content), error)
+        unknown = unsafe_types(content, error)
         if unknown and not trust:
             raise CheckpointUntrusted(str(file), unknown, name) from None
         raise damaged(file, name, error) from error
@@ -165,10 +181,10 @@ def unpickle(content: bytes, file: Path, name: str, *, trust: bool) -> Any:
         raise damaged(file, name, error) from error
 
 
-def unsafe_types(file: io.BytesIO | Path, error: Exception) -> str:
+def unsafe_types(file: BinaryIO | Path, error: Exception) -> str:
     """The types in what `torch.save` wrote that its weights-only reader refused, as text; empty without any."""
     try:
-        if isinstance(file, io.BytesIO):
+        if not isinstance(file, Path):
             file.seek(0)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))
     except Exception:  # noqa: BLE001  It reads what has been refused already, and no files from before torch 1.6.
@@ -176,7 +192,7 @@ def unsafe_types(file: io.BytesIO | Path, error: Exception) -> str:
     return ", ".join(sorted(names))
 
 
-def check_content(file: Path, name: str, item: Item, content: bytes, expected: Expected) -> None:
+def check_content(file: Path, name: str, item: Item, content: BinaryIO, expected: Expected) -> None:
     """Hold an item's bytes against its checksum, or against those of torch's archive where it has none.
 
     Raises:
@@ -184,14 +200,14 @@ def check_content(file: Path, name: str, item: Item, content: bytes, expected: E
     """
     crc = expected(item)
     if crc is not None:
-        _check_equal(file, name, (item.length, crc), (len(content), zlib.crc32(content)))
+        _check_equal(file, name, (item.length, crc), checksum(content, 0, item.length))
         return
     try:
-        found = records(io.BytesIO(content))
+        found = records(content)
     except (zipfile.BadZipFile, ValueError, struct.error) as error:
         raise damaged(file, name, error) from error
     for record in found.values():
-        _check_record(file, name, record, zlib.crc32(content[record.start :][: record.length]))
+        _check_record(file, name, record, checksum(content, record.start, record.length)[1])
 
 
 def damaged(file: Path, name: str, error: Exception) -> CheckpointDamaged:
@@ -325,7 +341,8 @@ def _copy_boxes(file: Path, descriptor: int, read: ItemRead, found: TensorRecord
 def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected | None) -> None:
     """The way for what is small, and for tensors that only torch can read."""
     stored.seek(0)
-    content = stored.read(read.item.length)
+    is_small = read.item.length <= _SMALL_BYTES
+    content = io.BytesIO(stored.read(read.item.length)) if is_small else cast(BinaryIO, io.BufferedReader(stored))
     if expected is not None:
         check_content(file, read.name, read.item, content, expected)
     tensor = _tensor_in(content)
@@ -336,12 +353,13 @@ def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected 
         copy.into.copy_(tensor[_slices(copy.box)])
 
 
-def _tensor_in(content: bytes) -> object:
-    found = find_tensor(io.BytesIO(content))
+def _tensor_in(content: BinaryIO) -> object:
+    found = find_tensor(content)
     if found is None or 0 in found.shape:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    start, stop = found.record.start, found.record.start + found.record.length
-    return torch.frombuffer(bytearray(content[start:stop]), dtype=found.dtype).view(found.shape)
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
+    content.seek(found.record.start)
+    return torch.frombuffer(bytearray(content.read(found.record.length)), dtype=found.dtype).view(found.shape)
 
 
 def _check_sizes(file: Path, read: ItemRead, shape: tuple[int, ...]) -> None:

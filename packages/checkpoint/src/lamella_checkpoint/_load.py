@@ -73,7 +73,8 @@ def load(
 
     All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
     dummy step: the checkpoint says which state each parameter has, and that is allocated and read in place. Data
-    is cast to the live tensors' dtypes.
+    is cast to the live tensors' dtypes, where torch knows such a cast: complex numbers are not made real, nor fractions
+    integers.
 
     Also reads what other programs wrote, as `open_checkpoint` finds it, if its names are the model's: plain torch's DCP
     and files of `torch.save`, with their optimizers by name or by number, wrappers' prefixes or none; safetensors.
@@ -165,13 +166,8 @@ class _Plan:
 
     def run(self) -> None:
         slots = {} if self.optimizer is None else self.optimizer.targets()
-        self.source.read(
-            [
-                Wanted(name, *box)
-                for name, target in (*self.targets.items(), *slots.items())
-                for box in local_boxes(target)
-            ]
-        )
+        wanted = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
+        self.source.read([*wanted, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
         # Everything is in place; this runs the hooks with which modules notice that their weights have changed.
         self.live.model.load_state_dict(self.live.state, strict=False)
         if self.optimizer is not None:
@@ -240,7 +236,8 @@ def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, stri
     conflicts: tuple[OptionConflict, ...] = ()
     kinds: tuple[str, str] | None = None
     if live.optimizer is not None:
-        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names())
+        local_slots = _local_slots(opened.manifest, live.optimizer.optimizer)
+        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names(), local_slots)
         names += found.differences()
         conflicts = tuple(found.conflicts())
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
@@ -269,7 +266,10 @@ def _numbers(opened: OpenCheckpoint) -> Source:
 
 
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
-    """Tensors to fill by their names in the checkpoint, and what differs, in the model's order."""
+    """Tensors to fill by their names in the checkpoint, and what differs, in the model's order.
+
+    A dtype differs where a cast would drop what there is of a number: an imaginary part, a fraction.
+    """
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
     held = {*source.tensors, *source.objects}
@@ -277,8 +277,11 @@ def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tenso
         tensor = live.tensors[name]
         found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
         saved, here = found and _shape(source, found), str(tuple(tensor.shape))
-        if found is not None and saved == here:
+        stored = source.tensors[found].dtype if found is not None and found in source.tensors else None
+        if found is not None and saved == here and stored is not None and torch.can_cast(stored, tensor.dtype):
             targets[found] = tensor
+        elif saved == here and stored is not None:
+            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
         else:
             differences.append(NameDifference(f"model.{name}", saved, here))
     differences += _unexpected(source, live)
@@ -295,6 +298,13 @@ def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:
 def _shape(source: Source, full_name: str) -> str:
     info = source.tensors.get(full_name)
     return "an object" if info is None else str(info.shape)
+
+
+def _local_slots(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The slots that an optimizer of this class kept as plain tensors of a rank's elements."""
+    saved = None if manifest is None else manifest.optimizer
+    is_same = saved is not None and saved.class_name == OptimizerKind.of(optimizer).class_name
+    return saved.local_slots if saved is not None and is_same else frozenset()
 
 
 def _different_kinds(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:

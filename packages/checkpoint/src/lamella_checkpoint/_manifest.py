@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._errors import CheckpointDamaged
+from lamella_checkpoint._small_files import file_size, read_json, unreadable
+from lamella_checkpoint._text import short
 
 FILE = "lamella.json"
 _FORMAT = "lamella-checkpoint"
@@ -20,16 +23,24 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over."""
+    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over.
+
+    `local_slots` are the slots that it keeps as plain tensors of a rank's elements: those of a fresh one are made so.
+    """
 
     class_name: str
     options: frozenset[str]
+    local_slots: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "OptimizerKind":
         """The kind of a live optimizer."""
         kind = type(optimizer)
-        return cls(class_name=f"{kind.__module__}.{kind.__qualname__}", options=frozenset(optimizer.defaults))
+        return cls(
+            class_name=f"{kind.__module__}.{kind.__qualname__}",
+            options=frozenset(optimizer.defaults),
+            local_slots=frozenset(_local_slots(optimizer)),
+        )
 
     def can_resume(self, other: "OptimizerKind") -> bool:
         """Whether one declares all that the other does, as between releases of one class, or Adam and AdamW."""
@@ -72,8 +83,9 @@ class Manifest:
             CheckpointDamaged: It is absent or unreadable, or of a later format.
         """
         file = directory / FILE
+        file_size(directory, FILE)
+        content = read_json(file)
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
             version = content["format_version"]
             if version != _FORMAT_VERSION:
                 raise CheckpointDamaged(
@@ -82,10 +94,10 @@ class Manifest:
                     f"a newer lamella-checkpoint may read it",
                 )
             return cls._from_json(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointDamaged):
                 raise
-            raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+            raise unreadable(file, error) from error
 
     def _as_json(self) -> dict[str, object]:
         kind = self.optimizer
@@ -95,7 +107,12 @@ class Manifest:
             "num_ranks": self.num_ranks,
             "torch": torch.__version__,
             "packages": _packages(),
-            "optimizer": kind and {"class": kind.class_name, "options": sorted(kind.options)},
+            "optimizer": kind
+            and {
+                "class": kind.class_name,
+                "options": sorted(kind.options),
+                "local_slots": sorted(kind.local_slots),
+            },
             "checksums": self.checksums,
             "side_files": self.side_files,
             "save_id": self.save_id,
@@ -105,14 +122,29 @@ class Manifest:
     @classmethod
     def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
         kind = content["optimizer"]
+        if not isinstance(content["extra"], dict):
+            raise ValueError(f"expected extra to be a dict, got {type(content['extra']).__name__}")
         return cls(
             extra=content["extra"],
             num_ranks=content["num_ranks"],
-            optimizer=kind and OptimizerKind(class_name=kind["class"], options=frozenset(kind["options"])),
+            optimizer=kind
+            and OptimizerKind(
+                class_name=kind["class"],
+                options=frozenset(kind["options"]),
+                local_slots=frozenset(kind.get("local_slots", ())),
+            ),
             checksums=content.get("checksums"),
             side_files=content.get("side_files"),
             save_id=content.get("save_id"),
         )
+
+
+def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    for param, slots in optimizer.state.items():
+        for slot, value in slots.items() if isinstance(param, DTensor) else ():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and value.ndim and value.shape != param.shape:
+                yield str(slot)
 
 
 def check_extra(extra: Mapping[str, object]) -> None:
@@ -123,8 +155,8 @@ def check_extra(extra: Mapping[str, object]) -> None:
     """
     try:
         json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"Expected `extra` to hold what JSON can, got {extra!r}: {error}.") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"Expected `extra` to hold what JSON can, got {short(extra)}: {error}.") from error
     _check_keys(extra, "extra")
 
 

@@ -12,7 +12,8 @@ Note [Megatron's names]
     .z .beta .alpha, `conv1d.weight.query` `release-0.19`; components in `bridge` and in `torch_dist`
     `mixer.in_proj.weight.z` .x .B .C .dt  the same: rank-major in a model and in both dialects of `fsdp_dtensor`
     `mixer.conv1d.weight.x` .B .C          `mixer.conv1d_weight` in newer models
-    `experts.linear_fc1.weight<i>`         i counts all experts; a model's counts those of its rank
+    `experts.linear_fc1.weight<i>`         i counts all experts; a model's counts those of its rank.
+                                           `experts.local_experts.<i>.linear_fc1.weight` where each is a module
     `linear_q_down_proj`, `linear_kv_...`  `linear_qkv_down_proj` in models that fuse them
     `mtp.layers.0.mtp_model_layer`         `transformer_layer` in `torch_dist` and in newer `fsdp_dtensor`
     `decoder.layers.0.mlp`                 `decoder.layers.0.layers.1.mlp` in grouped hybrid stacks
@@ -36,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from lamella_checkpoint._correspondence import Correspondence, Piece
+from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._hybrid_stack import logical_name, nested_names
 from lamella_checkpoint._rules import Grouped, Join, Rule, Rules
 from lamella_checkpoint._source import Source
@@ -100,7 +101,7 @@ FUSED_MLA: Final = (
 )
 """Latent attention whose two down projections are one tensor, with the norm before them."""
 
-_FC1: Final = tuple(
+FC1: Final = tuple(
     f"**.mlp.{name}"
     for each in ("weight", "bias")
     for name in (
@@ -111,16 +112,17 @@ _FC1: Final = tuple(
     )
 )
 
-GATED: Final = tuple(Rule(name, Join((f"{name}_w", f"{name}_v"), (1, 1))) for name in _FC1)
+"""First layers of MLPs."""
+
+GATED: Final = tuple(Rule(name, Join((f"{name}_w", f"{name}_v"), (1, 1))) for name in FC1)
 """The two halves of a gated MLP's first layer: one tensor on the left, `_w` and `_v` on the right."""
 
-RANK_MAJOR_GATED: Final = tuple(Rule(name, Grouped(name, "tp", (1, 1))) for name in _FC1)
-"""The same as tensor-parallel ranks hold it: the right side has each rank's halves together."""
-
-RANK_MAJOR_HALVES: Final = tuple(
-    Rule(Join((f"{name}_w", f"{name}_v"), (1, 1)), Grouped(name, "tp", (1, 1))) for name in _FC1
+SEQUENTIAL_EXPERTS: Final = tuple(
+    Rule(f"**.mlp.experts.{layer}.{each}{{expert}}", f"**.mlp.experts.local_experts.{{expert}}.{layer}.{each}")
+    for layer in ("linear_fc1", "linear_fc2")
+    for each in ("weight", "bias")
 )
-"""Both at once: halves of all ranks on the left."""
+"""Experts of a layer that computes them together, on the left, and as modules of their own."""
 
 DialectName = Literal["release-0.19", "bridge"]
 
@@ -137,6 +139,8 @@ class Dialect:
         optimizer_prefix: Of the same names in the optimizer's state.
         older_mamba: Whether a Mamba convolution's parameters are `conv1d.weight`, and not `conv1d_weight`.
         fused_mla: Whether the down projections of latent attention are one tensor.
+        sequential_experts: Whether experts are modules of their own (`local_experts.0.linear_fc1.weight`), and not of
+            one that computes them together (`linear_fc1.weight0`).
         hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores them as
             they are.
     """
@@ -148,6 +152,7 @@ class Dialect:
     optimizer_prefix: str = "module.module.module."
     older_mamba: bool = False
     fused_mla: bool = False
+    sequential_experts: bool = False
     hybrid_pattern: str | None = None
 
 
@@ -189,12 +194,17 @@ def dialect_of(source: Source) -> Dialect | None:
     names = tuple(source.tensors)
     renamed = any(".transformer_layer." in name for name in names)
     mtp_layer: Literal["mtp_model_layer", "transformer_layer"] = "transformer_layer" if renamed else "mtp_model_layer"
-    older_mamba = any(".mixer.conv1d.weight" in name for name in names)
+    dialect: Dialect | None = None
     if any(".self_attention.in_proj.weight.query" in name for name in names):
-        return Dialect(name="bridge", splits_gdn=True, mtp_layer=mtp_layer, older_mamba=older_mamba)
-    if any(name.endswith((".self_attention.in_proj.weight", ".mixer.in_proj.weight")) for name in names):
-        return Dialect(name="release-0.19", splits_gdn=False, mtp_layer=mtp_layer, older_mamba=older_mamba)
-    return None
+        dialect = BRIDGE
+    elif any(name.endswith((".self_attention.in_proj.weight", ".mixer.in_proj.weight")) for name in names):
+        dialect = RELEASE_0_19
+    return dialect and replace(
+        dialect,
+        mtp_layer=mtp_layer,
+        older_mamba=any(".mixer.conv1d.weight" in name for name in names),
+        sequential_experts=any(".experts.local_experts." in name for name in names),
+    )
 
 
 def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None) -> Translated:
@@ -209,8 +219,8 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
     Returns:
         The checkpoint as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`;
         other entries under their own names. A step that is an option (fused optimizers have it there) is a slot.
-        `_extra_state` is dropped, and so is the state of the processes that wrote it (`rng_state`,
-        `rerun_state_machine`).
+        `_extra_state` is dropped. What is dropped of the processes that wrote it (`rng_state`, `rerun_state_machine`:
+        objects that a reader would have to run, for as many ranks as wrote them) is in `left_over`.
 
     Raises:
         ValueError: A size that is needed is not known, two layers of a grouped hybrid stack have one logical name, or
@@ -223,8 +233,10 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
     # What is stored by component, or whole, has none of these names.
     rules = Rules((*FUSED, *OLDER_MAMBA, *FUSED_MLA, *GATED), sizes or {})
     tensors = translate(names, rules.match(shapes, "right"), to="left")
+    tensors = translate(tensors, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(tensors), "right"), to="left")
     # Now only options can go by a fused name, Note [Options go by the model's names].
-    return translate(tensors, _of_options(parameter_shapes(tensors)), to="left")
+    result = translate(tensors, _of_options(parameter_shapes(tensors)), to="left")
+    return result.leaving(name for name in names.left_over if is_of_processes(name))
 
 
 def write_fsdp_dtensor(
@@ -255,13 +267,15 @@ def write_fsdp_dtensor(
 
     Effects: reads `args`.
     """
+    if dialect.sequential_experts:
+        source = translate(source, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(source), "left"), to="right")
     shapes = parameter_shapes(source)
     rules = [*GATED, *MAMBA_IN, *(OLDER_MAMBA if dialect.older_mamba else MAMBA)]
     rules += () if dialect.splits_gdn else GDN
     rules += FUSED_MLA if dialect.fused_mla else ()
     cut = translate(
         source,
-        Rules(tuple(rules), sizes or {}).match(_without_ungated(shapes), "left"),
+        Rules(tuple(rules), sizes or {}).match(without_ungated(shapes), "left"),
         to="right",
         options=_of_options(shapes, older_mamba=dialect.older_mamba, fused_mla=dialect.fused_mla),
     )
@@ -275,41 +289,9 @@ def write_fsdp_dtensor(
     return rename(complete, _writes(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
-def from_megatron_model(
-    shapes: Mapping[str, tuple[int, ...]], *, sizes: Mapping[str, int], dialect: Dialect | None = None
-) -> list[Correspondence]:
-    """What a live model's tensors are in a checkpoint: the left side is the checkpoint's, the right the model's.
-
-    Args:
-        shapes: Global, of the model's own names, wrappers removed. Global means all tensor-parallel ranks' parts.
-        sizes: "tp", and those of `read_fsdp_dtensor` that the model's fused tensors need.
-        dialect: Of `fsdp_dtensor`, whose prefixes `write_fsdp_dtensor` adds. None for canonical names.
-
-    Effects: none.
-    """
-    rules: list[Rule] = [*(RANK_MAJOR_GATED if dialect is None else RANK_MAJOR_HALVES)]
-    if dialect is None or dialect.splits_gdn:
-        rules += GDN
-    if dialect is None:
-        rules += [*MAMBA_IN, *MAMBA, *OLDER_MAMBA]
-    if dialect is None or not dialect.fused_mla:
-        rules += FUSED_MLA
-    found = Rules(tuple(rules), sizes).match(_without_ungated(shapes), "right")
-    if dialect is not None:
-        return found
-    taken = {name for each in found for name in each.right}
-    found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
-    return [_logical(each) for each in found]
-
-
-def global_expert(name: str, first: int) -> str:
-    """A model's name of one of its rank's experts, as canonical names count experts.
-
-    Args:
-        name: Any; one of no expert stays as it is.
-        first: The number of the rank's first expert.
-    """
-    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
+def is_of_processes(name: str) -> bool:
+    """Whether a stored name is of the state of the processes that wrote the checkpoint, which nobody else can take."""
+    return re.split(r"[./]", name, maxsplit=1)[0] in _OF_PROCESSES
 
 
 def canonical_name(name: str) -> str:
@@ -364,13 +346,6 @@ def counters(source: Source, beside: Mapping[str, object] | None = None) -> Coun
     return Counters(found=found, lacking=lacking)
 
 
-def _logical(each: Correspondence) -> Correspondence:
-    """The same, with logical names for the layers of hybrid stacks on the left."""
-    pieces = tuple(Piece(piece.left._replace(name=logical_name(piece.left.name)), piece.right) for piece in each.pieces)
-    left = {logical_name(name): shape for name, shape in each.left.items()}
-    return replace(each, left=left, pieces=pieces)
-
-
 def _of_options(
     shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
 ) -> list[Correspondence]:
@@ -382,7 +357,7 @@ def _of_options(
     return Rules(rules, {"tp": 1}).match(shapes, "left")
 
 
-def _without_ungated(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def without_ungated(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """All but the first layers of MLPs that are not two halves.
 
     A gated MLP's first layer has twice the rows that its second has columns.
@@ -408,7 +383,6 @@ def _is_gated(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int,
 
 _OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
 _FC1_NAME: Final = re.compile(r"((?:^|\.)mlp\.(?:.+\.)?)linear_fc1\.(?:weight|bias)(\d*)$")
-_EXPERT: Final = re.compile(r"^((?:.*\.)?mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)(.*)$")
 _MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
 _STATE: Final = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)$")
 _OPTIONS: Final = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(.+)$")
@@ -426,7 +400,7 @@ def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
         return logical_name(canonical_name(name)) if is_nested else canonical_name(name)
 
     def read(name: str) -> str | None:
-        if "._extra_state" in name or name.split(".", 1)[0] in _OF_PROCESSES:
+        if "._extra_state" in name or is_of_processes(name):
             return None
         if match := _MODEL.match(name):
             return f"model.{canonical(_renumbered(match[3], firsts.get(match[1], 0)))}"

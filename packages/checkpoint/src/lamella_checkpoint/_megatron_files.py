@@ -5,22 +5,29 @@ anything of it, see Note [Nothing runs].
 """
 
 import io
-import json
+import os
 import re
-import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, BinaryIO, Final, Literal, cast
 
 import torch
 
+from lamella_checkpoint._boxes import whole_box
 from lamella_checkpoint._dcp_read import StoredCheckpoint
 from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._megatron import Counters, Dialect, counters, dialect_of, read_fsdp_dtensor, sizes_of_args
 from lamella_checkpoint._pickles import Inert, read_pickle
+from lamella_checkpoint._small_files import file_size, read_json, read_text
+from lamella_checkpoint._source import Wanted
+from lamella_checkpoint._text import short
 from lamella_checkpoint._torch_dist import read_torch_dist
+from lamella_checkpoint._torch_file import TorchFile
+from lamella_checkpoint._torch_zip import FileSlice, read_record, records
 from lamella_checkpoint._translate import Translated, WithObjects
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
@@ -30,6 +37,8 @@ RUN_CONFIG: Final = "run_config.yaml"
 FORMAT: Final = "metadata.json"
 COMMON: Final = "common.pt"
 COMMON_OBJECT: Final = "common_state/"
+
+_MAX_TRACKER_NBYTES: Final = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +114,9 @@ def is_torch_dist(stored: StoredCheckpoint) -> bool:
     Raises:
         CheckpointDamaged: The file that says which format it is cannot be read.
     """
-    if (stored.path / COMMON).is_file() or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
+    if _is_there(stored.path, COMMON) or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
         return True
-    file = stored.path / FORMAT
-    try:
-        told = json.loads(file.read_text()) if file.is_file() else None
-    except ValueError as error:
-        raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+    told = read_json(stored.path / FORMAT) if _is_there(stored.path, FORMAT) else None
     return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
 
 
@@ -121,17 +126,21 @@ def iteration_directory(path: Path) -> Path:
     Raises:
         CheckpointDamaged: What it says is not there, or leads elsewhere.
     """
-    if (path / TRACKER).is_file():
-        told = (path / TRACKER).read_text().strip()
-        if told != "release" and not told.isdecimal():
-            raise CheckpointDamaged(str(path / TRACKER), f"expected an iteration, got {told!r}")
-        name = told if told == "release" else f"iter_{int(told):07d}"
-    elif (path / BRIDGE_TRACKER).is_file():
-        name = f"iter_{int(train_state(path, BRIDGE_TRACKER).get('step', 0)):07d}"
+    if _is_there(path, TRACKER):
+        file, told = TRACKER, read_text(path / TRACKER, _MAX_TRACKER_NBYTES).strip()
+    elif _is_there(path, BRIDGE_TRACKER):
+        file, told = BRIDGE_TRACKER, str(train_state(path, BRIDGE_TRACKER).get("step", 0))
     else:
         return path
+    if told != "release" and not re.fullmatch(r"[0-9]{1,18}", told):
+        raise CheckpointDamaged(str(path / file), f"expected an iteration, got {short(told)}")
+    name = told if told == "release" else f"iter_{int(told):07d}"
     if not (path / name).is_dir():
         raise CheckpointDamaged(str(path), f"its newest iteration is {name!r}, which is not there")
+    if (path / name).resolve().parent != path.resolve():
+        raise CheckpointDamaged(
+            str(path / name), f"it leads outside, to {str((path / name).resolve())!r}; open that if it is yours"
+        )
     return path / name
 
 
@@ -141,13 +150,18 @@ def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
     Raises:
         CheckpointDamaged: The file is not what torch saves of plain data.
     """
-    if not (directory / file).is_file():
+    if not _is_there(directory, file):
         return {}
-    try:
-        values = torch.load(directory / file, map_location="cpu", weights_only=True)
-        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
-        raise CheckpointDamaged(str(directory / file), f"{type(error).__name__}: {error}") from error
+    source = TorchFile(directory / file)
+    values = {name: torch.zeros((), dtype=info.dtype) for name, info in source.tensors.items() if prod(info.shape) == 1}
+    source.read(
+        [
+            Wanted(name, whole_box(source.tensors[name].shape), into.view(source.tensors[name].shape))
+            for name, into in values.items()
+        ]
+    )
+    plain: dict[str, Any] = {name: value.item() for name, value in values.items()}
+    plain |= {name: source.read_object(name) for name in source.objects}
     return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str)}
 
 
@@ -156,11 +170,11 @@ def run_config_sizes(directory: Path) -> dict[str, int]:
 
     Only whole numbers are looked for, by the names that `args` has; a name that has two values counts for nothing.
     """
-    file = directory / RUN_CONFIG
-    if not file.is_file():
+    if not _is_there(directory, RUN_CONFIG):
         return {}
     found: dict[str, set[int]] = {}
-    for name, value in re.findall(r"^\s*(\w+):\s*(\d+)\s*$", file.read_text(), flags=re.MULTILINE):
+    text = read_text(directory / RUN_CONFIG)
+    for name, value in re.findall(r"^[ \t]*(\w+):[ \t]*(\d{1,18})[ \t]*$", text, flags=re.MULTILINE):
         found.setdefault(name, set()).add(int(value))
     return sizes_of_args({name: values.pop() for name, values in found.items() if len(values) == 1})
 
@@ -176,12 +190,11 @@ def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, 
         CheckpointDamaged: It is no such file.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            (member,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-            value = read_pickle(io.BytesIO(archive.read(member)), knows=lambda *_: True)
+        with file.open("rb") if isinstance(file, Path) else nullcontext(file) as archive:
+            content = io.BytesIO(read_record(archive, records(archive)["data.pkl"]))
+            plain = _plain(read_pickle(content, knows=lambda *_: True))
     except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
         raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error
-    plain = _plain(value)
     if isinstance(plain, list | tuple) and len(plain) == 1:
         (plain,) = plain  # megatron-core's sharded objects are lists of this rank's.
     return plain if isinstance(plain, dict) else {}
@@ -199,7 +212,7 @@ def _plain(value: object) -> object:
 
 def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """What `torch_dist` keeps of everything that is not sharded, in a file or in an object; None for other formats."""
-    if (stored.path / COMMON).is_file():
+    if _is_there(stored.path, COMMON):
         return plain_contents(stored.path / COMMON)
     held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
     if held:
@@ -213,5 +226,17 @@ def _plain_object(stored: StoredCheckpoint, name: str) -> dict[str, Any] | None:
         return None
     item = stored.metadata.items[name, None]
     with (stored.path / item.file).open("rb") as stream:
-        stream.seek(item.offset)
-        return plain_contents(io.BytesIO(stream.read(item.length)), f"{stored.path}: {name}")
+        content = io.BufferedReader(FileSlice(stream.fileno(), item.offset, item.length))
+        return plain_contents(cast(BinaryIO, content), f"{stored.path}: {name}")
+
+
+def _is_there(directory: Path, file: str) -> bool:
+    """Whether a directory has a file.
+
+    Raises:
+        CheckpointDamaged: It has something else by that name, or a link that leads outside.
+    """
+    if not os.path.lexists(directory / file):
+        return False
+    file_size(directory, file)
+    return True

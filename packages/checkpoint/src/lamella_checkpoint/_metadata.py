@@ -11,9 +11,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
+from lamella_checkpoint._boxes import are_sizes
 from lamella_checkpoint._directories import METADATA_FILE
 from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._pickles import Inert, UnknownType, read_pickle
+from lamella_checkpoint._small_files import check_small, file_size
 from lamella_checkpoint._source import TensorInfo
 from lamella_layout import Chunk
 
@@ -99,6 +101,8 @@ class StoredMetadata:
             CheckpointUntrusted: It holds a type that is not torch's own.
         """
         file = directory / METADATA_FILE
+        file_size(directory, METADATA_FILE)
+        check_small(file)
         try:
             with file.open("rb") as stream:
                 return _checked(read_pickle(stream, knows=_knows, trust=trust))
@@ -181,7 +185,7 @@ def _item(name: str, fields: Mapping[str, Any]) -> Item:
 
 
 def _sizes(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or any(not isinstance(size, int) or size < 0 for size in value):
+    if not isinstance(value, tuple) or not are_sizes(value):
         raise ValueError(f"expected sizes or offsets of {name!r}, got {value!r}")
     return tuple(value)
 

@@ -16,9 +16,7 @@ from lamella_checkpoint._manifest import FILE as MANIFEST_FILE
 from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._megatron import is_fsdp_dtensor
 from lamella_checkpoint._megatron_files import (
-    BRIDGE_TRACKER,
     RUN_CONFIG,
-    TRACKER,
     TRAIN_STATE,
     is_torch_dist,
     iteration_directory,
@@ -135,7 +133,7 @@ def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, 
     Effects: looks at names, and at the first bytes of a file.
     """
     found = find(Path(os.path.realpath(path)))
-    if found.is_dir() and ((found / TRACKER).is_file() or (found / BRIDGE_TRACKER).is_file()):
+    if found.is_dir():
         found = iteration_directory(found)
     if _is_dcp(found):
         return found, Format.DCP

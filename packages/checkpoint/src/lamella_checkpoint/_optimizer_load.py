@@ -1,12 +1,13 @@
 """A checkpoint's optimizer state held against a live optimizer, and put into it without a step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint._boxes import whole_box
+from lamella_checkpoint._boxes import boxes_beside, is_placed_by, local_boxes, whole_box
 from lamella_checkpoint._errors import NameDifference, OptionConflict
 from lamella_checkpoint._optimizer import LiveOptimizer, options
 from lamella_checkpoint._source import Source, Wanted
@@ -22,7 +23,8 @@ ByParam = Mapping[str, Mapping[str, str]]
 class OptimizerLoad:
     """What a checkpoint holds for a live optimizer's parameters, found by name.
 
-    `strangers` are parameters that only the checkpoint's optimizer has. `values` holds the options, read.
+    `strangers` are parameters that only the checkpoint's optimizer has. `values` holds the options, read. `local_slots`
+    are those that the optimizer kept as plain tensors of a rank's elements when it was saved.
     """
 
     live: LiveOptimizer
@@ -31,9 +33,12 @@ class OptimizerLoad:
     options: ByParam
     strangers: tuple[str, ...]
     values: Mapping[str, Any]
+    local_slots: Container[str] = ()
 
     @classmethod
-    def find(cls, source: Source, live: LiveOptimizer, names: Mapping[str, list[str]]) -> "OptimizerLoad":
+    def find(
+        cls, source: Source, live: LiveOptimizer, names: Mapping[str, list[str]], local_slots: Container[str] = ()
+    ) -> "OptimizerLoad":
         """Find the parameters of `live` in a checkpoint, by any of their `names`.
 
         Names in the checkpoint are the native ones.
@@ -61,6 +66,7 @@ class OptimizerLoad:
             options=found["param_groups"],
             strangers=tuple(strangers.values()),
             values=_read_options(source, option_names),
+            local_slots=local_slots,
         )
 
     def differences(self) -> Iterator[NameDifference]:
@@ -100,14 +106,23 @@ class OptimizerLoad:
     def targets(self) -> dict[str, torch.Tensor]:
         """Where to read each slot that is a tensor, by its full name: the live slot if it fits, else new memory.
 
+        Raises:
+            ValueError: A live slot that is no DTensor has another number of elements than its parameter and than this
+                rank's part of it.
+
         Effects: allocates the optimizer's state where there is none yet.
         """
-        return {
-            full: self._target(param, group, slot, full)
-            for name, param, group in self.live.params()
-            for slot, full in self.slots.get(name, {}).items()
-            if full in self.source.tensors
-        }
+        return {full: self._target(param, group, slot, full) for param, group, slot, full in self._tensors()}
+
+    def wanted(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
+        """What to read into the targets: each where it says it lies, or where its parameter does."""
+        for param, _, _, full in self._tensors():
+            target = targets[full]
+            if isinstance(param, DTensor) and is_placed_by(param, target, full):
+                boxes = boxes_beside(param, target)
+            else:
+                boxes = local_boxes(target)
+            yield from (Wanted(full, *box) for box in boxes)
 
     def assign(self, slots: Mapping[str, object]) -> None:
         """Give each parameter its slots (those in `slots`, and those that are no tensors), and each group its options.
@@ -152,11 +167,24 @@ class OptimizerLoad:
                 found.setdefault(option, self.values[full])
         return found
 
+    def _tensors(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any], str, str]]:
+        """The slots that are tensors in the checkpoint: the parameter, its group, the slot and its full name."""
+        for name, param, group in self.live.params():
+            for slot, full in self.slots.get(name, {}).items():
+                if full in self.source.tensors:
+                    yield param, group, slot, full
+
     def _target(self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str) -> torch.Tensor:
         stored = self.source.tensors[full]
         live = self.live.slots(param).get(slot)
-        if isinstance(live, torch.Tensor) and tuple(live.shape) == stored.shape and live.dtype == stored.dtype:
-            return live
+        has_params_shape = stored.shape == tuple(param.shape)
+        if isinstance(live, torch.Tensor):
+            if has_params_shape and is_placed_by(param, live, full):
+                return live if live.dtype == stored.dtype else torch.zeros_like(live, dtype=stored.dtype)
+            if tuple(live.shape) == stored.shape and live.dtype == stored.dtype:
+                return live
+        elif has_params_shape and slot in self.local_slots and isinstance(param, DTensor):
+            return torch.zeros_like(param._local_tensor.detach(), dtype=stored.dtype)
         return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), stored.dtype)
 
 

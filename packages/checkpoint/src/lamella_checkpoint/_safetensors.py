@@ -7,6 +7,7 @@ one process that has all of it. The tests hold files against it, in both directi
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,9 +17,12 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 
+from lamella_checkpoint._boxes import are_sizes
 from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._file_boxes import Stored, read_box
+from lamella_checkpoint._small_files import read_json, unreadable
 from lamella_checkpoint._source import TensorInfo, Wanted
+from lamella_checkpoint._text import short
 from lamella_layout import Chunk
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -117,7 +121,7 @@ class SafetensorsSource:
         try:
             descriptor = os.open(file, os.O_RDONLY)
         except OSError as error:
-            raise _damaged(file, error) from error
+            raise unreadable(file, error) from error
         open_files.callback(os.close, descriptor)
         if _identity(descriptor) != self._files[file].identity:
             raise CheckpointDamaged(str(file), "it was replaced after its header had been read")
@@ -148,7 +152,7 @@ class _File(NamedTuple):
         try:
             descriptor = os.open(file, os.O_RDONLY)
         except OSError as error:
-            raise _damaged(file, error) from error
+            raise unreadable(file, error) from error
         try:
             header, start = _read_header(descriptor, os.fstat(descriptor).st_size)
             tensors = {name: _entry(name, entry, start) for name, entry in header.items() if name != "__metadata__"}
@@ -181,16 +185,16 @@ def _read_index(index: Path) -> dict[Path, frozenset[str]]:
     checkpoint from elsewhere brings names, not links of this machine.
     """
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)["weight_map"]
+        weight_map = read_json(index, pairs=_without_duplicates)["weight_map"]
         names: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             names.setdefault(os.fspath(file), []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, error) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise unreadable(index, error) from error
     for file, held in names.items():
         if Path(file).name != file or file in ("", ".."):
             raise CheckpointDamaged(str(index), f"it leads outside, to {file!r} for {held[0]!r}")
-        if not (index.parent / file).is_file():
+        if not os.path.isfile(index.parent / file):
             raise CheckpointDamaged(str(index.parent / file), f"absent, and the index has {held[0]!r} in it")
     return {index.parent / file: frozenset(held) for file, held in names.items()}
 
@@ -219,13 +223,15 @@ def _entry(name: str, entry: object, start: int) -> Stored:
     """Where a tensor lies, from its entry in the header."""
     try:
         code, shape, (first, end) = (cast(Any, entry)[key] for key in ("dtype", "shape", "data_offsets"))
-        numbers = [*shape, first, end]
+        is_known, are_counts = code in DTYPES, are_sizes(shape) and are_sizes([first]) and are_sizes([end])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name!r}: expected dtype, shape and data_offsets, got {entry!r}") from error
-    if code not in DTYPES:
-        raise ValueError(f"{name!r}: expected a dtype of whole bytes that torch has, got {code!r}")
-    if any(type(each) is not int or each < 0 for each in numbers):
-        raise ValueError(f"{name!r}: expected counts of 0 or more, got shape {shape!r} at bytes {first!r} to {end!r}")
+        raise ValueError(f"{name!r}: expected dtype, shape and data_offsets, got {short(entry)}") from error
+    if not is_known:
+        raise ValueError(f"{name!r}: expected a dtype of whole bytes that torch has, got {short(code)}")
+    if not are_counts:
+        raise ValueError(
+            f"{name!r}: expected counts of 0 or more, got shape {short(shape)} at bytes {short(first)} to {short(end)}"
+        )
     nbytes = prod(shape) * DTYPES[code].itemsize
     if end - first != nbytes:
         raise ValueError(f"{name!r}: expected {nbytes} bytes for {code} of shape {shape!r}, got bytes {first} to {end}")
@@ -249,7 +255,8 @@ def _check_cover(tensors: Mapping[str, Stored], start: int, file_nbytes: int) ->
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"{next(name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1)!r} appears twice")
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise ValueError(f"{twice!r} appears twice")
     return found
 
 
@@ -264,7 +271,3 @@ def _identity(descriptor: int) -> tuple[int, ...]:
 
 def _current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-
-def _damaged(file: Path, error: Exception) -> CheckpointDamaged:
-    return CheckpointDamaged(str(file), f"{type(error).__name__}: {error}")

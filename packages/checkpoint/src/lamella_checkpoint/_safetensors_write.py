@@ -172,8 +172,18 @@ def _check_storable(tensors: Mapping[str, Blank]) -> None:
     if "__metadata__" in tensors:
         raise ValueError("Expected no tensor to be named '__metadata__', which safetensors keeps for itself.")
     for name, blank in tensors.items():
+        if not _is_text(name):
+            raise ValueError(f"Expected names that can be written in UTF-8, got {name!r}.")
         if blank.dtype not in _CODES:
             raise TypeError(
                 f"Expected dtypes that safetensors has, got {blank.dtype} for {name!r}. Pass a `dtype` to cast "
                 f"floating point; leave others out."
             )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

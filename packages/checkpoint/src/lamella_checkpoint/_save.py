@@ -29,7 +29,8 @@ def save(
     """Write a checkpoint that any number of ranks can load, and plain torch DCP too.
 
     The names in it are those of the unsharded model: `model.<name>`, `optimizer.state.<name>.<slot>`,
-    `optimizer.param_groups.<name>.<option>`. A tied tensor is stored once and found under all of its names.
+    `optimizer.param_groups.<name>.<option>`. A tied tensor is stored once and found under all of its names. A slot may
+    be a DTensor, or a plain tensor of the rank's elements of its parameter, in any shape.
 
     A reader never sees half a checkpoint: it is written beside `path` and renamed when every rank has finished and
     all of it is on the disk. A checkpoint at `path` is replaced, and stays if this save fails or is killed.
@@ -49,10 +50,10 @@ def save(
     Raises:
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
-        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does), or plain
-            tensors of the shapes of sharded parameters' parts.
-        ValueError: A parameter of the optimizer is not the model's, or a tensor is on the meta device; or what the
-            ranks hold is not, together, one model.
+        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does).
+        ValueError: A parameter of the optimizer is not the model's, a slot has another number of elements than its
+            parameter and than this rank's part of it, or a tensor is on the meta device; or what the ranks hold is not,
+            together, one model.
 
     Effects: collective on the default group, if there is one: two exchanges of small objects, of which the first
         carries no tensor's name and the second where each item lies. Every rank finds out alone what it has to write,

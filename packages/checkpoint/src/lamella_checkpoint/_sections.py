@@ -16,12 +16,14 @@ Note [Optimizers by group]
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard, cast
 
 import torch
 
 from lamella_checkpoint._boxes import whole_box
+from lamella_checkpoint._errors import CheckpointDamaged
 from lamella_checkpoint._source import Source, Wanted
+from lamella_checkpoint._text import short
 from lamella_checkpoint._translate import WithObjects, rename
 
 Keys = tuple[str | int, ...]
@@ -29,7 +31,7 @@ Keys = tuple[str | int, ...]
 _MODEL_KEYS: Final = ("model", "model_state_dict", "model_state", "state_dict", "module")
 _OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
 _WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_GROUP: Final = re.compile(r"param_groups\.(\d+)\.(.+)")
+_GROUP: Final = re.compile(r"param_groups\.(\d{1,9})\.(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +190,27 @@ def _groups(source: Source, entries: Mapping[str, str]) -> list[dict[str, Any]]:
     found: dict[int, dict[str, str]] = {}
     for name, entry in entries.items():
         if entry == "param_groups":  # As torch before 2.4 saved the list: whole.
-            return [dict(group) for group in _value(source, name)]
+            return _checked(source, _value(source, name))
         if match := _GROUP.fullmatch(entry):
             found.setdefault(int(match[1]), {})[match[2]] = name
     if not all("params" in group for group in found.values()):
         return []
-    return [{option: _value(source, name) for option, name in found[index].items()} for index in sorted(found)]
+    groups = [{option: _value(source, name) for option, name in found[index].items()} for index in sorted(found)]
+    return _checked(source, groups)
+
+
+def _checked(source: Source, groups: object) -> list[dict[str, Any]]:
+    """Groups that are what an optimizer saves: options, with a list of parameters, and their names if there are any."""
+    for group in groups if isinstance(groups, list) else [groups]:
+        params = group.get("params") if isinstance(group, dict) else None
+        names = group.get("param_names", params) if isinstance(group, dict) else None
+        if not (_are_keys(params) and _are_keys(names)) or len(params) != len(names):
+            raise CheckpointDamaged(str(source.path), f"expected a list of the optimizer's groups, got {short(group)}")
+    return cast(list[dict[str, Any]], groups)
+
+
+def _are_keys(value: object) -> TypeGuard[list[int | str]]:
+    return isinstance(value, list) and all(isinstance(each, int | str) for each in value)
 
 
 def _counted(groups: Sequence[Mapping[str, Any]], live: LiveNames | None) -> dict[str, str]:

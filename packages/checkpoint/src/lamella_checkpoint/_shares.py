@@ -10,8 +10,8 @@ Note [Who writes what]
     That lists are equal is not taken on trust. A rank keeps a digest of each list that it dealt out, and whoever
     puts the checkpoint together compares them.
 
-    A slot that is no DTensor (Adam's `step`) beside a parameter that is one is dealt out among the ranks that own
-    some of the parameter: others need not have stepped it.
+    A number (Adam's `step`) beside a parameter that is a DTensor is dealt out among the ranks that own some of the
+    parameter: others need not have stepped it. A slot in local coordinates is written as the parameter is.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from lamella_checkpoint._boxes import box_of, cut_order, places_in_memory
+from lamella_checkpoint._boxes import box_of, boxes_beside, cut_order, is_placed_by, places_in_memory
 from lamella_checkpoint._contents import Contents, Ranks
 from lamella_layout import Chunk, RaggedShard, mesh_chunks, mesh_region
 
@@ -132,8 +132,8 @@ class Share:
             tables: What was computed for the last save; None starts afresh.
 
         Raises:
-            NotImplementedError: A slot lies in local coordinates of a sharded parameter.
-            ValueError: A DTensor is partial, or its local tensor is not what its placements say.
+            ValueError: A DTensor is partial, its local tensor is not what its placements say, or a slot has neither as
+                many elements as its parameter nor as many as this rank's part of it.
 
         Effects: none; no collective. Items are views of the live tensors.
         """
@@ -183,16 +183,19 @@ class _Holdings:
     def items(self) -> Iterator[tuple[Item, Ranks]]:
         for name, value in self._contents.values.items():
             names = (name, *self._aliases.get(name, ()))
-            if isinstance(value, torch.Tensor) and _names_its_own_boxes(value):
+            param = self._contents.params.get(name)
+            if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and is_placed_by(param, value, name):
+                yield from self._placed_by(param, names, value)
+            elif isinstance(value, torch.Tensor) and _names_its_own_boxes(value):
                 for box, shape, chunk in _own_boxes(name, value):
                     yield Item(names=names, value=box, shape=shape, chunk=chunk), (self._rank,)
             elif isinstance(value, DTensor):
                 yield from self._of_dtensor(names, value)
             elif isinstance(value, torch.Tensor):
                 whole = Chunk((0,) * value.ndim, tuple(value.shape))
-                yield Item(names=names, value=value.detach(), shape=whole.sizes, chunk=whole), self._beside(name, value)
+                yield Item(names=names, value=value.detach(), shape=whole.sizes, chunk=whole), self._beside(name)
             else:
-                yield Item(names=names, value=value), self._beside(name, value)
+                yield Item(names=names, value=value), self._beside(name)
 
     def _of_dtensor(self, names: tuple[str, ...], tensor: DTensor) -> Iterator[tuple[Item, Ranks]]:
         if tensor.device_mesh.get_coordinate() is None:
@@ -213,13 +216,19 @@ class _Holdings:
         for chunk, box in part.boxes:
             yield Item(names=names, value=box_of(local, box), shape=shape, chunk=chunk), part.ranks
 
-    def _beside(self, name: str, value: object) -> Ranks:
+    def _placed_by(self, param: DTensor, names: tuple[str, ...], slot: torch.Tensor) -> Iterator[tuple[Item, Ranks]]:
+        """A slot's items, where its parameter has them."""
+        ranks = (self._rank,) if _names_its_own_boxes(param) else self._tables.part(param).ranks
+        for chunk, box in boxes_beside(param, slot):
+            yield Item(names=names, value=box, shape=tuple(param.shape), chunk=chunk), ranks
+
+    def _beside(self, name: str) -> Ranks:
         """The ranks that have a value that is no DTensor."""
         param = self._contents.params.get(name)
         if not isinstance(param, DTensor):
             return self._contents.everyone
-        _check_not_local(name, value, param)
-        return self._tables.owners(param)
+        # Placements do not say who has some of such a parameter, and so who has stepped it.
+        return (self._rank,) if _names_its_own_boxes(param) else self._tables.owners(param)
 
 
 def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
@@ -272,16 +281,4 @@ def _check_not_partial(name: str, tensor: DTensor) -> None:
         raise ValueError(
             f"Expected {name!r} to be sharded or replicated along each axis, got {tensor.placements}: no rank has its "
             f"values. Redistribute it first."
-        )
-
-
-def _check_not_local(name: str, value: object, param: DTensor) -> None:
-    """Refuse a slot in which each rank keeps its own part as a plain tensor: one rank's would be taken for all."""
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape == param.shape:
-        return
-    if value.shape == _local(param).shape:
-        raise NotImplementedError(
-            f"Expected the state of a sharded parameter to be a DTensor or the same on every rank, got a plain tensor "
-            f"of shape {tuple(value.shape)} for {name!r}, the shape of this rank's part of {tuple(param.shape)}. "
-            f"Make it with `torch.zeros_like(param)`."
         )

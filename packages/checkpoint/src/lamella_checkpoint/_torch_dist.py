@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from lamella_checkpoint._correspondence import Correspondence
-from lamella_checkpoint._megatron import GATED, canonical_name
+from lamella_checkpoint._megatron import GATED, canonical_name, is_of_processes
 from lamella_checkpoint._rules import Rule, Rules, Stack, Term
 from lamella_checkpoint._source import Source
 from lamella_checkpoint._translate import Translated, WithObjects, parameter_shapes, rename, translate
@@ -20,7 +20,7 @@ MAIN_WEIGHT: Final = "fp32_param"
 _STATE: Final = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
 _NUMBERED: Final = re.compile(r"\.layers\.\d+\.")
 _NO_PARAMETERS: Final = ("optimizer.",)
-_DROPPED: Final = ("rng_state", "rerun_state_machine", "common_state/")
+_COMMON: Final = "common_state/"
 
 
 def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) -> Translated:
@@ -37,14 +37,17 @@ def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) 
 
     Returns:
         `model.<name>`, `optimizer.state.<name>.<slot>`, and what else there is, but for the state of the processes
-        that wrote it. Slots that older releases stored flat (their shape is not the parameter's) stay as they are.
+        that wrote it, which is in `left_over`. Slots that older releases stored flat (their shape is not the
+        parameter's) stay as they are.
 
     Effects: reads nothing.
     """
-    names = rename(source, _reads(_main_weights(source)))
+    names = renamed = rename(source, _reads(_main_weights(source)))
     names = translate(names, _stacks(parameter_shapes(names)), to="left")
     names = translate(names, Rules(GATED).match(parameter_shapes(names), "right"), to="left")
-    return names if common is None else rename(WithObjects(names, _objects(common, names)), lambda name: name)
+    if common is not None:
+        names = rename(WithObjects(names, _objects(common, names)), lambda name: name)
+    return names.leaving(name for name in renamed.left_over if is_of_processes(name))
 
 
 def _main_weights(source: Source) -> dict[str, str]:
@@ -61,7 +64,7 @@ def _reads(main_weights: Mapping[str, str]) -> Callable[[str], str | None]:
     replaced = frozenset(main_weights.values())
 
     def read(name: str) -> str | None:
-        if "._extra_state" in name or name in replaced or name.startswith(_DROPPED):
+        if "._extra_state" in name or name in replaced or name.startswith(_COMMON) or is_of_processes(name):
             return None
         if name in main_weights:
             return f"model.{canonical_name(main_weights[name])}"

@@ -64,7 +64,9 @@ class TorchFile:
         try:
             for keys, value in _leaves(self._dict_of(root), self._files):
                 self._add(keys, value)
-        except RecursionError as error:
+        except CheckpointDamaged:
+            raise
+        except Exception as error:  # Of values that are not what they seem.
             raise self._damaged(error) from error
 
     @cached_property
@@ -102,8 +104,11 @@ class TorchFile:
     def read_object(self, name: str) -> object:
         """The value of an object."""
         value = self._values[name]
-        if not _kinds(value):
-            return value
+        try:
+            if not _kinds(value):
+                return value
+        except RecursionError as error:
+            raise self._damaged(error) from error
         whole: Any = self._read_by_torch
         for key in self.paths[name]:
             whole = whole[key]

@@ -4,14 +4,24 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from math import prod
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 
+from lamella_checkpoint._boxes import are_sizes
 from lamella_checkpoint._pickles import Inert, read_pickle
+from lamella_checkpoint._small_files import MAX_NBYTES
+from lamella_checkpoint._text import short
 
+_PIECE_NBYTES: Final = 1 << 20
+_ENTRY_NBYTES: Final = 46  # Of an entry in the directory at the archive's end, before its name.
+_CRC_AT: Final = 16
+_LENGTHS_AT: Final = 28
+_ENTRY_LENGTHS: Final = struct.Struct("<3H")  # of the name, the extra field and the comment, which follow
+_DESCRIPTOR: Final = b"PK\7\x08"  # Begins what follows a record, where its header came before its length was known.
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
 
 
@@ -68,6 +78,7 @@ def records(file: BinaryIO) -> dict[str, Record]:
         zipfile.BadZipFile: It is no archive, or one that torch does not write.
     """
     found: dict[str, Record] = {}
+    num_bytes = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
@@ -79,7 +90,12 @@ def records(file: BinaryIO) -> dict[str, Record]:
             start = info.header_offset + _LOCAL_HEADER.size + num_name + num_extra
             # torch can be told not to compute checksums, and then writes 0.
             crc = None if info.CRC == 0 and info.file_size else info.CRC
-            found[info.filename.partition("/")[2]] = Record(start, info.file_size, crc)
+            name = info.filename.partition("/")[2]
+            if start + info.file_size > num_bytes:
+                raise zipfile.BadZipFile(f"{info.filename!r} ends behind the archive")
+            if name in found:
+                raise zipfile.BadZipFile(f"{name!r} is there twice")
+            found[name] = Record(start, info.file_size, crc)
     return found
 
 
@@ -136,7 +152,11 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | None:
-    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds."""
+    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds.
+
+    Raises:
+        ValueError: The tensor does not lie in its record.
+    """
     if not isinstance(saved, Inert):
         return None
     match saved.kind, saved.args:
@@ -154,7 +174,12 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
     match storage:
         case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
             found = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
-            return found if len(shape) == len(strides) and _fits(found) else None
+            if len(shape) != len(strides) or not _fits(found):
+                raise ValueError(
+                    f"expected a tensor inside the {found.record.length} bytes of {key!r}, got {dtype} of shape "
+                    f"{short(shape)} with strides {short(strides)} at {short(offset)}"
+                )
+            return found
         case _:
             return None
 
@@ -165,14 +190,57 @@ def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
 
 
 def read_record(file: BinaryIO, record: Record) -> bytes:
-    """The contents of one file of the archive."""
+    """The contents of one small file of the archive, held against its checksum.
+
+    Raises:
+        zipfile.BadZipFile: They differ, or it is longer than what it may hold could be.
+    """
+    if record.length > MAX_NBYTES:
+        raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most at {record.start}, got {record.length}")
     file.seek(record.start)
-    return file.read(record.length)
+    content = file.read(record.length)
+    if record.crc is not None and zlib.crc32(content) != record.crc:
+        raise zipfile.BadZipFile(f"the {record.length} bytes at {record.start} are not what their checksum says")
+    return content
+
+
+def seal(file: BinaryIO) -> None:
+    """Give each record of an archive that has no checksum its own, in the directory and behind the record.
+
+    Effects: reads those records, and holds a piece of them.
+    """
+    found = records(file)
+    with zipfile.ZipFile(file) as archive:
+        entries, position = archive.infolist(), archive.start_dir
+    for info in entries:
+        file.seek(position)
+        lengths = _ENTRY_LENGTHS.unpack_from(file.read(_ENTRY_NBYTES), _LENGTHS_AT)
+        record = found[info.filename.partition("/")[2]]
+        if record.crc is None:
+            crc = checksum(file, record.start, record.length)[1].to_bytes(4, "little")
+            file.seek(record.start + record.length)
+            if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+                file.seek(record.start + record.length + len(_DESCRIPTOR))
+                file.write(crc)
+            file.seek(position + _CRC_AT)
+            file.write(crc)
+        position += _ENTRY_NBYTES + sum(lengths)
+
+
+def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """How many of some bytes of a file there are, and their CRC-32. Effects: holds a piece of them."""
+    file.seek(start)
+    num_read = crc = 0
+    while piece := file.read(min(_PIECE_NBYTES, length - num_read)):
+        num_read, crc = num_read + len(piece), zlib.crc32(piece, crc)
+    return num_read, crc
 
 
 def _fits(tensor: StoredTensor) -> bool:
-    """Whether it lies inside its record."""
-    if min((tensor.offset, *tensor.shape, *tensor.strides)) < 0:
+    """Whether it lies inside its record, and all that is said of it are counts."""
+    if not (
+        are_sizes(tensor.shape) and are_sizes([tensor.offset]) and all(are_sizes([each]) for each in tensor.strides)
+    ):
         return False
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
     return 0 in tensor.shape or (last + 1) * tensor.dtype.itemsize <= tensor.record.length

@@ -127,6 +127,10 @@ class Translated:
         self.left_over = left_over
         self.inexact: dict[str, str] = dict(plan.mixed)
 
+    def leaving(self, names: Iterable[str]) -> "Translated":
+        """The same, with other names as left over: of several layers of translation, those that count."""
+        return Translated(self._source, self._plan, tuple(names))
+
     @property
     def path(self) -> Path:
         """The underlying file or directory."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from lamella_checkpoint._boxes import first_overlap
 from lamella_checkpoint._checksums import FILE as CHECKSUMS_FILE
 from lamella_checkpoint._checksums import Checksums
-from lamella_checkpoint._dcp_read import check_place, file_size
+from lamella_checkpoint._dcp_read import check_place, too_large
 from lamella_checkpoint._dcp_write import WRITTEN_BY
 from lamella_checkpoint._directories import METADATA_FILE
 from lamella_checkpoint._errors import CheckpointDamaged, CheckpointUntrusted
@@ -21,6 +21,8 @@ from lamella_checkpoint._manifest import Manifest
 from lamella_checkpoint._metadata import Item, StoredMetadata
 from lamella_checkpoint._open import Format, find_files
 from lamella_checkpoint._safetensors import SafetensorsSource
+from lamella_checkpoint._small_files import file_size, read_bytes
+from lamella_checkpoint._text import printable
 from lamella_checkpoint._torch_file import TorchFile
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ class Problem(NamedTuple):
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.problem}"
+        return printable(f"{self.file}: {self.problem}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +66,11 @@ class Verification:
         """The findings as text."""
         yield from map(str, self.problems)
         if self.unneeded:
-            yield f"not needed: {', '.join(self.unneeded)}"
+            yield printable(f"not needed: {', '.join(self.unneeded)}")
         if self.num_unverified_bytes:
             yield f"{self.num_unverified_bytes} of {self.num_bytes} bytes have no checksum"
         state = "whole" if self else f"damaged, {len(self.problems)} problems"
-        yield f"{self.path}: {state}, {self.num_bytes} bytes read"
+        yield printable(f"{self.path}: {state}, {self.num_bytes} bytes read")
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -92,11 +94,11 @@ def verify(
 
     Args:
         path: Of any format that `open_checkpoint` knows.
-        trust: Whether DCP's metadata may hold other types than torch's own.
+        trust: Whether DCP's metadata may hold other types than torch's own, and a file of `torch.save` may be a module.
         on_progress: Is told how far it is.
 
     Raises:
-        CheckpointUntrusted: The metadata holds other types.
+        CheckpointUntrusted: It does, without `trust`.
         FileNotFoundError: There is nothing.
         FormatUnknown: There is no format that has these files.
 
@@ -110,7 +112,7 @@ def verify(
         elif kind is Format.SAFETENSORS:
             run.of_safetensors()
         else:
-            run.of_torch_file()
+            run.of_torch_file(trust=trust)
     except CheckpointUntrusted:
         raise
     except CheckpointDamaged as error:
@@ -160,6 +162,8 @@ class _Run:
             self._check_cover(name, info.shape, [chunk.sizes for chunk in info.chunks], metadata)
             if overlap := first_overlap(info.chunks):
                 self._wrong_metadata(f"chunks of {name!r} overlap: {overlap[0]} and {overlap[1]}")
+        for problem in too_large(metadata):
+            self._wrong_metadata(problem)
         sound = self._sound_files(metadata)
         chunks = {item: read for item, read in self._chunks(metadata) if item.file in sound}
         objects = {item: name for item, name in self._objects(metadata) if item.file in sound}
@@ -178,8 +182,8 @@ class _Run:
         for item, name in objects.items():
             self._check_object(item, name, expected)
 
-    def of_torch_file(self) -> None:
-        file = TorchFile(self._path)
+    def of_torch_file(self, *, trust: bool) -> None:
+        file = TorchFile(self._path, trust=trust)
         reads = {read.found.record: read for read in file.whole_records() if read.found is not None}
         self._total = sum(record.length for record in reads)
         self.num_unverified_bytes = sum(record.length for record in reads if record.crc is None)
@@ -209,8 +213,8 @@ class _Run:
         """Checksums, where there are any, with those of the metadata and the manifest compared."""
         checksums = self._try(lambda: Checksums.of(self._path))
         for file in (METADATA_FILE, MANIFEST_FILE) if checksums is not None else ():
-            content = (self._path / file).read_bytes() if (self._path / file).is_file() else b""
-            if checksums is not None and checksums.expected(file, 0, len(content)) is not None:
+            content = self._try(partial(read_bytes, self._path / file)) if (self._path / file).exists() else None
+            if checksums is not None and content and checksums.expected(file, 0, len(content)) is not None:
                 self._try(partial(checksums.check, self._path / file, 0, content))
         return checksums
 

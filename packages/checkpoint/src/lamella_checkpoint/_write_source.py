@@ -6,9 +6,11 @@ Each function writes into a directory or a file that nobody sees yet, and waits 
 Note [An archive that is filled]
     `torch.save` can leave the bytes of tensors out (`skip_data`) and pickle tensors that have no memory (fake ones).
     What that makes is a whole archive, sparse, in which every element has its place; those are filled box by box. The
-    archive then has no CRC-32 of its tensors, which no reader of torch compares.
+    CRC-32 of its tensors is written last, for which they are read once more: torch's readers do not compare it, those
+    of this package do.
 """
 
+import errno
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +36,7 @@ from lamella_checkpoint._safetensors_write import (
 )
 from lamella_checkpoint._source import Source
 from lamella_checkpoint._stream import BUFFER_NBYTES, OnBytes, stream
+from lamella_checkpoint._torch_zip import seal
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 
@@ -148,6 +151,7 @@ def write_torch(
 
     Raises:
         CheckpointDamaged: As `Source.read`.
+        OSError: The file cannot be written.
 
     Effects: as Note [An archive that is filled].
     """
@@ -156,8 +160,12 @@ def write_torch(
     ties = {alias: blanks[name] for alias, name in aliases.items() if name in blanks}
     objects = {name: value for names, value in _objects(source) for name in names}
     contents = _nested({**blanks, **ties, **objects})
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(contents, file)
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(contents, file)
+    except RuntimeError as error:  # Of torch's writer, which keeps what the file system said to itself.
+        reason = str(error).partition("\n")[0]
+        raise OSError(errno.EIO, f"Expected torch to write an archive, got {reason!r}", str(file)) from error
     starts = _starts(contents, file)
     with file.open("r+b") as opened:
         for piece in stream(source, dtypes, buffer_nbytes):
@@ -165,6 +173,8 @@ def write_torch(
             stored = Stored(starts[id(blank)], tuple(blank.shape), blank.dtype)
             write_box(opened.fileno(), stored, piece.chunk, piece.values)
             on_bytes(piece.values.nbytes)
+        seal(opened)
+        opened.flush()
         os.fsync(opened.fileno())
 
 
@@ -240,7 +250,10 @@ class _DcpFiles:
             self._open = (self._directory / f"__0_{self._num_files}.distcp").open("xb", buffering=1 << 20)
             self._stream = ChecksumStream(self._open)
             self._num_files += 1
-        torch.save(value, cast(BinaryIO, self._stream))
+        try:
+            torch.save(value, cast(BinaryIO, self._stream))
+        except RuntimeError as error:  # torch's writer says of a full disk that its position is not what it should be.
+            raise self._stream.error or error from error
         return f"__0_{self._num_files - 1}.distcp", *self._stream.end_item()
 
     def _close(self) -> None:

@@ -30,15 +30,15 @@ def clip_grad_norm_(
     Args:
         parameters: Those whose `.grad` counts; the same on every rank. Plain tensors count as equal on all ranks.
         max_norm: What the norm may be.
-        norm_type: p of the p-norm; may be infinity.
+        norm_type: p of the p-norm, above 0; may be infinity.
         error_if_nonfinite: Raise where the norm is NaN or infinite, instead of scaling by it.
         foreach: False scales one by one; otherwise all at once.
 
     Returns:
-        The norm before clipping, 0-D, float32, equal on every rank.
+        The norm before clipping, 0-D, float32 or, of gradients some of which are wider, float64; equal on every rank.
 
     Raises:
-        ValueError: A gradient is `Partial`.
+        ValueError: A gradient is `Partial`, or `norm_type` is not above 0.
         RuntimeError: The norm is not finite, and `error_if_nonfinite` was given; or an optimizer stepped some of the
             parameters inside backward (`step_in_backward`).
 
@@ -48,6 +48,8 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     stepping.check_gradients_unused(given, "clip_grad_norm_")
+    if not norm_type > 0:
+        raise ValueError(f"Expected `norm_type` above 0, got {norm_type}. 2.0 is the Euclidean norm.")
     finish_left()
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     if not gradients:
@@ -81,8 +83,14 @@ def _total_norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor], p: float) -> torch.Tensor:
-    norms = [torch.zeros((), device=locals_[0].device)]  # a rank may own nothing
-    norms += torch._foreach_norm([local for local in locals_ if local.numel() > 0] or norms, p, dtype=torch.float32)
+    owned: dict[torch.dtype, list[torch.Tensor]] = {}
+    for local in locals_:
+        owned.setdefault(torch.promote_types(local.dtype, torch.float32), []).append(local)
+    # Of each dtype, as all ranks must send the same one and a rank may own nothing.
+    norms = [torch.zeros((), dtype=dtype.to_real(), device=locals_[0].device) for dtype in owned]
+    for dtype, same in owned.items():
+        if owns := [local for local in same if local.numel() > 0]:
+            norms += torch._foreach_norm(owns, p, dtype=dtype)
     norm = _norm_of(norms, p)
     if not math.isinf(p):
         norm = norm.pow(p)

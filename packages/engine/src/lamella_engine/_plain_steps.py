@@ -11,6 +11,7 @@ Only where that cannot be told from a step on DTensors:
 - Nothing comes between: no closure, which makes gradients inside the step, and no hooks but this package's before it,
   which may change gradients or give the step another optimizer.
 - Gradients and state lie as their parameters do, and all are plain tensors below.
+- No compiler traces the step: it knows how to trace one on DTensors.
 - This rank has rows of each parameter in the flat layout: kernels are not given the others (Note [Empty shards]).
 """
 
@@ -21,8 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
@@ -104,8 +107,7 @@ class _States(dict[torch.Tensor, State]):
             return None
         if type(shard) is not torch.Tensor or not (isinstance(whole, nn.Parameter) and is_sharded(whole)):
             return None
-        state = self._own.get(whole)
-        if state and not all(_lies_below(value, whole) for value in state.values() if isinstance(value, DTensor)):
+        if not all(_is_single(value) or _lies_below(value, whole) for value in self._own.get(whole, {}).values()):
             return None
         plain = shard.detach()  # not the shard, on which a step that fails would leave the gradient
         if gradient is not None:
@@ -145,8 +147,13 @@ def laid_out(whole: DTensor, tensor: torch.Tensor) -> torch.Tensor:
     return dtensor_over(tensor, spec)
 
 
+def _is_single(value: object) -> bool:
+    """Whether a part of a state goes with every element, as a count of steps does."""
+    return not isinstance(value, torch.Tensor) or (value.ndim == 0 and not isinstance(value, DTensor))
+
+
 def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
-    """Whether a tensor's local part, and a plain one, is to be used with a parameter's."""
+    """Whether a tensor's local part is to be used with a parameter's. Nobody knows which rows a plain tensor has."""
     if not isinstance(tensor, DTensor) or type(tensor._local_tensor) is not torch.Tensor:
         return False
     mine, others = tensor._spec, whole._spec
@@ -155,9 +162,26 @@ def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
     return tensor.shape == whole.shape and mine.mesh == others.mesh and mine.placements == others.placements
 
 
-@_disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Have the step made on a view, where it can be."""
+    # Dynamo answers the first question itself where it traces this. It leaves out a frame that has no operators, and is
+    # then still there for the step's.
+    if is_dynamo_compiling() or get_eval_frame_callback() is not None:
+        return _for_compiler(optimizer)
+    return _stepping_on_view(optimizer, args, kwargs)
+
+
+@_disable_dynamo
+def _for_compiler(optimizer: Optimizer) -> None:
+    """Make gradients such as Dynamo can trace a step on: there a DTensor must have its local tensor's offset."""
+    for parameter in held_by(optimizer):
+        if isinstance(gradient := parameter.grad, DTensor):
+            parameter.grad = dtensor_over(local_of(gradient), gradient._spec)
+
+
+@_disable_dynamo
+def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What to call the step with, if it can be made on a view."""
     if not any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
         return None
     if has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):

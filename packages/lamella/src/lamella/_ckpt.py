@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lamella._options import ConfigError, nearest
-from lamella._output import say, show
+from lamella._output import one_line, printable, say, show
 from lamella_checkpoint import (
     CheckpointDamaged,
     CheckpointUntrusted,
@@ -99,10 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(_no_size(error)) from error
     except (CheckpointUntrusted, FormatUnknown, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointDamaged) and not isinstance(error, CheckpointUntrusted | FormatUnknown):
-            raise DamageError(f"{error}") from error
-        raise ConfigError(f"{error}") from error
+            raise DamageError(one_line(f"{error}")) from error
+        raise ConfigError(one_line(f"{error}")) from error
     except OSError as error:
-        raise ConfigError(_of_system(error, arguments)) from error
+        raise ConfigError(one_line(_of_system(error, arguments))) from error
+    except MemoryError as error:
+        raise ConfigError(f"Expected memory for what is in hand, got too little. {error}".strip()) from error
 
 
 def _no_family(error: ModelUnknown) -> str:
@@ -183,7 +185,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             trust=arguments.trust,
             verify=arguments.verify,
         )
-    say(_told(done))
+    say(map(printable, _told(done)))
     return 0
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
+from io import TextIOWrapper
 from pathlib import Path
 
 from lamella._options import ConfigError
@@ -25,13 +26,25 @@ def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines; a reader that has seen enough (`| head`) may leave."""
+    """Print lines, with escapes for what the terminal has no letters for; a reader (`| head`) may leave."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for line in lines:
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else the interpreter complains at exit.
+
+
+def printable(text: str) -> str:
+    """Text with escapes in place of what moves a terminal's cursor, ends a line or cannot be encoded."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def one_line(text: str) -> str:
+    """The same, where the lines of a text follow each other on one."""
+    return printable(" ".join(text.split()))
 
 
 def write(path: str, text: str) -> None:

@@ -1,0 +1,247 @@
+"""Optimizer state that each rank keeps as plain tensors of its own elements is placed by its parameter."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lamella_checkpoint import AsyncSaver, CheckpointFailed, convert, load, save
+from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_testing import run_ranks
+
+ROWS = {"hidden": (7, 3), "short": (2, 2), "bias": (5,)}
+
+
+class OnShards(torch.optim.Optimizer):
+    """Momentum over the shards alone: knows of no other rank, and keeps one of its slots flat."""
+
+    def __init__(self, params, lr=0.1, flat=False):
+        super().__init__(params, {"lr": lr})
+        self.flat = flat
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                held = local(param)
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["momentum"] = torch.zeros_like(held)
+                    state["square"] = torch.zeros(held.numel()) if self.flat else torch.zeros_like(held)
+                state["step"] += 1
+                grad = held.cos()
+                state["momentum"].mul_(0.9).add_(grad)
+                state["square"].view(held.shape).add_(grad.square())
+                held.sub_(state["momentum"] / (state["square"].view(held.shape) + 1), alpha=group["lr"])
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def numbered(shape):
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def make(make_sharded, **options):
+    model = nn.ParameterDict({name: make_sharded(numbered(shape)) for name, shape in ROWS.items()})
+    return model, OnShards(model.parameters(), **options)
+
+
+def over_all(values):
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+def over_two_axes(values):
+    """Tensor parallelism cuts first, as Megatron-FSDP's meshes say, and there are two replicas of everything."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
+    mesh._shard_order = [0, 2, 1]
+    _, dp, tp = mesh.get_coordinate()
+    part = values.tensor_split(_bounds(len(values), 2))[tp]
+    mine = part.tensor_split(_bounds(len(part), 2))[dp]
+    placements = [Replicate(), Shard(0), Shard(0)]
+    shape, stride = values.shape, values.stride()
+    return DTensor.from_local(mine.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _bounds(size, num):
+    share = -(-size // num)
+    return [min(share * each, size) for each in range(1, num)]
+
+
+def uneven(values):
+    """As Megatron's: cut where the placements do not say, told by functions on the local tensor."""
+    num, rank = dist.get_world_size(), dist.get_rank()
+    bounds = [0, *(min(1 + each * 3, len(values)) for each in range(num - 1)), len(values)]
+    start, stop = bounds[rank], bounds[rank + 1]
+    chunk = ChunkStorageMetadata(
+        torch.Size((start, *[0] * (values.ndim - 1))), torch.Size((stop - start, *values.shape[1:]))
+    )
+
+    def create_write_items(fqn, _):
+        data = TensorWriteData(chunk, TensorProperties(dtype=values.dtype), values.shape)
+        item = WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        return [item] if stop > start else []
+
+    mesh = init_device_mesh("cpu", (num,))
+    shape, stride = values.shape, values.stride()
+    mine = values[start:stop].clone()
+    made = nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride))
+    made._local_tensor.__create_write_items__ = create_write_items
+    made._local_tensor.__create_chunk_list__ = lambda: [chunk]
+    return made
+
+
+def trained(make_sharded, num_steps, **options):
+    model, optimizer = make(make_sharded, **options)
+    for _ in range(num_steps):
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_holds_what_one_rank_has(path, num_steps):
+    """Read by one process, which steps whole tensors."""
+    model, optimizer = make(lambda values: values)
+    load(path, model=model, optimizer=optimizer)
+    expected, its_optimizer = trained(lambda values: values, num_steps)
+    for name, param in model.items():
+        assert torch.equal(param, expected[name])
+        state, its_state = optimizer.state[param], its_optimizer.state[expected[name]]
+        assert sorted(state) == sorted(its_state)
+        for slot, value in its_state.items():
+            assert torch.equal(state[slot], value), (name, slot)
+
+
+@pytest.mark.parametrize(("make_sharded", "num_ranks"), [(over_all, 4), (over_all, 3), (over_two_axes, 8), (uneven, 3)])
+@pytest.mark.parametrize("flat", [False, True])
+def test_training_on_shards_resumes_on_other_ranks(tmp_path, make_sharded, num_ranks, flat):
+    def train_and_save():
+        model, optimizer = trained(make_sharded, 2, flat=flat)
+        save(tmp_path / "two", model=model, optimizer=optimizer)
+
+    def resume(is_stepped):
+        model, optimizer = trained(over_all, int(is_stepped), flat=flat and is_stepped)
+        slots = [state.get("square") for state in optimizer.state.values()]
+        load(tmp_path / "two", model=model, optimizer=optimizer)
+        assert all(value is state["square"] for value, state in zip(slots, optimizer.state.values(), strict=False))
+        assert not any(isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
+        optimizer.step()
+        save(tmp_path / f"three{is_stepped}", model=model, optimizer=optimizer)
+
+    run_ranks(train_and_save, num_ranks)
+    assert_holds_what_one_rank_has(tmp_path / "two", 2)
+    for is_stepped in [False, True]:
+        run_ranks(lambda is_stepped=is_stepped: resume(is_stepped), 5)
+        assert_holds_what_one_rank_has(tmp_path / f"three{is_stepped}", 3)
+
+
+def test_a_save_in_the_background_places_them_alike(tmp_path):
+    def train_and_save():
+        model, optimizer = trained(over_all, 2)
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "two", model=model, optimizer=optimizer)
+
+    run_ranks(train_and_save, 3)
+    assert_holds_what_one_rank_has(tmp_path / "two", 2)
+
+
+def test_a_converted_checkpoint_still_says_which_slots_are_plain(tmp_path):
+    def train_and_save():
+        model, optimizer = trained(over_all, 2)
+        save(tmp_path / "two", model=model, optimizer=optimizer)
+
+    def resume():
+        model, optimizer = make(over_all)
+        load(tmp_path / "converted", model=model, optimizer=optimizer)
+        optimizer.step()
+        save(tmp_path / "three", model=model, optimizer=optimizer)
+
+    run_ranks(train_and_save, 2)
+    convert(tmp_path / "two", tmp_path / "converted", to="dcp")
+    run_ranks(resume, 3)
+    assert_holds_what_one_rank_has(tmp_path / "three", 3)
+
+
+def tensor_parallel_part(param):
+    """A slot that knows of the data-parallel ranks alone: its shape is that of a tensor-parallel rank's part."""
+    mesh, part = param.device_mesh, (param.shape[0] // 2, *param.shape[1:])
+    stride = numbered(part).stride()
+    values = torch.zeros_like(param._local_tensor)
+    return DTensor.from_local(values, mesh["dp"], [Shard(0)], run_check=False, shape=torch.Size(part), stride=stride)
+
+
+def test_a_tensor_parallel_ranks_part_is_placed_by_its_parameter(tmp_path):
+    """By its own coordinates all tensor-parallel ranks would write one box, and equal values would hide it."""
+
+    def make_one():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh._shard_order = [1, 0]
+        dp, tp = mesh.get_coordinate()
+        mine = numbered((8, 2)).chunk(2)[tp].chunk(2)[dp].clone()
+        model = nn.ParameterDict({"a": DTensor.from_local(mine, mesh, [Shard(0), Shard(0)], run_check=False)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.state[model["a"]] = {slot: tensor_parallel_part(model["a"]) for slot in ("moment", "zero")}
+        return model, optimizer
+
+    def save_and_load():
+        model, optimizer = make_one()
+        with torch.no_grad():
+            optimizer.state[model["a"]]["moment"]._local_tensor.copy_(model["a"]._local_tensor + 100)
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+        model, optimizer = make_one()
+        load(tmp_path / "a", model=model, optimizer=optimizer)
+        state = optimizer.state[model["a"]]
+        return torch.equal(state["moment"]._local_tensor, model["a"]._local_tensor + 100), state["moment"].shape
+
+    assert run_ranks(save_and_load, 4) == [(True, torch.Size((4, 2)))] * 4
+    stored = StoredCheckpoint(tmp_path / "a").tensors
+    assert {stored[f"optimizer.state.a.{slot}"].shape for slot in ("moment", "zero")} == {(8, 2)}
+    fresh = nn.ParameterDict({"a": torch.zeros(8, 2)})
+    optimizer = torch.optim.SGD(fresh.parameters())
+    load(tmp_path / "a", model=fresh, optimizer=optimizer)
+    assert torch.equal(optimizer.state[fresh["a"]]["moment"], numbered((8, 2)) + 100)
+
+
+@pytest.mark.parametrize("num_elements", [4, 5, 12, 24])
+@pytest.mark.parametrize("step", ["save", "load"])
+def test_a_slot_of_another_size_is_refused_by_name(tmp_path, num_elements, step):
+    def run():
+        model, optimizer = make(over_all)
+        if step == "load":
+            save(tmp_path / "a", model=model, optimizer=trained_like(model))
+        optimizer.state[model["hidden"]]["momentum"] = torch.zeros(num_elements)
+        with pytest.raises((ValueError, CheckpointFailed)) as info:
+            (save if step == "save" else load)(tmp_path / "a", model=model, optimizer=optimizer)
+        return str(info.value)
+
+    told = run_ranks(run, 2)
+    own = [text for text in told if "Expected 'optimizer.state.hidden.momentum' to have the" in text]
+    assert own and all(f"got {num_elements} of shape" in text for text in own)
+    if step == "save":
+        assert list(tmp_path.iterdir()) == []
+
+
+def trained_like(model):
+    optimizer = OnShards(model.parameters())
+    optimizer.step()
+    return optimizer
+
+
+def test_a_slot_that_only_some_ranks_could_hold_is_refused(tmp_path):
+    """Three elements are the second rank's part, and nothing that the first could have."""
+
+    def save_one():
+        model, optimizer = make(over_all)
+        optimizer.state[model["hidden"]]["momentum"] = torch.zeros(9)
+        with pytest.raises((ValueError, CheckpointFailed)) as info:
+            save(tmp_path / "a", model=model, optimizer=optimizer)
+        return type(info.value)
+
+    assert run_ranks(save_one, 2) == [ValueError, CheckpointFailed]

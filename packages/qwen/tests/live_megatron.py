@@ -1,0 +1,455 @@
+"""Tiny Qwen3.5s as ranks hold them: Megatron's fused tensors, cut between rows anywhere, and Hugging Face's names.
+
+What a rank has is made of whole tensors here, by slicing alone: none of what is tested says what is expected.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from qwen_tiny import MemorySource, config_of, read_all, translated
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lamella_checkpoint import (
+    LiveCut,
+    LiveShard,
+    from_megatron_model,
+    global_expert,
+    load,
+    save,
+    to_megatron_model,
+    written_pieces,
+)
+from lamella_layout import Range
+from lamella_qwen import megatron_rules, megatron_sizes
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+PARTS = {"in_proj": ("query", "key", "value", "z", "beta", "alpha"), "conv1d": ("query", "key", "value")}
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks on meshes (dp, tp) and (edp, ep, etp), the last axis of each within a host; and how they hold things.
+
+    `is_even` cuts along the data axis as placements say, and not wherever a packed buffer of all parameters is cut.
+    `slots` says what an optimizer keeps: DTensors like the parameter, plain tensors of the rank's elements, flat ones,
+    or DTensors that know of the data axis alone. `is_sequential` names experts as modules of their own.
+    """
+
+    dp: int
+    tp: int
+    ep: int = 1
+    etp: int = 1
+    is_even: bool = False
+    slots: str = "like"
+    is_sequential: bool = False
+
+    @property
+    def num_ranks(self):
+        return self.dp * self.tp
+
+    @property
+    def edp(self):
+        return self.num_ranks // (self.ep * self.etp)
+
+    def __str__(self):
+        return f"dp{self.dp}tp{self.tp}ep{self.ep}etp{self.etp}"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model and its Adam, whole, under the names of both sides; "" is the slot of the weights."""
+
+    kind: str
+    published: dict
+    canonical: dict
+
+    @classmethod
+    def of(cls, kind, weights):
+        torch.manual_seed(3)
+        published = {"": weights} | {
+            slot: {name: torch.rand_like(each) for name, each in weights.items()} for slot in SLOTS
+        }
+        tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+        for slot in SLOTS:
+            tensors |= {f"optimizer.state.{name}.{slot}": tensor for name, tensor in published[slot].items()}
+        moved = read_all(translated(MemorySource(tensors), megatron_rules(config_of(kind)), "right"))
+        names = [name.removeprefix("model.") for name in moved if name.startswith("model.")]
+        canonical = {"": {name: moved[f"model.{name}"] for name in names}}
+        for slot in SLOTS:
+            canonical[slot] = {name: moved[f"optimizer.state.{name}.{slot}"] for name in names}
+        return cls(kind, published, canonical)
+
+
+class Part:
+    """A tensor-parallel rank's part of one of a model's tensors."""
+
+    def __init__(self, values, tp_dim, *, is_expert=False):
+        self.values, self.tp_dim, self.is_expert = values, tp_dim, is_expert
+
+
+COLUMNS = ("linear_qkv", "linear_fc1", "in_proj", "conv1d", "word_embeddings", "output_layer")
+ROWS = ("linear_proj.weight", "out_proj.weight", "linear_fc2.weight")
+
+
+def tp_dim_of(name):
+    name = re.sub(r"\d+$", "", name)
+    if name.endswith(ROWS):
+        return 1
+    is_column = name.endswith(("A_log", "dt_bias")) or name.rpartition(".")[0].endswith(COLUMNS)
+    return 0 if is_column and "layer_norm" not in name else None
+
+
+def parts_of(canonical, world, tp, ep, etp):
+    """What a tensor-parallel rank's model has, by its own names, as megatron-core lays it out."""
+    parts = {}
+    for name, tensor in canonical.items():
+        expert = re.match(r"(.*\.experts\.linear_fc\d\.weight)(\d+)$", name)
+        num, rank = (world.etp, etp) if expert else (world.tp, tp)
+        component = re.match(r"(.*\.self_attention\.(in_proj|conv1d)\.weight)\.query$", name)
+        dim = tp_dim_of(name)
+        if expert:
+            mine = experts_of(canonical, world, ep)
+            if int(expert[2]) not in mine:
+                continue
+            own = own_name(expert[1], int(expert[2]) - mine[0], world)
+        else:
+            own = name
+        if component:
+            each = [canonical[f"{component[1]}.{part}"].chunk(num)[rank] for part in PARTS[component[2]]]
+            parts[component[1]] = Part(torch.cat(each), 0)
+        elif re.search(r"self_attention\.(in_proj|conv1d)\.weight\.", name):
+            continue
+        elif is_gated(name, canonical):
+            parts[own] = Part(torch.cat([half.chunk(num)[rank] for half in tensor.chunk(2)]), 0, is_expert=bool(expert))
+        else:
+            values = tensor if dim is None else tensor.chunk(num, dim)[rank]
+            parts[own] = Part(values.contiguous(), dim, is_expert=bool(expert))
+    return parts
+
+
+def experts_of(canonical, world, ep):
+    """The numbers of a rank's experts; those before the last rank have as many each as an uneven number allows."""
+    numbers = {
+        int(found[1])
+        for found in (re.search(r"experts\.linear_fc1\.weight(\d+)$", name) for name in canonical)
+        if found
+    }
+    return range(*_bounds(len(numbers), world.ep, ep))
+
+
+def _bounds(size, num, rank):
+    share = -(-size // num)
+    return min(share * rank, size), min(share * (rank + 1), size)
+
+
+def own_name(name, index, world):
+    if not world.is_sequential:
+        return f"{name}{index}"
+    head, layer, kind = name.rsplit(".", 2)
+    return f"{head}.local_experts.{index}.{layer}.{kind}"
+
+
+def is_gated(name, canonical):
+    return ".linear_fc1.weight" in name and not name.startswith("vision_model.")
+
+
+def rows_of(parts, num, rank, *, is_even):
+    """The rows of each part that a rank on the data axis has; of a packed buffer, which may be none of a part."""
+    if is_even:
+        return {name: _bounds(len(part.values), num, rank) for name, part in parts.items()}
+    ends = list(accumulate(part.values.numel() for part in parts.values()))
+    cuts = [ends[-1] * each // num for each in range(num + 1)] if ends else []
+    found = {}
+    for (name, part), end in zip(parts.items(), ends, strict=True):
+        shape = part.values.shape
+        row, start = prod(shape[1:]), end - prod(shape)
+        found[name] = tuple(min(max(-(-(cut - start) // row), 0), shape[0]) for cut in cuts[rank : rank + 2])
+    return found
+
+
+class Meshes:
+    """The two meshes of a world, on which tensor parallelism cuts first, as Megatron-FSDP says on its own."""
+
+    def __init__(self, world):
+        self.world = world
+        self.dense = init_device_mesh("cpu", (world.dp, world.tp), mesh_dim_names=("dp", "tp"))
+        axes = ("edp", "ep", "etp")
+        self.experts = init_device_mesh("cpu", (world.edp, world.ep, world.etp), mesh_dim_names=axes)
+        self.of_expert = self.experts["edp", "etp"]
+        self.dense._shard_order = self.of_expert._shard_order = [1, 0]
+        self.dp, self.tp = self.dense.get_coordinate()
+        self.edp, self.ep, self.etp = self.experts.get_coordinate()
+
+
+class Rank:
+    """A rank's model, its optimizer, and what each of its tensors should hold.
+
+    What nothing has been read into is not a number. An optimizer that has been stepped has slots to read into, of
+    the world's kind; one that is fresh has none.
+    """
+
+    def __init__(self, whole, world, *, is_stepped=False):
+        self.whole, self.world, self.meshes = whole, world, Meshes(world)
+        self.first_expert = next(iter(experts_of(whole.canonical[""], world, self.meshes.ep)), 0)
+        self.parts = {slot: self._parts(canonical) for slot, canonical in whole.canonical.items()}
+        self.rows = self._rows()
+        self.model, self.params = nn.Module(), {}
+        for name, part in self.parts[""].items():
+            self.params[name] = self._parameter(part, self.rows[name])
+            register(self.model, name, self.params[name])
+        self.optimizer = make_optimizer(self.params)
+        if is_stepped:
+            self._step(torch.nan)
+
+    @property
+    def shapes(self):
+        return {name: tuple(param.shape) for name, param in self.params.items()}
+
+    def correspondences(self, dialect=None):
+        sizes = megatron_sizes(config_of(self.whole.kind), tensor_parallel_size=self.world.tp)
+        return from_megatron_model(
+            self.shapes, sizes=sizes | {"etp": self.world.etp}, dialect=dialect, first_expert=self.first_expert
+        )
+
+    def train(self):
+        """Have the optimizer's state and options be what they should."""
+        self._step()
+        for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
+            group.update(options)
+
+    def save(self, path):
+        save(path, model=self.model, optimizer=self.optimizer, correspondences=self.correspondences())
+
+    def load(self, path, then: Callable = lambda source: source, *, optimizer=True):
+        """Read a checkpoint, of which `then` makes canonical names."""
+        mine = self.correspondences()
+        load(
+            path,
+            model=self.model,
+            optimizer=self.optimizer if optimizer else None,
+            translate=lambda source: to_megatron_model(then(source), mine),
+        )
+
+    def export(self, path, dialect):
+        """Write `fsdp_dtensor` with torch DCP, as Megatron does: pieces of tensors, and its own objects."""
+        cut = LiveCut(self.correspondences(dialect), to="left")
+        shards = {name: self._shard(name) for name in self.params}
+        model, inner = "model.module.", "module.module.module."
+        weights = written_pieces(cut, {name: (shards[name], param) for name, param in self.params.items()})
+        values = {f"{model}{name}": value for name, value in weights.items()}
+        for slot in SLOTS:
+            held = {name: (shards[name], self._slot(name, slot)) for name in self.params}
+            moments = written_pieces(cut, held)
+            values |= {f"optimizer.state.{inner}{name}.{slot}": value for name, value in moments.items()}
+            values |= {f"optimizer.state.{inner}{name}.step": torch.tensor(7.0) for name in moments}
+        names = {id(param): global_expert(name, self.first_expert) for name, param in self.params.items()}
+        for group in self.optimizer.param_groups:
+            options = {option: group[option] for option in OPTIONS[0]}
+            for param in group["params"]:
+                prefix = f"optimizer.param_to_group_meta.{inner}{names[id(param)]}"
+                values |= {f"{prefix}.{option}": value for option, value in options.items()}
+        dcp.save(values | {"args": args_of(self), "iteration": 3, "checkpoint_version": 3.0}, checkpoint_id=path)
+
+    def assert_holds(self, *, optimizer=True):
+        """Every element of every tensor is the one that belongs there, and so are the moments and the options."""
+        for name, param in self.params.items():
+            assert torch.equal(local(param), self._expected(name, "")), (dist.get_rank(), name)
+            state = self.optimizer.state.get(param, {})
+            for slot in SLOTS if optimizer else ():
+                expected = self._expected(name, slot)
+                assert torch.equal(local(state[slot]).view(expected.shape), expected), (dist.get_rank(), name, slot)
+            assert not optimizer or state["step"] == 7.0, name
+        if optimizer:
+            assert_options(self.optimizer)
+
+    def _parts(self, canonical):
+        return parts_of(canonical, self.world, self.meshes.tp, self.meshes.ep, self.meshes.etp)
+
+    def _rows(self):
+        found = {}
+        for is_expert, num, rank in [(False, self.world.dp, self.meshes.dp), (True, self.world.edp, self.meshes.edp)]:
+            parts = {name: part for name, part in self.parts[""].items() if part.is_expert == is_expert}
+            found |= rows_of(parts, num, rank, is_even=self.world.is_even)
+        return found
+
+    def _expected(self, name, slot):
+        start, stop = self.rows[name]
+        return self.parts[slot][name].values[start:stop]
+
+    def _slot(self, name, slot):
+        """The live slot; a rank that has nothing of a parameter need not have it."""
+        return self.optimizer.state.get(self.params[name], {}).get(slot, self._expected(name, slot))
+
+    def _shard(self, name):
+        part, (start, stop) = self.parts[""][name], self.rows[name]
+        row = prod(part.values.shape[1:])
+        num, rank = (self.world.etp, self.meshes.etp) if part.is_expert else (self.world.tp, self.meshes.tp)
+        elements = Range(start * row, stop * row)
+        shape = self.params[name].shape
+        return LiveShard.of_rows(shape, elements, tp_dim=part.tp_dim, num_tp=num, tp_rank=rank)
+
+    def _parameter(self, part, rows):
+        start, stop = rows
+        mine = torch.full_like(part.values[start:stop], torch.nan)
+        mesh = self.meshes.of_expert if part.is_expert else self.meshes.dense
+        placements = [Shard(0), Replicate() if part.tp_dim is None else Shard(part.tp_dim)]
+        shape = list(part.values.shape)
+        if part.tp_dim is not None:
+            shape[part.tp_dim] *= mesh.size(1)
+        param = nn.Parameter(as_dtensor(mine, mesh, placements, shape))
+        if not self.world.is_even:
+            offsets = [start, *[0] * (mine.ndim - 1)]
+            if part.tp_dim is not None:
+                offsets[part.tp_dim] += part.values.shape[part.tp_dim] * mesh.get_local_rank(1)
+            tell(param, offsets)
+        return param
+
+    def _step(self, value=None):
+        """Give each parameter its state; none where the rank has nothing of it."""
+        for name, param in self.params.items():
+            start, stop = self.rows[name]
+            if start < stop:
+                state = {slot: self._make_slot(name, param, slot, value) for slot in SLOTS}
+                self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
+
+    def _make_slot(self, name, param, slot, value):
+        values, part = self._expected(name, slot).clone(), self.parts[slot][name]
+        if value is not None:
+            values.fill_(value)
+        match self.world.slots:
+            case "plain":
+                return values
+            case "flat":
+                return values.flatten()
+            case "data axis":
+                mesh = self.meshes.of_expert["edp"] if part.is_expert else self.meshes.dense["dp"]
+                return as_dtensor(values, mesh, [Shard(0)], part.values.shape)
+        made = torch.zeros_like(param)
+        made._local_tensor.copy_(values)
+        return made
+
+
+def local(tensor):
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def as_dtensor(values, mesh, placements, shape):
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def tell(param, offsets):
+    """Have a DTensor's local tensor say where it lies, as Megatron does it: one chunk, and nothing written if empty."""
+    held = param._local_tensor
+    chunk = ChunkStorageMetadata(torch.Size(offsets), held.shape)
+
+    def create_write_items(name, _):
+        data = TensorWriteData(chunk, TensorProperties(dtype=held.dtype), param.shape)
+        item = WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        return [item] if held.numel() else []
+
+    held.__create_write_items__ = create_write_items
+    held.__create_chunk_list__ = lambda: [chunk]
+
+
+def register(model, name, param):
+    *path, last = name.split(".")
+    for each in path:
+        if not hasattr(model, each):
+            model.add_module(each, nn.Module())
+        model = getattr(model, each)
+    model.register_parameter(last, param)
+
+
+OPTIONS = (
+    {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    {"lr": 5e-4, "betas": (0.8, 0.99), "weight_decay": 0.0},
+)
+
+
+def make_optimizer(params):
+    """AdamW whose norms are a group of their own, with options that are nobody's yet."""
+    groups = [[param for name, param in params.items() if ("norm" in name) == is_norm] for is_norm in (False, True)]
+    return torch.optim.AdamW([{"params": group, "lr": 9.0 - index} for index, group in enumerate(groups)])
+
+
+def assert_options(optimizer):
+    for group, options in zip(optimizer.param_groups, OPTIONS, strict=True):
+        assert {option: group[option] for option in options} == options
+
+
+def args_of(rank):
+    """What Megatron's `args` say of the sizes of rank-major tensors."""
+    config = config_of(rank.whole.kind)
+    text = config.get("text_config", config)
+    names = [f"linear_{what}" for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+    return Namespace(tensor_model_parallel_size=rank.world.tp, **{name: text[name] for name in names})
+
+
+class PublishedRank:
+    """The same of a model with Hugging Face's names: packed experts are cut over all three axes of their mesh."""
+
+    def __init__(self, whole, world):
+        self.whole, self.meshes = whole, Meshes(world)
+        self.meshes.experts._shard_order = [1, 2, 0]
+        self.model = nn.Module()
+        self.params = {
+            name: nn.Parameter(self._part(name, torch.full_like(each, torch.nan)))
+            for name, each in whole.published[""].items()
+        }
+        for name, param in self.params.items():
+            register(self.model, name, param)
+        self.optimizer = make_optimizer(self.params)
+
+    def train(self):
+        """Have the optimizer's state and options be what they should."""
+        for name, param in self.params.items():
+            state = {slot: self._part(name, self.whole.published[slot][name]) for slot in SLOTS}
+            self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
+        for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
+            group.update(options)
+
+    def load(self, path, *, is_canonical=False):
+        """Read a checkpoint with these names, or with Megatron's canonical ones; of files with weights alone, these."""
+        rules = megatron_rules(config_of(self.whole.kind))
+
+        def published(source):
+            return translated(source, rules, "left")
+
+        optimizer = None if (path / "model.safetensors").is_file() else self.optimizer
+        load(path, model=self.model, optimizer=optimizer, translate=published if is_canonical else None)
+
+    def assert_holds(self, *, optimizer=True):
+        """As `Rank.assert_holds`."""
+        for name, param in self.params.items():
+            for slot in ("", *SLOTS) if optimizer else ("",):
+                held = self.optimizer.state[param][slot] if slot else param
+                expected = self._part(name, self.whole.published[slot][name])
+                assert torch.equal(local(held), local(expected)), (dist.get_rank(), name, slot)
+            assert not optimizer or self.optimizer.state[param]["step"] == 7.0, name
+        if optimizer:
+            assert_options(self.optimizer)
+
+    def _part(self, name, values):
+        if ".mlp.experts." in name:
+            mesh, dims, order = self.meshes.experts, (0, 0, 1), (1, 2, 0)
+        else:
+            mesh, order = self.meshes.dense, (1, 0)
+            dims = (0, 1 if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")) else 0)
+        mine = values
+        for axis in order:
+            size = mine.shape[dims[axis]]
+            start, stop = _bounds(size, mesh.size(axis), mesh.get_local_rank(axis))
+            mine = mine.narrow(dims[axis], start, stop - start)
+        return as_dtensor(mine.clone(), mesh, [Shard(dim) for dim in dims], values.shape)

@@ -1,0 +1,199 @@
+"""A Qwen3.5 goes from Hugging Face to ranks, from ranks to other ranks, to Megatron's format and back, bit by bit.
+
+On real process groups: tensor-parallel by data-parallel ranks, with experts on a mesh of their own. Each leg has
+another world. What every rank should hold is made by `live_megatron`, apart from what is tested.
+"""
+
+import re
+from itertools import product
+
+import pytest
+import torch._dynamo
+from live_megatron import PublishedRank, Rank, Whole, World
+from qwen_tiny import KINDS, config_of, make_model, translated, weights_of
+from safetensors.torch import load_file, save_file
+
+from lamella_checkpoint import save, save_safetensors
+from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19
+from lamella_qwen import megatron_rules
+from lamella_testing import run_ranks
+
+
+def make_whole(kind, num_experts=4):
+    """A layer of each sort is enough: the first, and the fourth, which is an attention layer."""
+    weights = {
+        name: tensor for name, tensor in weights_of(make_model(kind)).items() if not re.search(r"layers\.[12]\.", name)
+    }
+    if num_experts < 4:
+        routed = (".mlp.experts.", ".mlp.gate.")
+        weights |= {
+            name: tensor[:num_experts] for name, tensor in weights.items() if any(each in name for each in routed)
+        }
+    return Whole.of(kind, weights)
+
+
+WHOLE = {kind: make_whole(kind) for kind in KINDS} | {"three experts": make_whole("moe", num_experts=3)}
+
+# One world a leg: it reads Hugging Face's files, the native checkpoint, Megatron's. Together they have every number of
+# ranks along each axis, and every kind of slot; experts that ranks have one more of than others, and ranks with none.
+CHAINS = [
+    ("dense", RELEASE_0_19, World(2, 2), World(3, 1, is_even=True, slots="plain"), World(1, 4)),
+    ("dense", BRIDGE, World(1, 1), World(3, 4, slots="data axis"), World(2, 1, is_even=True)),
+    (
+        "moe",
+        RELEASE_0_19,
+        World(2, 2, ep=2, slots="flat"),
+        World(2, 4, ep=2, etp=4, slots="data axis"),
+        World(3, 1, ep=3),
+    ),
+    (
+        "moe",
+        BRIDGE,
+        World(3, 2, ep=2, etp=1, is_sequential=True),
+        World(2, 2, ep=2, etp=2, is_even=True),
+        World(1, 2, ep=2, slots="plain"),
+    ),
+    ("vision", BRIDGE, World(1, 4, slots="plain"), World(3, 2, slots="flat"), World(2, 1)),
+    (
+        "three experts",
+        RELEASE_0_19,
+        World(1, 2, ep=2, slots="data axis"),
+        World(3, 2, ep=3, etp=2, slots="flat"),
+        World(2, 1, ep=2, is_even=True),
+    ),
+    (
+        "vision-moe",
+        RELEASE_0_19,
+        World(2, 1, ep=2, slots="plain"),
+        World(2, 2, ep=2, slots="plain"),
+        World(3, 1, is_sequential=True),
+    ),
+]
+
+
+def name_of(value):
+    return getattr(value, "name", str(value))
+
+
+def read_published(rank, files):
+    rules = megatron_rules(config_of(rank.whole.kind))
+    rank.load(files, lambda source: translated(source, rules, "right"), optimizer=False)
+
+
+def publish(whole, directory):
+    directory.mkdir()
+    save_file(whole.published[""], directory / "model.safetensors")
+    return directory
+
+
+def assert_published(whole, directory):
+    published = load_file(directory / "model.safetensors")
+    assert published.keys() == whole.published[""].keys()
+    for name, tensor in whole.published[""].items():
+        assert torch.equal(published[name], tensor), name
+
+
+@pytest.mark.parametrize(("kind", "dialect", "first", "second", "third"), CHAINS, ids=name_of)
+def test_nothing_changes_from_world_to_world(tmp_path, kind, dialect, first, second, third):
+    whole = WHOLE[kind]
+    files = publish(whole, tmp_path / "hf")
+
+    def train():
+        rank = Rank(whole, first)
+        read_published(rank, files)
+        rank.assert_holds(optimizer=False)
+        rank.train()
+        rank.save(tmp_path / "native")
+
+    def hand_over():
+        rank = Rank(whole, second, is_stepped=True)
+        rank.load(tmp_path / "native")
+        rank.assert_holds()
+        rank.export(tmp_path / "megatron", dialect)
+
+    def take_back():
+        rank = Rank(whole, third)
+        rank.load(tmp_path / "megatron")
+        rank.assert_holds()
+        rank.save(tmp_path / "back")
+        published = PublishedRank(whole, third)
+        published.load(tmp_path / "back", is_canonical=True)
+        published.assert_holds()
+        save_safetensors(tmp_path / "published", model=published.model)
+
+    run_ranks(train, first.num_ranks)
+    run_ranks(hand_over, second.num_ranks)
+    run_ranks(take_back, third.num_ranks)
+    assert_published(whole, tmp_path / "published")
+
+
+def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path):
+    whole = WHOLE["moe"]
+    files = publish(whole, tmp_path / "hf")
+
+    def read():
+        rank = PublishedRank(whole, World(3, 2, ep=2))
+        rank.load(files)
+        rank.assert_holds(optimizer=False)
+        rank.train()
+        save(tmp_path / "native", model=rank.model, optimizer=rank.optimizer)
+
+    def write():
+        rank = PublishedRank(whole, World(1, 4, ep=2, etp=2))
+        rank.load(tmp_path / "native")
+        rank.assert_holds()
+        save_safetensors(tmp_path / "published", model=rank.model)
+
+    run_ranks(read, 6)
+    run_ranks(write, 4)
+    assert_published(whole, tmp_path / "published")
+
+
+def every_world(kind):
+    """Worlds of every number of ranks along each axis that fit together, each with another way of holding things."""
+    has_experts = "experts" in next(name for name in WHOLE[kind].canonical[""] if ".mlp." in name and "fc2" in name)
+    num_ep, slots = (1, 2) if has_experts else (1,), ("like", "plain", "flat", "data axis")
+    fitting = [
+        (dp, tp, ep, etp)
+        for tp, dp, ep in product((1, 2, 4), (1, 2, 3), num_ep)
+        for etp in sorted({1, tp} if has_experts else {1})
+        if dp * tp % (ep * etp) == 0
+    ]
+    return [
+        World(*sizes, is_even=index % 3 == 1, slots=slots[index % 4], is_sequential=index % 5 == 2)
+        for index, sizes in enumerate(fitting)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WHOLE)
+def test_every_world_hands_over_to_the_next(tmp_path, kind):
+    whole, worlds = WHOLE[kind], every_world(kind)
+    files = publish(whole, tmp_path / "hf")
+
+    def begin():
+        rank = Rank(whole, worlds[0])
+        read_published(rank, files)
+        rank.train()
+        rank.save(tmp_path / "0")
+
+    def pass_on(number):
+        rank = Rank(whole, worlds[number % len(worlds)], is_stepped=number % 2 == 0)
+        rank.load(tmp_path / str(number - 1))
+        rank.assert_holds()
+        if number % 3:
+            rank.export(tmp_path / str(number), (RELEASE_0_19, BRIDGE)[number % 3 - 1])
+        else:
+            rank.save(tmp_path / str(number))
+
+    def end():
+        published = PublishedRank(whole, World(3, 2, ep=2))
+        published.load(tmp_path / str(len(worlds)), is_canonical=True)
+        published.assert_holds()
+        save_safetensors(tmp_path / "published", model=published.model)
+
+    run_ranks(begin, worlds[0].num_ranks)
+    for number in range(1, len(worlds) + 1):
+        run_ranks(pass_on, worlds[number % len(worlds)].num_ranks, number)
+    run_ranks(end, 6)
+    assert_published(whole, tmp_path / "published")
