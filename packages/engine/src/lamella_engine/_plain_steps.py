@@ -184,7 +184,7 @@ def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
     """What to call the step with, if it can be made on a view."""
     if not any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
         return None
-    if _has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
+    if has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
         return None
     view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
     return None if view is None else ((view, *args[1:]), kwargs)
@@ -200,11 +200,17 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     vars(optimizer).update({key: noted[key] for key in noted if noted[key] is not given.get(key) and key not in ours})
 
 
-def _has_other_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is called before the step that may change what it finds."""
+def has_other_hooks(optimizer: Optimizer, *, than: int = 0) -> bool:
+    """Whether something is called before the step that may change what it finds, or look at it.
+
+    Args:
+        optimizer: Whose.
+        than: How many hooks of its own are this package's.
+    """
     hooks = _global_optimizer_pre_hooks.values()
     foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(f"{__package__}.")]
-    return not all(only_waits(hook) for hook in (*foreign, *optimizer._optimizer_step_pre_hooks.values()))
+    own = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not only_waits(hook)]
+    return not all(map(only_waits, foreign)) or len(own) > than
 
 
 # After the one of `_optimizers`, which exchanges parameters.
