@@ -27,6 +27,11 @@ PLANTED = [
         "lamella_engine._state",
         "The engine reads from left to right, as docs/design/0001-engine.md has it",
     ),
+    (
+        "lamella_checkpoint._formats.items",
+        "lamella_checkpoint._training.save",
+        "Checkpoints read from the bottom up, as docs/design/0007-checkpoints.md has it",
+    ),
 ]
 
 

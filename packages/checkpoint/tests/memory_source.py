@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lamella_checkpoint._source import TensorInfo, Wanted
+from lamella_checkpoint._base.source import TensorInfo, Wanted
 from lamella_layout import Chunk
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
-from lamella_checkpoint._checksums import Checksums
+from lamella_checkpoint._formats.checksums import Checksums
 from lamella_testing import run_ranks
 
 DEADLINE_S = 60

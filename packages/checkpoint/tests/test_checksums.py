@@ -7,8 +7,8 @@ import zlib
 import pytest
 
 from lamella_checkpoint import CheckpointDamaged
-from lamella_checkpoint._checksums import FILE, Checksums, ChecksumStream, Span, of_whole_file
-from lamella_checkpoint._manifest import Manifest
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._formats.checksums import FILE, Checksums, ChecksumStream, Span, of_whole_file
 
 
 @pytest.fixture

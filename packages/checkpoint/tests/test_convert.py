@@ -17,10 +17,10 @@ from sources import random_bits, read, same_bits
 from torch import nn
 
 from lamella_checkpoint import CheckpointDamaged, convert, diff, load, open_both, save, save_safetensors
-from lamella_checkpoint._convert import SIDE_FILES
-from lamella_checkpoint._manifest import Manifest
-from lamella_checkpoint._safetensors import DTYPES, SafetensorsSource
-from lamella_checkpoint._translate import rename
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._formats.safetensors import DTYPES, SafetensorsSource
+from lamella_checkpoint._tools.convert import SIDE_FILES
+from lamella_checkpoint._translation.translate import rename
 
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]
 
@@ -431,7 +431,8 @@ def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(
 
 PEAK = """
 import os, sys
-from lamella_checkpoint import _items, convert
+from lamella_checkpoint import convert
+from lamella_checkpoint._formats import items as _items
 
 def peak(label):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(label))

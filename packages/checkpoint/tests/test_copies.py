@@ -11,7 +11,8 @@ from test_async_save import filled, in_child, value_at
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _copies, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint._training import copies as _copies
 from lamella_testing import run_ranks
 
 NUM_FEATURES = 200  # Weights that are too large to be copied at once.

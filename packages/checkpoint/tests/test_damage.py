@@ -10,7 +10,8 @@ from forged import forget_checksums
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, _dcp_read, load, save
+from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, load, save
+from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_testing import run_ranks
 
 

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, CheckpointUntrusted, load
-from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._fill import fill
-from lamella_checkpoint._metadata import StoredMetadata
-from lamella_checkpoint._torch_zip import find_tensor, records
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint._formats.metadata import StoredMetadata
+from lamella_checkpoint._formats.torch_zip import find_tensor, records
+from lamella_checkpoint._state.fill import fill
 from lamella_testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -79,7 +79,7 @@ def test_values_that_are_no_tensors_are_one_object_a_leaf(tmp_path):
 
 
 def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_path):
-    """Note [Optimizers by group] of `_sections`."""
+    """Note [Optimizers by group] of `_translation.sections`."""
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     stored = StoredCheckpoint(dcp_save({"optimizer": optimizer.state_dict()}, tmp_path / "a"))
     assert stored.read_object("optimizer.param_groups.0.params") == [0, 1]
@@ -298,7 +298,7 @@ def test_loads_are_in_place_and_cast_and_take_leaves(tmp_path):
 
 
 def test_names_may_share_a_place(tmp_path):
-    """Note [Names that share data] of `_dcp_write`."""
+    """Note [Names that share data] of `_formats.dcp_write`."""
     path = dcp_save({"model": {"weight": torch.ones(2, 2)}}, tmp_path / "a")
     content = metadata(path)
     content.state_dict_metadata["model.alias"] = content.state_dict_metadata["model.weight"]

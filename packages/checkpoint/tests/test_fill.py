@@ -9,10 +9,10 @@ from memory_source import MemorySource
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lamella_checkpoint._fill import fill
-from lamella_checkpoint._megatron import read_fsdp_dtensor
-from lamella_checkpoint._megatron_model import from_megatron_model
-from lamella_checkpoint._shards import LiveCut, LiveShard, written_pieces
+from lamella_checkpoint._state.fill import fill
+from lamella_checkpoint._state.shards import LiveCut, LiveShard, written_pieces
+from lamella_checkpoint._translation.megatron import read_fsdp_dtensor
+from lamella_checkpoint._translation.megatron_model import from_megatron_model
 from lamella_layout import Range
 from lamella_testing import run_ranks
 

@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from sources import Memory, cut, read
 
-from lamella_checkpoint import CheckpointDamaged, _float8, load
-from lamella_checkpoint._float8 import Dequantised, Quantised, block_of, is_quantised, linear_weights, quantised_config
-from lamella_checkpoint._safetensors import SafetensorsSource
-from lamella_checkpoint._source import TensorInfo
+from lamella_checkpoint import CheckpointDamaged, load
+from lamella_checkpoint._base.source import TensorInfo
+from lamella_checkpoint._formats import float8 as _float8
+from lamella_checkpoint._formats.float8 import (
+    Dequantised,
+    Quantised,
+    block_of,
+    is_quantised,
+    linear_weights,
+    quantised_config,
+)
+from lamella_checkpoint._formats.safetensors import SafetensorsSource
 from lamella_layout import Chunk
 
 FLOAT8 = torch.float8_e4m3fn

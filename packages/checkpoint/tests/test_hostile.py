@@ -27,9 +27,9 @@ from lamella_checkpoint import (
     save,
     verify,
 )
-from lamella_checkpoint._directories import publish, recover, stage
-from lamella_checkpoint._items import unpickle
-from lamella_checkpoint._megatron_files import iteration_directory, plain_contents, train_state
+from lamella_checkpoint._base.directories import publish, recover, stage
+from lamella_checkpoint._formats.items import unpickle
+from lamella_checkpoint._formats.megatron_files import iteration_directory, plain_contents, train_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

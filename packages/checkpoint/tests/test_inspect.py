@@ -12,7 +12,8 @@ from forged import forget_checksums
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from lamella_checkpoint import CheckpointUntrusted, Format, _diff, diff, inspect, save, save_safetensors, verify
+from lamella_checkpoint import CheckpointUntrusted, Format, diff, inspect, save, save_safetensors, verify
+from lamella_checkpoint._tools import diff as _diff
 from lamella_testing import run_ranks
 
 

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_checkpoint import load, save
-from lamella_checkpoint._boxes import places_in_memory
-from lamella_checkpoint._correspondence import Correspondence
-from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19
-from lamella_checkpoint._megatron_model import from_megatron_model
-from lamella_checkpoint._shards import LiveCut, LiveShard, written_pieces
+from lamella_checkpoint._base.boxes import places_in_memory
+from lamella_checkpoint._state.shards import LiveCut, LiveShard, written_pieces
+from lamella_checkpoint._translation.correspondence import Correspondence
+from lamella_checkpoint._translation.megatron import BRIDGE, RELEASE_0_19
+from lamella_checkpoint._translation.megatron_model import from_megatron_model
 from lamella_layout import Chunk, Range, Region, mesh_region
 from lamella_testing import run_ranks
 

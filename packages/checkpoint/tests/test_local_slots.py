@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_checkpoint import AsyncSaver, CheckpointFailed, convert, load, save
-from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_testing import run_ranks
 
 ROWS = {"hidden": (7, 3), "short": (2, 2), "bias": (5,)}

@@ -9,11 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from memory_source import read_all
 
-from lamella_checkpoint._convert import convert
-from lamella_checkpoint._errors import CheckpointDamaged, SizeUnknown
-from lamella_checkpoint._inspect import inspect
-from lamella_checkpoint._megatron_files import iteration_directory, open_megatron, plain_contents, train_state
-from lamella_checkpoint._open import Format, open_checkpoint
+from lamella_checkpoint._base.errors import CheckpointDamaged, SizeUnknown
+from lamella_checkpoint._formats.megatron_files import iteration_directory, open_megatron, plain_contents, train_state
+from lamella_checkpoint._formats.open import Format, open_checkpoint
+from lamella_checkpoint._tools.convert import convert
+from lamella_checkpoint._tools.inspect import inspect
 
 
 def save(path, values):

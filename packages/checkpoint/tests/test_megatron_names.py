@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_source import MemorySource, read_all, read_in_chunks
 
-from lamella_checkpoint._hybrid_stack import layer_symbols, logical_name, nested_names
-from lamella_checkpoint._megatron import (
+from lamella_checkpoint._translation.hybrid_stack import layer_symbols, logical_name, nested_names
+from lamella_checkpoint._translation.megatron import (
     BRIDGE,
     RELEASE_0_19,
     Dialect,
@@ -21,7 +21,7 @@ from lamella_checkpoint._megatron import (
     sizes_of_args,
     write_fsdp_dtensor,
 )
-from lamella_checkpoint._megatron_model import from_megatron_model, global_expert, to_megatron_model
+from lamella_checkpoint._translation.megatron_model import from_megatron_model, global_expert, to_megatron_model
 
 QK, V, NVH, D_INNER, D_STATE, NHEADS = 4, 8, 4, 8, 4, 4
 SIZES = {"qk": QK, "v": V, "nvh": NVH, "d_inner": D_INNER, "d_state": D_STATE, "nheads": NHEADS}

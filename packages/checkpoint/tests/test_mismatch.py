@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lamella_checkpoint import CheckpointFailed, CheckpointMismatch, NameDifference, check, load, save
-from lamella_checkpoint._dcp_read import StoredCheckpoint
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_testing import run_ranks
 
 

@@ -212,7 +212,7 @@ def test_translation_gives_other_names(tmp_path):
     live = nn.Linear(2, 2)
 
     def translate(source):
-        from lamella_checkpoint._translate import rename
+        from lamella_checkpoint._translation.translate import rename
 
         return rename(source, {"model.w": "model.weight", "model.b": "model.bias"}.__getitem__)
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lamella_checkpoint import CheckpointFailed
-from lamella_checkpoint._ranks import everywhere, exchange, num_ranks, on_device_of, on_rank_zero, rank
+from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_device_of, on_rank_zero, rank
 from lamella_testing import run_ranks
 
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lamella_checkpoint import CheckpointDirectory, load, save, translate
-from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._megatron import MAMBA_PARTS
-from lamella_checkpoint._megatron_model import from_megatron_model
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint._translation.megatron import MAMBA_PARTS
+from lamella_checkpoint._translation.megatron_model import from_megatron_model
 from lamella_testing import run_ranks
 
 ROWS = {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 1}

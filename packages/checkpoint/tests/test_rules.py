@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_source import MemorySource, read_all, read_in_chunks
 
-from lamella_checkpoint._rules import Grouped, Join, Rule, Rules, Stack
-from lamella_checkpoint._translate import parameter_shapes, translate
+from lamella_checkpoint._translation.rules import Grouped, Join, Rule, Rules, Stack
+from lamella_checkpoint._translation.translate import parameter_shapes, translate
 
 QKV = Rule(
     Join(("hf.{layer}.q", "hf.{layer}.k", "hf.{layer}.v"), sizes=("q", "kv", "kv")),

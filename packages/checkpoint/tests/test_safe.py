@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
-from lamella_checkpoint._metadata import StoredMetadata
-from lamella_checkpoint._pickles import Inert, UnknownType, read_pickle
+from lamella_checkpoint._base.pickles import Inert, UnknownType, read_pickle
+from lamella_checkpoint._formats.metadata import StoredMetadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -82,7 +82,7 @@ def call_on_ran(function):
         ("torch.distributed.checkpoint.filesystem", "FileSystem.mkdir"),
         ("torch.distributed.checkpoint.filesystem", "os"),
         ("megatron.core.dist_checkpointing", "os.MCoreMetadata"),
-        ("lamella_checkpoint._pickles", "pickle.loads"),
+        ("lamella_checkpoint._base.pickles", "pickle.loads"),
     ],
 )
 def test_only_listed_types_are_found_in_metadata(path, module, name):

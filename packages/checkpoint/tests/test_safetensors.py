@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from sources import cut, random_bits, read, same_bits, whole
 
-from lamella_checkpoint import CheckpointDamaged, _file_boxes
-from lamella_checkpoint._safetensors import DTYPES, SafetensorsSource
-from lamella_checkpoint._source import Wanted
+from lamella_checkpoint import CheckpointDamaged
+from lamella_checkpoint._base import file_boxes as _file_boxes
+from lamella_checkpoint._base.source import Wanted
+from lamella_checkpoint._formats.safetensors import DTYPES, SafetensorsSource
 from lamella_layout import Chunk
 
 

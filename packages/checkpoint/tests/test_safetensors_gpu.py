@@ -6,8 +6,8 @@ from gpu_training import build, train
 from safetensors.torch import save_file
 
 from lamella_checkpoint import convert, load, save_safetensors
-from lamella_checkpoint._safetensors import SafetensorsSource
-from lamella_checkpoint._source import Wanted
+from lamella_checkpoint._base.source import Wanted
+from lamella_checkpoint._formats.safetensors import SafetensorsSource
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_checkpoint import CheckpointFailed, _safetensors_save, _safetensors_write, convert, save, save_safetensors
-from lamella_checkpoint._safetensors import SafetensorsSource
-from lamella_checkpoint._safetensors_write import Blank, plan_files
+from lamella_checkpoint import CheckpointFailed, convert, save, save_safetensors
+from lamella_checkpoint._formats import safetensors_write as _safetensors_write
+from lamella_checkpoint._formats.safetensors import SafetensorsSource
+from lamella_checkpoint._formats.safetensors_write import Blank, plan_files
+from lamella_checkpoint._training import safetensors_save as _safetensors_save
 from lamella_testing import RankFailure, run_ranks
 
 

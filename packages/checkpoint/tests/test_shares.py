@@ -285,7 +285,7 @@ def test_a_part_of_a_larger_buffer_takes_its_own_bytes_alone(tmp_path):
 
 
 def test_large_shares_are_written_as_several_files(tmp_path, monkeypatch):
-    from lamella_checkpoint import _dcp_write
+    from lamella_checkpoint._formats import dcp_write as _dcp_write
 
     monkeypatch.setattr(_dcp_write, "_SPLIT_NBYTES", 3000)
     bag = Bag(**{f"p{n}": numbered(50, n) for n in range(8)})

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, _items, load, open_checkpoint
-from lamella_checkpoint._boxes import whole_box
-from lamella_checkpoint._source import Wanted
-from lamella_checkpoint._torch_file import TorchFile
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, load, open_checkpoint
+from lamella_checkpoint._base.boxes import whole_box
+from lamella_checkpoint._base.source import Wanted
+from lamella_checkpoint._formats import items as _items
+from lamella_checkpoint._formats.torch_file import TorchFile
 from lamella_layout import Chunk
 
 
@@ -82,7 +83,7 @@ def test_a_tied_tensor_is_read_once(tmp_path, monkeypatch):
     reads = []
     read_tensors = _items.read_tensors
     monkeypatch.setattr(
-        "lamella_checkpoint._torch_file.read_tensors", lambda d, r, e: reads.extend(r) or read_tensors(d, r, e)
+        "lamella_checkpoint._formats.torch_file.read_tensors", lambda d, r, e: reads.extend(r) or read_tensors(d, r, e)
     )
     one, other = torch.empty(1000), torch.empty(1000)
     source.read([Wanted("a", whole_box((1000,)), one), Wanted("b", whole_box((1000,)), other)])

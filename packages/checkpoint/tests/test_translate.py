@@ -6,9 +6,9 @@ import pytest
 import torch
 from memory_source import MemorySource, read_all, read_in_chunks
 
-from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings
-from lamella_checkpoint._source import Wanted
-from lamella_checkpoint._translate import not_undone, parameter_shapes, rename, translate
+from lamella_checkpoint._base.source import Wanted
+from lamella_checkpoint._translation.correspondence import Correspondence, Piece, Place, carried, meetings
+from lamella_checkpoint._translation.translate import not_undone, parameter_shapes, rename, translate
 from lamella_layout import Chunk
 
 

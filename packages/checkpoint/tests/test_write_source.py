@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from lamella_checkpoint import load
-from lamella_checkpoint._checksums import Checksums
-from lamella_checkpoint._dcp_read import StoredCheckpoint
-from lamella_checkpoint._manifest import Manifest
-from lamella_checkpoint._safetensors import SafetensorsSource
-from lamella_checkpoint._source import TensorInfo
-from lamella_checkpoint._stream import stream
-from lamella_checkpoint._write_source import write_dcp, write_safetensors, write_torch
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.source import TensorInfo
+from lamella_checkpoint._base.stream import stream
+from lamella_checkpoint._formats.checksums import Checksums
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint._formats.safetensors import SafetensorsSource
+from lamella_checkpoint._formats.write_source import write_dcp, write_safetensors, write_torch
 from lamella_layout import Chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

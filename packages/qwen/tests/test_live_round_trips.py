@@ -14,7 +14,7 @@ from qwen_tiny import KINDS, config_of, make_model, translated, weights_of
 from safetensors.torch import load_file, save_file
 
 from lamella_checkpoint import save, save_safetensors
-from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19
+from lamella_checkpoint._translation.megatron import BRIDGE, RELEASE_0_19
 from lamella_qwen import megatron_rules
 from lamella_testing import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from qwen_tiny import MemorySource, config_of, make_model, read_all, translated, weights_of
 
-from lamella_checkpoint._megatron import RELEASE_0_19, write_fsdp_dtensor
+from lamella_checkpoint._translation.megatron import RELEASE_0_19, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
 
 NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 8

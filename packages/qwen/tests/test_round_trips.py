@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from lamella_checkpoint import load, save, save_safetensors
-from lamella_checkpoint._convert import convert
+from lamella_checkpoint._tools.convert import convert
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
 from lamella_testing import run_ranks

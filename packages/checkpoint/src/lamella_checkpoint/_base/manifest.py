@@ -1,0 +1,178 @@
+"""`lamella.json`: what a checkpoint says about itself in plain text, and what the caller asked to keep."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
+from lamella_checkpoint._base.text import short
+
+FILE = "lamella.json"
+_FORMAT = "lamella-checkpoint"
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over.
+
+    `local_slots` are the slots that it keeps as plain tensors of a rank's elements: those of a fresh one are made so.
+    """
+
+    class_name: str
+    options: frozenset[str]
+    local_slots: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "OptimizerKind":
+        """The kind of a live optimizer."""
+        kind = type(optimizer)
+        return cls(
+            class_name=f"{kind.__module__}.{kind.__qualname__}",
+            options=frozenset(optimizer.defaults),
+            local_slots=frozenset(_local_slots(optimizer)),
+        )
+
+    def can_resume(self, other: "OptimizerKind") -> bool:
+        """Whether one declares all that the other does, as between releases of one class, or Adam and AdamW."""
+        return self.options <= other.options or other.options <= self.options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of `lamella.json`.
+
+    `extra` is the caller's; `checksums` is the name of the file that holds them; `save_id` tells a save in the
+    background from all others; `side_files` is the folder with what lay beside the weights in the Hugging Face
+    directory that this was converted from.
+    """
+
+    extra: Mapping[str, Any]
+    num_ranks: int
+    optimizer: OptimizerKind | None
+    checksums: str | None = None
+    side_files: str | None = None
+    save_id: str | None = None
+
+    def write(self, directory: Path) -> None:
+        """Write the file, and wait until its contents are on the disk.
+
+        Raises:
+            TypeError: `extra` holds something that JSON does not.
+        """
+        with (directory / FILE).open("w", encoding="utf-8") as file:
+            json.dump(self._as_json(), file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Read the file.
+
+        Raises:
+            CheckpointDamaged: It is absent or unreadable, or of a later format.
+        """
+        file = directory / FILE
+        file_size(directory, FILE)
+        content = read_json(file)
+        try:
+            version = content["format_version"]
+            if version != _FORMAT_VERSION:
+                raise CheckpointDamaged(
+                    str(file),
+                    f"expected format version {_FORMAT_VERSION}, got {version!r}; "
+                    f"a newer lamella-checkpoint may read it",
+                )
+            return cls._from_json(content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointDamaged):
+                raise
+            raise unreadable(file, error) from error
+
+    def _as_json(self) -> dict[str, object]:
+        kind = self.optimizer
+        return {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "num_ranks": self.num_ranks,
+            "torch": torch.__version__,
+            "packages": _packages(),
+            "optimizer": kind
+            and {
+                "class": kind.class_name,
+                "options": sorted(kind.options),
+                "local_slots": sorted(kind.local_slots),
+            },
+            "checksums": self.checksums,
+            "side_files": self.side_files,
+            "save_id": self.save_id,
+            "extra": dict(self.extra),
+        }
+
+    @classmethod
+    def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
+        kind = content["optimizer"]
+        if not isinstance(content["extra"], dict):
+            raise ValueError(f"expected extra to be a dict, got {type(content['extra']).__name__}")
+        return cls(
+            extra=content["extra"],
+            num_ranks=content["num_ranks"],
+            optimizer=kind
+            and OptimizerKind(
+                class_name=kind["class"],
+                options=frozenset(kind["options"]),
+                local_slots=frozenset(kind.get("local_slots", ())),
+            ),
+            checksums=content.get("checksums"),
+            side_files=content.get("side_files"),
+            save_id=content.get("save_id"),
+        )
+
+
+def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    for param, slots in optimizer.state.items():
+        for slot, value in slots.items() if isinstance(param, DTensor) else ():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and value.ndim and value.shape != param.shape:
+                yield str(slot)
+
+
+def check_extra(extra: Mapping[str, object]) -> None:
+    """Refuse an `extra` that would not come back as it went.
+
+    Raises:
+        TypeError: A value that JSON lacks, or a key that is no string (JSON would turn it into one).
+    """
+    try:
+        json.dumps(dict(extra))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"Expected `extra` to hold what JSON can, got {short(extra)}: {error}.") from error
+    _check_keys(extra, "extra")
+
+
+def _check_keys(value: object, path: str) -> None:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"Expected the keys of {path} to be strings, got {key!r}.")
+            _check_keys(each, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_keys(each, path)
+
+
+@cache  # Looking through what is installed takes a tenth of a second.
+def _packages() -> dict[str, str]:
+    """The installed lamella distributions, for whoever has to find out what wrote a checkpoint."""
+    names = sorted((each.name, each.version) for each in distributions() if each.name.startswith("lamella"))
+    return dict(names)

@@ -1,0 +1,150 @@
+"""Steps that succeed on every rank or raise on every rank.
+
+Note [One verdict]
+    An error raised on one rank only is a hang on the others, at their next collective. So every step of a save or
+    a load runs inside `exchange`, whose two collectives carry the errors too: a rank that fails still takes
+    part, and then all raise. torch's own wrapper does the same but pickles the exception objects with their
+    tracebacks (which fails, and hangs, where those do not pickle) and raises a `BaseException` that
+    `except Exception` lets through; text and `Exception`s cross here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from lamella_checkpoint._base.errors import CheckpointFailed
+
+Mine = TypeVar("Mine")
+Reply = TypeVar("Reply")
+
+
+class _Report(NamedTuple):
+    """What a rank sends to rank 0: its result, or why there is none."""
+
+    value: object
+    failure: str | None
+
+
+class _Answer(NamedTuple):
+    """What rank 0 sends back: the reply, or why nobody gets one, by rank."""
+
+    value: object
+    failures: Mapping[int, str]
+
+
+def rank() -> int:
+    """This process's rank in the default group; 0 where there is none."""
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def num_ranks() -> int:
+    """The size of the default group; 1 where there is none."""
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def on_device_of(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Make the tensors' accelerator the current device inside the block.
+
+    Object collectives of a group that has NCCL alone send their bytes from the *current* device, and two ranks
+    with the same current device (the first one, unless somebody has set it) are an error.
+    """
+    indices = (tensor.device.index for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return next((torch.accelerator.device_index(index) for index in indices), nullcontext())
+
+
+def exchange(step: str, work: Callable[[], Mine], at_zero: Callable[[list[Mine]], list[Reply]]) -> Reply:
+    """Do `work` on every rank, hand all results to rank 0, and give each rank its reply.
+
+    Args:
+        step: What every rank is expected to do, as a verb phrase for the error message.
+        work: Runs on every rank; its result must pickle.
+        at_zero: Runs on rank 0 with the results by rank; returns the replies by rank.
+
+    Returns:
+        This rank's reply.
+
+    Raises:
+        CheckpointFailed: Another rank failed. A rank that failed itself raises its own error.
+
+    Effects: collective on the default group: gathers one object to rank 0 and scatters one from it; nothing where
+        there is no group.
+    """
+    value, error = _attempt(work)
+    answers: list[_Answer] | None = None
+    reports = _gather_to_zero(_Report(value, _describe(error)))
+    if reports is not None:
+        answers, error_at_zero = _answers(reports, at_zero)
+        error = error or error_at_zero
+    answer = _scatter_from_zero(answers)
+    if error is not None:
+        raise error
+    if answer.failures:
+        raise CheckpointFailed(step, answer.failures)
+    return cast(Reply, answer.value)
+
+
+def everywhere(step: str, work: Callable[[], Mine]) -> Mine:
+    """The result of `work` on this rank, if it succeeded on every rank.
+
+    Effects: collective on the default group (one `exchange`).
+    """
+    results: list[Mine] = []
+    exchange(step, lambda: results.append(work()), lambda _: [None] * num_ranks())
+    return results[0]
+
+
+def on_rank_zero(step: str, work: Callable[[], Reply]) -> Reply:
+    """The result of `work`, run on rank 0 alone and told to every rank.
+
+    Effects: collective on the default group (one `exchange`).
+    """
+    return exchange(step, lambda: None, lambda _: [work()] * num_ranks())
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _attempt(work: Callable[[], Mine]) -> tuple[Mine | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # noqa: BLE001  Note [One verdict]: even an interrupt must reach the others.
+        return None, error
+
+
+def _describe(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _answers(
+    reports: list[_Report], at_zero: Callable[[list[Mine]], list[Reply]]
+) -> tuple[list[_Answer], BaseException | None]:
+    """The replies of rank 0, all of them failures if any rank failed; and its own error, if it was the one."""
+    error = None
+    failures = {index: report.failure for index, report in enumerate(reports) if report.failure is not None}
+    if not failures:
+        replies, error = _attempt(lambda: at_zero([cast(Mine, report.value) for report in reports]))
+        if replies is not None:
+            return [_Answer(reply, {}) for reply in replies], None
+        failures = {0: str(_describe(error))}
+    return [_Answer(None, failures) for _ in reports], error
+
+
+def _gather_to_zero(report: _Report) -> list[_Report] | None:
+    if not _is_distributed():
+        return [report]
+    reports = [report] * num_ranks() if rank() == 0 else None
+    dist.gather_object(report, reports, dst=0)
+    return reports
+
+
+def _scatter_from_zero(answers: list[_Answer] | None) -> _Answer:
+    if not _is_distributed():
+        assert answers is not None
+        return answers[0]
+    received: list[_Answer] = [_Answer(None, {})]
+    dist.scatter_object_list(received, answers, src=0)
+    return received[0]

@@ -1,0 +1,72 @@
+"""What every format looks like once it is open: named tensors that are read box by box, and plain data.
+
+Note [One way through]
+    A format is read by a `Source`; names are translated by a `Source` over a `Source` (`_translation`); a live model
+    or another format's writer takes what it needs of the last one. Nobody on the way holds a tensor: a request for a
+    box is turned into requests for boxes, down to the files. So a shard costs its own bytes, and a conversion as
+    much as the piece that is in hand.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lamella_layout import Chunk
+
+
+class TensorInfo(NamedTuple):
+    """A stored tensor: its global shape, its dtype, and the boxes in which it lies in the files.
+
+    `chunks` cover the tensor, without overlaps, in no particular order; reading along them is cheapest.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class Wanted(NamedTuple):
+    """A box of a stored tensor, and the memory to put it in.
+
+    `into` has the box's sizes; any device, dtype and strides. Values are cast to its dtype.
+    """
+
+    name: str
+    chunk: Chunk
+    into: torch.Tensor
+
+
+class Source(Protocol):
+    """Named tensors and objects of a checkpoint, wherever and however they are stored."""
+
+    @property
+    def path(self) -> Path:
+        """The file or directory, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors by name, in the order in which they are stored. Effects: none; nothing is read."""
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """The names of values that are no tensors. Effects: none; nothing is read."""
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the given memory.
+
+        Raises:
+            CheckpointDamaged: A file is absent, unreadable or not what its checksum says. It is named; what was to be
+                filled is undefined.
+
+        Effects: no collective; opens only files that hold a wanted box, each once a call, several at a time; holds no
+            more than the stored chunks in hand. Copies to an accelerator on its current stream.
+        """
+
+    def read_object(self, name: str) -> object:
+        """The value of an object: plain data, or of a type that is allowed.
+
+        Raises:
+            CheckpointDamaged: As for `read`; or the value is of a type that is not allowed, which is named.
+        """

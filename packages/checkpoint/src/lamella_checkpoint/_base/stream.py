@@ -1,0 +1,84 @@
+"""A source from one end to the other, piece by piece, through a bounded buffer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+
+from lamella_checkpoint._base.file_boxes import pieces
+from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
+from lamella_layout import Chunk
+
+BUFFER_NBYTES: Final = 256 << 20
+"""What a conversion holds of tensors by default."""
+
+_PIECES_A_BATCH: Final = 8  # A source reads the boxes of one call several at a time.
+
+
+OnBytes = Callable[[int], None]
+"""Told how many bytes have been written since the last call."""
+
+_Batch = list[tuple[str, Chunk, torch.dtype]]
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and what it holds, in contiguous host memory."""
+
+    name: str
+    chunk: Chunk
+    values: torch.Tensor
+
+
+def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int = BUFFER_NBYTES) -> Iterator[Piece]:
+    """The named tensors piece by piece, in the order of `dtypes`; the next pieces are read while one is in hand.
+
+    Args:
+        source: What to read. Pieces lie within its chunks, along which reading is cheapest; a tensor without elements
+            is one piece.
+        dtypes: Names, and the dtypes that they are wanted in.
+        buffer_nbytes: What the pieces that are alive take together. A piece has one element at least.
+
+    Raises:
+        CheckpointDamaged: As `Source.read`.
+
+    Effects: reads on a thread of its own. Whoever keeps a piece beyond the next one holds more than the buffer.
+    """
+    batches = _batches(source, dtypes, max(1, buffer_nbytes // 2))
+    with ThreadPoolExecutor(1) as ahead:
+        coming = [ahead.submit(_read, source, batch) for batch in islice(batches, 1)]
+        while coming:
+            read = coming.pop().result()
+            coming = [ahead.submit(_read, source, batch) for batch in islice(batches, 1)]
+            yield from read
+            del read
+
+
+def _batches(source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int) -> Iterator[_Batch]:
+    """Pieces that are read together, of at most `nbytes` together."""
+    batch: _Batch = []
+    left = nbytes
+    for name, dtype in dtypes.items():
+        for piece in _pieces_of(source.tensors[name], nbytes // _PIECES_A_BATCH // dtype.itemsize):
+            if piece.numel * dtype.itemsize > left and batch:
+                yield batch
+                batch, left = [], nbytes
+            batch.append((name, piece, dtype))
+            left -= piece.numel * dtype.itemsize
+    if batch:
+        yield batch
+
+
+def _pieces_of(info: TensorInfo, max_numel: int) -> Iterator[Chunk]:
+    if not prod(info.shape):
+        yield Chunk((0,) * len(info.shape), info.shape)
+    for chunk in info.chunks:
+        yield from pieces(chunk, max_numel)
+
+
+def _read(source: Source, batch: _Batch) -> list[Piece]:
+    read = [Piece(name, chunk, torch.empty(chunk.sizes, dtype=dtype)) for name, chunk, dtype in batch]
+    source.read([Wanted(*piece) for piece in read])
+    return read

@@ -1,0 +1,428 @@
+"""Items of a checkpoint's files, read box by box by several threads.
+
+Note [What is held]
+    A thread holds one piece of one item: rows, of 16 MiB together (or one row, where that is more). Where they are
+    wanted as they lie, in contiguous host memory of the same dtype, they are read straight into their target and
+    nothing is held. So a load costs no memory beside its targets, however large the stored chunks are.
+
+Note [What is read]
+    An item whose checksum is to be verified is read whole, from front to back, and what is not wanted is dropped.
+    Otherwise only the wanted boxes are read.
+"""
+
+import io
+import os
+import pickle
+import re
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
+
+import torch
+
+from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
+from lamella_checkpoint._base.file_boxes import Stored, read_box
+from lamella_checkpoint._formats.metadata import Item
+from lamella_checkpoint._formats.torch_zip import (
+    FileSlice,
+    Record,
+    TensorRecord,
+    checksum,
+    find_tensor,
+    plain_data,
+    records,
+)
+from lamella_layout import Chunk, Range
+
+_PIECE_BYTES: Final = 16 << 20
+_SMALL_BYTES: Final = 16 << 10
+_MAX_THREADS: Final = 8
+
+Expected = Callable[[Item], int | None]
+"""The CRC-32 that an item should have; None where none was kept, and torch's archive may have one."""
+
+
+class Copy(NamedTuple):
+    """A box of a stored chunk, in the chunk's own coordinates, and where it goes."""
+
+    box: Chunk
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemRead:
+    """What is wanted of a stored chunk: all of it at once, so that it is read once.
+
+    `found` says where in the item its elements are, if that is known already; `is_verified` that its checksum was right
+    when it was read before, as by whoever reads a large chunk part by part.
+    """
+
+    name: str
+    item: Item
+    sizes: tuple[int, ...]
+    found: TensorRecord | None = None
+    is_verified: bool = False
+    copies: list[Copy] = field(default_factory=list)
+
+
+def num_threads() -> int:
+    """How many threads read: as many as this process may run on, up to eight, as disks gain nothing from more."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def read_tensors(
+    directory: Path,
+    reads: Iterable[ItemRead],
+    expected: Expected | None,
+    on_item: Callable[[Item], None] = lambda _: None,
+) -> None:
+    """Copy the wanted boxes of stored chunks.
+
+    Args:
+        directory: Of the checkpoint.
+        reads: In any order; each item once.
+        expected: What to hold items against; None verifies nothing.
+        on_item: Is told of each item that has been read, by the calling thread.
+
+    Raises:
+        CheckpointDamaged: An item cannot be read, or differs from its checksum, or is no tensor of the expected shape.
+
+    Effects: no collective; several threads, see Note [What is held]; copies to accelerators on the calling thread's
+        current streams.
+    """
+    for read, error in _outcomes(directory, reads, expected):
+        if error is not None:
+            raise error
+        on_item(read.item)
+
+
+def check_tensors(
+    directory: Path, reads: Iterable[ItemRead], expected: Expected, on_item: Callable[[Item], None]
+) -> list[CheckpointDamaged]:
+    """What is wrong with stored chunks: all of them, where `read_tensors` stops at the first.
+
+    Effects: as `read_tensors`.
+    """
+    errors: list[CheckpointDamaged] = []
+    for read, error in _outcomes(directory, reads, expected):
+        on_item(read.item)
+        errors += [error] if error is not None else []
+    return errors
+
+
+def read_object(directory: Path, name: str, item: Item, expected: Expected | None, *, trust: bool) -> object:
+    """Unpickle an object as plain data.
+
+    Args:
+        directory: Of the checkpoint.
+        name: Of the entry, for messages.
+        item: Where it lies.
+        expected: As for `read_tensors`.
+        trust: Whether types that torch does not know as plain data are made, which can run anything.
+
+    Raises:
+        CheckpointDamaged: It cannot be read, or differs from its checksum.
+        CheckpointUntrusted: It holds other types, without `trust`.
+    """
+    with _opened(directory / item.file, name, item) as content:
+        if expected is not None:
+            check_content(directory / item.file, name, item, content, expected)
+        return unpickle(content, directory / item.file, name, trust=trust)
+
+
+def check_object(directory: Path, name: str, item: Item, expected: Expected) -> None:
+    """Hold an object's bytes against their checksum. Arguments and errors are those of `read_object`."""
+    with _opened(directory / item.file, name, item) as content:
+        check_content(directory / item.file, name, item, content, expected)
+
+
+@contextmanager
+def _opened(file: Path, name: str, item: Item) -> Iterator[BinaryIO]:
+    """An item as a file of its own."""
+    try:
+        with file.open("rb") as opened:
+            yield cast(BinaryIO, io.BufferedReader(FileSlice(opened.fileno(), item.offset, item.length)))
+    except OSError as error:
+        raise damaged(file, name, error) from error
+
+
+def unpickle(content: BinaryIO, file: Path, name: str, *, trust: bool) -> Any:
+    """What `torch.save` wrote, without running anything unless trusted.
+
+    Archives that are compressed are refused: torch writes none, and a small one may hold more than there is memory.
+
+    Raises:
+        CheckpointDamaged: It is not what `torch.save` writes.
+        CheckpointUntrusted: It holds types that torch does not know as plain data, without `trust`.
+    """
+    try:
+        return plain_data(content)
+    except Exception as error:  # torch knows more types, and says better what is wrong.
+        if isinstance(error, zipfile.BadZipFile) and zipfile.is_zipfile(content):
+            raise damaged(file, name, error) from error
+    content.seek(0)
+    try:
+        return torch.load(content, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        unknown = unsafe_types(content, error)
+        if unknown and not trust:
+            raise CheckpointUntrusted(str(file), unknown, name) from None
+        raise damaged(file, name, error) from error
+    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+        raise damaged(file, name, error) from error
+
+
+def unsafe_types(file: BinaryIO | Path, error: Exception) -> str:
+    """The types in what `torch.save` wrote that its weights-only reader refused, as text; empty without any."""
+    try:
+        if not isinstance(file, Path):
+            file.seek(0)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))
+    except Exception:  # noqa: BLE001  It reads what has been refused already, and no files from before torch 1.6.
+        names = re.findall(r"nsupported (?:GLOBAL|global: GLOBAL) (\S+)", str(error))
+    return ", ".join(sorted(names))
+
+
+def check_content(file: Path, name: str, item: Item, content: BinaryIO, expected: Expected) -> None:
+    """Hold an item's bytes against its checksum, or against those of torch's archive where it has none.
+
+    Raises:
+        CheckpointDamaged: They differ.
+    """
+    crc = expected(item)
+    if crc is not None:
+        _check_equal(file, name, (item.length, crc), checksum(content, 0, item.length))
+        return
+    try:
+        found = records(content)
+    except (zipfile.BadZipFile, ValueError, struct.error) as error:
+        raise damaged(file, name, error) from error
+    for record in found.values():
+        _check_record(file, name, record, checksum(content, record.start, record.length)[1])
+
+
+def damaged(file: Path, name: str, error: Exception) -> CheckpointDamaged:
+    """What could not be read, as an error that names the file and the entry."""
+    return CheckpointDamaged(str(file), f"{name!r}: {type(error).__name__}: {error}")
+
+
+def _check_equal(file: Path, name: str, expected: tuple[int, int], got: tuple[int, int]) -> None:
+    if got != expected:
+        raise CheckpointDamaged(
+            str(file),
+            f"expected {expected[0]} bytes with the checksum {expected[1]:08x} for {name!r}, "
+            f"got {got[0]} bytes with {got[1]:08x}",
+        )
+
+
+def _check_record(file: Path, name: str, record: Record, crc: int) -> None:
+    if record.crc is not None:
+        _check_equal(file, name, (record.length, record.crc), (record.length, crc))
+
+
+class _Files:
+    """Descriptors of the files that are being read: opened for the first item, closed after the last one."""
+
+    def __init__(self, directory: Path, num_items: Counter[str]) -> None:
+        self._directory = directory
+        self._num_left = num_items
+        self._lock = Lock()
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    @contextmanager
+    def opened(self, file: str) -> Iterator[int]:
+        with self._lock:
+            if file not in self._descriptors:
+                try:
+                    self._descriptors[file] = os.open(self._directory / file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointDamaged(str(self._directory / file), f"{type(error).__name__}: {error}") from error
+            descriptor = self._descriptors[file]
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._num_left[file] -= 1
+                if self._num_left[file] == 0:
+                    os.close(self._descriptors.pop(file))
+
+
+def _outcomes(
+    directory: Path, reads: Iterable[ItemRead], expected: Expected | None
+) -> Iterator[tuple[ItemRead, CheckpointDamaged | None]]:
+    """Read, and tell what came of it, in the order in which that is done; who stops listening ends the rest."""
+    ordered = sorted(reads, key=lambda read: (read.item.file, read.item.offset))
+    streams = _streams(ordered)
+    with _Files(directory, Counter(read.item.file for read in ordered)) as files:
+
+        def run(read: ItemRead) -> tuple[ItemRead, CheckpointDamaged | None]:
+            try:
+                with files.opened(read.item.file) as descriptor, torch.no_grad():
+                    _read_tensor(directory / read.item.file, descriptor, read, None if read.is_verified else expected)
+            except CheckpointDamaged as error:
+                return read, error
+            return read, None
+
+        threads = min(num_threads(), len(ordered))
+        if threads <= 1:
+            yield from map(run, ordered)
+            return
+        with ThreadPoolExecutor(threads, "lamella-checkpoint", lambda: _use(streams)) as pool:
+            futures = [pool.submit(run, read) for read in ordered]
+            try:
+                for future in as_completed(futures):
+                    yield future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _streams(reads: Sequence[ItemRead]) -> list[torch.Stream]:
+    """The caller's current streams of the accelerators that are written to: a new thread would use the default ones."""
+    devices = {copy.into.device for read in reads for copy in read.copies if copy.into.device.type != "cpu"}
+    return [torch.accelerator.current_stream(device) for device in devices]
+
+
+def _use(streams: Sequence[torch.Stream]) -> None:
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+
+
+def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected | None) -> None:
+    try:
+        stored, found = FileSlice(descriptor, read.item.offset, read.item.length), read.found
+        if found is None and read.item.length > _SMALL_BYTES:
+            found = find_tensor(cast(BinaryIO, stored))
+        if found is None:
+            _copy_all(file, stored, read, expected)
+        else:
+            _check_sizes(file, read, found.shape)
+            _copy_boxes(file, descriptor, read, found, expected)
+    except (CheckpointDamaged, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Of an archive that is garbage.
+        raise damaged(file, read.name, error) from error
+
+
+def _copy_boxes(file: Path, descriptor: int, read: ItemRead, found: TensorRecord, expected: Expected | None) -> None:
+    record, item = found.record, read.item
+    crc = None if expected is None else expected(item)
+    if crc is not None:
+        sweep = _Sweep(descriptor, read, found)
+        sweep.pass_over(0, record.start)
+        sweep.copy_rows()
+        sweep.pass_over(record.start + record.length, item.length)
+        _check_equal(file, read.name, (item.length, crc), (item.length, sweep.crc))
+    elif expected is not None and record.crc is not None:
+        sweep = _Sweep(descriptor, read, found)
+        sweep.copy_rows()
+        _check_record(file, read.name, record, sweep.crc)
+    else:
+        stored = Stored(item.offset + record.start, found.shape, found.dtype)
+        for box, into in read.copies:
+            read_box(descriptor, stored, box, into)
+
+
+def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected | None) -> None:
+    """The way for what is small, and for tensors that only torch can read."""
+    stored.seek(0)
+    is_small = read.item.length <= _SMALL_BYTES
+    content = io.BytesIO(stored.read(read.item.length)) if is_small else cast(BinaryIO, io.BufferedReader(stored))
+    if expected is not None:
+        check_content(file, read.name, read.item, content, expected)
+    tensor = _tensor_in(content)
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointDamaged(str(file), f"expected a tensor for {read.name!r}, got {type(tensor).__name__}")
+    _check_sizes(file, read, tuple(tensor.shape))
+    for copy in read.copies:
+        copy.into.copy_(tensor[_slices(copy.box)])
+
+
+def _tensor_in(content: BinaryIO) -> object:
+    found = find_tensor(content)
+    if found is None or 0 in found.shape:
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
+    content.seek(found.record.start)
+    return torch.frombuffer(bytearray(content.read(found.record.length)), dtype=found.dtype).view(found.shape)
+
+
+def _check_sizes(file: Path, read: ItemRead, shape: tuple[int, ...]) -> None:
+    if shape != read.sizes:
+        raise CheckpointDamaged(str(file), f"expected a chunk of shape {read.sizes} of {read.name!r}, got {shape}")
+
+
+def _slices(box: Chunk) -> tuple[slice, ...]:
+    return tuple(slice(along.start, along.stop) for along in box.ranges)
+
+
+class _Sweep:
+    """One pass over a whole item, from front to back, that takes its checksum and copies what is wanted."""
+
+    def __init__(self, descriptor: int, read: ItemRead, found: TensorRecord) -> None:
+        self._descriptor, self._item, self._found = descriptor, read.item, found
+        # A scalar is a row of one element.
+        self._sizes = read.sizes or (1,)
+        self._copies = (
+            read.copies if read.sizes else [Copy(Chunk((0,), (1,)), copy.into.view(1)) for copy in read.copies]
+        )
+        self.crc = 0
+
+    def pass_over(self, start: int, stop: int) -> None:
+        """Read bytes of the item of which none are wanted."""
+        for begin in range(start, stop, _PIECE_BYTES):
+            self._fill(memoryview(bytearray(min(_PIECE_BYTES, stop - begin))), begin)
+
+    def copy_rows(self) -> None:
+        """Read the tensor, piece by piece: Note [What is held]."""
+        rows, sizes, dtype = self._sizes[0], self._sizes[1:], self._found.dtype
+        row_bytes = prod(sizes) * dtype.itemsize
+        if not row_bytes:
+            return
+        step = max(1, _PIECE_BYTES // row_bytes)
+        for first in range(0, rows, step):
+            piece = Range(first, min(first + step, rows))
+            target = _direct(piece, sizes, dtype, self._copies)
+            memory = torch.empty(piece.numel, *sizes, dtype=dtype) if target is None else target
+            as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
+            self._fill(memoryview(as_bytes), self._found.record.start + first * row_bytes)
+            for box, into in self._copies if target is None else ():
+                common = piece.intersection(box.ranges[0])
+                if common.numel:
+                    inner = memory[common.start - first : common.stop - first][:, *_slices(box)[1:]]
+                    into[common.start - box.offsets[0] : common.stop - box.offsets[0]].copy_(inner)
+
+    def _fill(self, view: memoryview, start: int) -> None:
+        done, begin = 0, self._item.offset + start
+        while done < len(view):
+            num_read = os.preadv(self._descriptor, [view[done:]], begin + done)
+            if num_read == 0:
+                raise EOFError(f"the file ends {len(view) - done} bytes too early")
+            done += num_read
+        self.crc = zlib.crc32(view, self.crc)
+
+
+def _direct(piece: Range, sizes: tuple[int, ...], dtype: torch.dtype, copies: Sequence[Copy]) -> torch.Tensor | None:
+    """The part of the target that is the piece, bit by bit; None where there is no such part."""
+    if len(copies) != 1 or copies[0].box.sizes[1:] != sizes:
+        return None
+    [(box, into)] = copies
+    if box.ranges[0].intersection(piece) != piece or into.dtype != dtype or into.device.type != "cpu":
+        return None
+    part = into[piece.start - box.offsets[0] : piece.stop - box.offsets[0]]
+    return part if part.is_contiguous() else None

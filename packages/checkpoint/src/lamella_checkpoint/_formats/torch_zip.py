@@ -1,0 +1,257 @@
+"""Where the numbers of a tensor lie in what `torch.save` wrote of it: a zip archive that stores them as they are."""
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from math import prod
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import torch
+
+from lamella_checkpoint._base.boxes import are_sizes
+from lamella_checkpoint._base.pickles import Inert, read_pickle
+from lamella_checkpoint._base.small_files import MAX_NBYTES
+from lamella_checkpoint._base.text import short
+
+_PIECE_NBYTES: Final = 1 << 20
+_ENTRY_NBYTES: Final = 46  # Of an entry in the directory at the archive's end, before its name.
+_CRC_AT: Final = 16
+_LENGTHS_AT: Final = 28
+_ENTRY_LENGTHS: Final = struct.Struct("<3H")  # of the name, the extra field and the comment, which follow
+_DESCRIPTOR: Final = b"PK\7\x08"  # Begins what follows a record, where its header came before its length was known.
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
+
+
+class Record(NamedTuple):
+    """One file of the archive: where its bytes are, and their CRC-32 as the archive has it; None where it has none."""
+
+    start: int
+    length: int
+    crc: int | None
+
+
+class TensorRecord(NamedTuple):
+    """A contiguous tensor in the archive: shape, dtype, and the record that holds its elements and nothing else."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    record: Record
+
+
+class FileSlice(io.RawIOBase):
+    """Some bytes of an open file, read by position: several threads may share the file."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise OSError(f"expected a position in the archive, got {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        wanted = memoryview(buffer)[: max(0, self._length - self._position)]
+        num_read = os.preadv(self._descriptor, [wanted], self._offset + self._position) if wanted else 0
+        self._position += num_read
+        return num_read
+
+
+def records(file: BinaryIO) -> dict[str, Record]:
+    """The files of an archive by name, without the name of its only directory.
+
+    Raises:
+        zipfile.BadZipFile: It is no archive, or one that torch does not write.
+    """
+    found: dict[str, Record] = {}
+    num_bytes = file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"{info.filename!r} is compressed")
+            file.seek(info.header_offset)
+            signature, num_name, num_extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            if signature != b"PK\3\4":
+                raise zipfile.BadZipFile(f"no header of {info.filename!r} where it should be")
+            start = info.header_offset + _LOCAL_HEADER.size + num_name + num_extra
+            # torch can be told not to compute checksums, and then writes 0.
+            crc = None if info.CRC == 0 and info.file_size else info.CRC
+            name = info.filename.partition("/")[2]
+            if start + info.file_size > num_bytes:
+                raise zipfile.BadZipFile(f"{info.filename!r} ends behind the archive")
+            if name in found:
+                raise zipfile.BadZipFile(f"{name!r} is there twice")
+            found[name] = Record(start, info.file_size, crc)
+    return found
+
+
+def find_tensor(file: BinaryIO) -> TensorRecord | None:
+    """Find the elements of the one tensor that an archive holds.
+
+    Returns:
+        None where the archive holds something else, or a tensor that does not lie there as it is: one with strides,
+        with another byte order, of a subclass. torch itself must read that.
+
+    Raises:
+        zipfile.BadZipFile: It is no archive, or one that torch does not write.
+    """
+    files = records(file)
+    saved = read_pickle(io.BytesIO(read_record(file, files["data.pkl"])), knows=lambda *_: True)
+    found = stored_tensor(saved, files) if is_little_endian(file, files) else None
+    return found.whole if found is not None else None
+
+
+def plain_data(file: BinaryIO) -> Any:
+    """What an archive holds if that is numbers, text and containers of them: several times as fast as torch reads it.
+
+    Raises:
+        UnknownType: It holds something else.
+        Exception: Anything, where the file is no archive.
+    """
+    return read_pickle(io.BytesIO(read_record(file, records(file)["data.pkl"])), knows=lambda *_: False)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an archive: a view of a storage, which is a record. Offset and strides are in elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    record: Record
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def whole(self) -> TensorRecord | None:
+        """Where its elements lie, if they are all of the record, one after another."""
+        is_whole = self.offset == 0 and self.record.length == prod(self.shape) * self.dtype.itemsize
+        return TensorRecord(self.shape, self.dtype, self.record) if is_whole and self.is_contiguous else None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after another."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size not in (0, 1) and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | None:
+    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds.
+
+    Raises:
+        ValueError: The tensor does not lie in its record.
+    """
+    if not isinstance(saved, Inert):
+        return None
+    match saved.kind, saved.args:
+        case "torch._utils._rebuild_parameter", (data, _, _):
+            return stored_tensor(data, files)
+        case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _):
+            dtype = _dtype(storage)
+        case (
+            "torch._utils._rebuild_tensor_v3",
+            (storage, int(offset), tuple(shape), tuple(strides), _, _, torch.dtype() as dtype),
+        ):
+            pass
+        case _:
+            return None
+    match storage:
+        case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
+            found = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
+            if len(shape) != len(strides) or not _fits(found):
+                raise ValueError(
+                    f"expected a tensor inside the {found.record.length} bytes of {key!r}, got {dtype} of shape "
+                    f"{short(shape)} with strides {short(strides)} at {short(offset)}"
+                )
+            return found
+        case _:
+            return None
+
+
+def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
+    """Whether numbers are stored in the byte order of the machines that torch runs on."""
+    return "byteorder" not in files or read_record(file, files["byteorder"]) == b"little"
+
+
+def read_record(file: BinaryIO, record: Record) -> bytes:
+    """The contents of one small file of the archive, held against its checksum.
+
+    Raises:
+        zipfile.BadZipFile: They differ, or it is longer than what it may hold could be.
+    """
+    if record.length > MAX_NBYTES:
+        raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most at {record.start}, got {record.length}")
+    file.seek(record.start)
+    content = file.read(record.length)
+    if record.crc is not None and zlib.crc32(content) != record.crc:
+        raise zipfile.BadZipFile(f"the {record.length} bytes at {record.start} are not what their checksum says")
+    return content
+
+
+def seal(file: BinaryIO) -> None:
+    """Give each record of an archive that has no checksum its own, in the directory and behind the record.
+
+    Effects: reads those records, and holds a piece of them.
+    """
+    found = records(file)
+    with zipfile.ZipFile(file) as archive:
+        entries, position = archive.infolist(), archive.start_dir
+    for info in entries:
+        file.seek(position)
+        lengths = _ENTRY_LENGTHS.unpack_from(file.read(_ENTRY_NBYTES), _LENGTHS_AT)
+        record = found[info.filename.partition("/")[2]]
+        if record.crc is None:
+            crc = checksum(file, record.start, record.length)[1].to_bytes(4, "little")
+            file.seek(record.start + record.length)
+            if file.read(len(_DESCRIPTOR)) == _DESCRIPTOR:
+                file.seek(record.start + record.length + len(_DESCRIPTOR))
+                file.write(crc)
+            file.seek(position + _CRC_AT)
+            file.write(crc)
+        position += _ENTRY_NBYTES + sum(lengths)
+
+
+def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """How many of some bytes of a file there are, and their CRC-32. Effects: holds a piece of them."""
+    file.seek(start)
+    num_read = crc = 0
+    while piece := file.read(min(_PIECE_NBYTES, length - num_read)):
+        num_read, crc = num_read + len(piece), zlib.crc32(piece, crc)
+    return num_read, crc
+
+
+def _fits(tensor: StoredTensor) -> bool:
+    """Whether it lies inside its record, and all that is said of it are counts."""
+    if not (
+        are_sizes(tensor.shape) and are_sizes([tensor.offset]) and all(are_sizes([each]) for each in tensor.strides)
+    ):
+        return False
+    last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return 0 in tensor.shape or (last + 1) * tensor.dtype.itemsize <= tensor.record.length
+
+
+def _dtype(storage: object) -> torch.dtype | None:
+    """The dtype of a storage's class, `torch.FloatStorage` and the like."""
+    match storage:
+        case (_, type() as kind, *_):
+            name = kind.__name__
+        case _:
+            return None
+    of_names: dict[str, torch.dtype] = torch.storage._storage_type_to_dtype_map()
+    return of_names.get(name)

@@ -1,0 +1,95 @@
+"""A live model and its optimizer as one rank holds them: everything that a checkpoint is made from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lamella_checkpoint._base.manifest import Manifest, OptimizerKind, check_extra
+from lamella_checkpoint._base.ranks import num_ranks
+from lamella_checkpoint._state.model import LiveModel
+from lamella_checkpoint._state.optimizer import LiveOptimizer
+
+Ranks = tuple[int, ...]
+"""Ranks of the default group, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """The values of a checkpoint by full name: the live tensors themselves, and plain data.
+
+    Attributes:
+        values: Each value under its first name.
+        aliases: Further names of some.
+        params: The parameter that a value belongs to, for optimizer slots.
+        everyone: The ranks that train this model, as far as it tells.
+        manifest: What the checkpoint says about itself, without checksums.
+    """
+
+    values: Mapping[str, object]
+    aliases: Mapping[str, str]
+    params: Mapping[str, torch.Tensor]
+    everyone: Ranks
+    manifest: Manifest
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object] | None
+    ) -> "Contents":
+        """Name the values of a model and its optimizer.
+
+        Raises:
+            NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data.
+            TypeError: `extra` or an option is no plain data, or an entry of the model's state dict no tensor.
+            ValueError: A parameter of the optimizer is not the model's, or a tensor has no storage.
+
+        Effects: runs the model's state-dict hooks; no collective.
+        """
+        extra = extra or {}
+        check_extra(extra)
+        live = LiveModel.of(model)
+        values: dict[str, object] = {f"model.{name}": value for name, value in live.tensors.items()}
+        aliases = {f"model.{alias}": f"model.{name}" for alias, name in live.aliases.items()}
+        params: dict[str, torch.Tensor] = {}
+        if optimizer is not None:
+            of_optimizer = LiveOptimizer.of(optimizer, live)
+            entries, further_names = of_optimizer.entries()
+            values |= {f"optimizer.{name}": value for name, value in entries.items()}
+            aliases |= {f"optimizer.{alias}": f"optimizer.{name}" for alias, name in further_names.items()}
+            for name, param, _ in of_optimizer.params():
+                params |= {f"optimizer.state.{name}.{slot}": param for slot in of_optimizer.slots(param)}
+        kind = None if optimizer is None else OptimizerKind.of(optimizer)
+        return cls(
+            values=values,
+            aliases=aliases,
+            params=params,
+            everyone=_everyone(live),
+            manifest=Manifest(extra=extra, num_ranks=num_ranks(), optimizer=kind),
+        )
+
+    @property
+    def steady(self) -> dict[str, torch.Tensor]:
+        """What changes in an optimizer's step alone: parameters, and optimizer state. Buffers change in the forward."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if isinstance(value, torch.Tensor) and (name in self.params or isinstance(value, nn.Parameter))
+        }
+
+
+def _everyone(live: LiveModel) -> Ranks:
+    """The ranks on the model's meshes and in its groups; all ranks where it names none.
+
+    A stage of a pipeline has a mesh of its own, and its buffers are not the other stages'.
+    """
+    ranks: set[int] = set()
+    for mesh in {tensor.device_mesh for tensor in live.tensors.values() if isinstance(tensor, DTensor)}:
+        ranks.update(mesh.mesh.flatten().tolist())
+    for module in live.model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks.update(dist.get_process_group_ranks(module.process_group))
+    return tuple(sorted(ranks)) or tuple(range(num_ranks()))

@@ -1,0 +1,104 @@
+"""A state dict filled from a checkpoint that may hold less than it asks for.
+
+Note [What a checkpoint lacks stays]
+    Programs ask for more than a checkpoint has: `args` and `iteration` of one that Megatron-Bridge converted, options
+    that an older release did not write. torch's own partial load puts None in the place of such an object, however
+    deep it is nested, and the caller takes it for loaded. Here names are compared whole, leaf by leaf: what the
+    checkpoint lacks keeps the very object that was there, and is told.
+"""
+
+from collections.abc import Iterator, MutableMapping, MutableSequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from lamella_checkpoint._base.boxes import LocalBox, local_boxes
+from lamella_checkpoint._base.source import Source, Wanted
+from lamella_checkpoint._state.shards import PiecesOfTensor
+
+Container = MutableMapping[Any, Any] | MutableSequence[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """What became of a request, by dotted name: what was loaded, and what is as it was."""
+
+    loaded: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+class _Leaf(NamedTuple):
+    name: str
+    container: Container
+    key: Any
+
+
+def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
+    """Put what a checkpoint holds into a nested state dict, in place: Note [What a checkpoint lacks stays].
+
+    Args:
+        request: Dicts and lists of tensors and other values. A tensor is filled where it lies, a DTensor or
+            `PiecesOfTensor` with this rank's part, in its own dtype; another value is replaced.
+        source: Names are the request's keys, joined by dots.
+
+    Raises:
+        CheckpointDamaged: As for `Source.read`.
+        ValueError: A tensor has another shape in the checkpoint, or is a tensor on one side only. Nothing has been
+            changed.
+
+    Effects: no collective.
+    """
+    objects = frozenset(source.objects)
+    leaves = list(_leaves(request, "", objects))
+    wanted: list[Wanted] = []
+    values: list[tuple[_Leaf, object]] = []
+    kept: list[str] = []
+    for leaf in leaves:
+        held = leaf.container[leaf.key]
+        if leaf.name in source.tensors:
+            wanted += _wanted(leaf.name, held, source)
+        elif leaf.name not in objects:
+            kept.append(leaf.name)
+        elif isinstance(held, torch.Tensor):
+            raise ValueError(f"Expected a tensor for {leaf.name!r}, got another value in the checkpoint.")
+        else:
+            values.append((leaf, source.read_object(leaf.name)))
+    with torch.no_grad():
+        source.read(wanted)
+    for leaf, value in values:
+        leaf.container[leaf.key] = value
+    absent = set(kept)
+    return Filled(loaded=tuple(leaf.name for leaf in leaves if leaf.name not in absent), kept=tuple(kept))
+
+
+def _leaves(container: Container, prefix: str, objects: AbstractSet[str]) -> Iterator[_Leaf]:
+    """The values to fill; a dict or list that the checkpoint holds as one object is one."""
+    keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
+    for key in keys:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        value = container[key]
+        if isinstance(value, MutableMapping | MutableSequence) and value and name not in objects:
+            yield from _leaves(value, name, objects)
+        else:
+            yield _Leaf(name, container, key)
+
+
+def _wanted(name: str, held: object, source: Source) -> list[Wanted]:
+    info = source.tensors[name]
+    if not isinstance(held, torch.Tensor):
+        raise ValueError(
+            f"Expected a value of type {type(held).__name__} for {name!r}, got a tensor in the checkpoint."
+        )
+    if tuple(held.shape) != tuple(info.shape):
+        raise ValueError(
+            f"Expected {name!r} of shape {tuple(held.shape)!r}, got {tuple(info.shape)!r} in the checkpoint."
+        )
+    return [Wanted(name, box.chunk, box.local) for box in _boxes(held) if box.chunk.numel]
+
+
+def _boxes(held: torch.Tensor) -> list[LocalBox]:
+    if isinstance(held, PiecesOfTensor):
+        return [LocalBox(piece.chunk, piece.values) for piece in held.pieces]
+    return local_boxes(held)

@@ -1,0 +1,107 @@
+"""A live optimizer as named values: each parameter's state and options under the parameter's name.
+
+The names are those of torch's flattened optimizer state dict: `state.<parameter>.<slot>` and
+`param_groups.<parameter>.<option>`. Options belong to a parameter and not to a group's number, so that groups can be
+regrouped and reordered between a save and a load.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+
+from lamella_checkpoint._state.model import LiveModel
+
+_PLAIN_TYPES: Final = (bool, int, float, complex, str, torch.dtype, type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveOptimizer:
+    """An optimizer and its parameters by name, group by group."""
+
+    optimizer: torch.optim.Optimizer
+    groups: tuple[Mapping[str, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: LiveModel) -> "LiveOptimizer":
+        """Name an optimizer's parameters.
+
+        Raises:
+            ValueError: A parameter is not the model's.
+
+        Effects: none.
+        """
+        groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            names = [model.names.get(id(param)) for param in group["params"]]
+            if None in names:
+                position = names.index(None)
+                raise ValueError(
+                    f"Expected the optimizer's parameters to be the model's, got a stranger of shape "
+                    f"{tuple(group['params'][position].shape)} at position {position} of parameter group {index}. "
+                    f"Create the optimizer after `fully_shard`, over the model that you save."
+                )
+            groups.append(dict(zip((name for name in names if name is not None), group["params"], strict=True)))
+        return cls(optimizer=optimizer, groups=tuple(groups))
+
+    def params(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Each parameter with its name and its group."""
+        for named, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            for name, param in named.items():
+                yield name, param, group
+
+    def slots(self, param: torch.Tensor) -> dict[str, Any]:
+        """A parameter's state; empty before its first step."""
+        return cast(dict[str, Any], self.optimizer.state.get(param, {}))  # Indexing would create one.
+
+    def entries(self) -> tuple[dict[str, object], dict[str, str]]:
+        """The values to write, by name; and further names, by which other parameters find their group's options.
+
+        Raises:
+            NotImplementedError: A slot is neither a tensor nor plain data.
+            TypeError: An option is no plain data.
+        """
+        values: dict[str, object] = {}
+        aliases: dict[str, str] = {}
+        for named, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            for option, value in options(group).items() if named else ():
+                first, *others = [f"param_groups.{name}.{option}" for name in named]
+                values[first] = _plain_option(option, value)
+                aliases.update(dict.fromkeys(others, first))
+        for name, param, _ in self.params():
+            for slot, value in self.slots(param).items():
+                values[f"state.{name}.{slot}"] = _storable_slot(name, slot, value)
+        return values, aliases
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options: all of it but its parameters (and their names, which have to be the live ones)."""
+    return {option: value for option, value in group.items() if option not in ("params", "param_names")}
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is data that torch reads back without running anything."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(each) for each in value)
+    return isinstance(value, _PLAIN_TYPES)
+
+
+def _plain_option(option: str, value: object) -> object:
+    """An option as plain data: a tensor `lr` (for capturable steps) is a number to whoever loads it."""
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        value = value.item()
+    elif isinstance(value, list | tuple):
+        value = type(value)([_plain_option(option, each) for each in value])
+    if not is_plain(value):
+        raise TypeError(f"Expected the optimizer's options to be plain data, got {value!r} for {option!r}.")
+    return value
+
+
+def _storable_slot(name: str, slot: object, value: object) -> object:
+    if not isinstance(slot, str) or not (isinstance(value, torch.Tensor) or is_plain(value)):
+        raise NotImplementedError(
+            f"Expected optimizer state of tensors and plain data by name, got {type(value).__name__} for slot "
+            f"{slot!r} of {name!r}. State that spans parameters, as LBFGS keeps it, cannot be resharded."
+        )
+    return value

@@ -1,0 +1,244 @@
+"""A checkpoint's optimizer state held against a live optimizer, and put into it without a step."""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint._base.boxes import boxes_beside, is_placed_by, local_boxes, whole_box
+from lamella_checkpoint._base.errors import NameDifference, OptionConflict
+from lamella_checkpoint._base.source import Source, Wanted
+from lamella_checkpoint._state.optimizer import LiveOptimizer, options
+
+# How a step is computed, not what it computes: that is this run's choice, on this machine.
+_LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+ByParam = Mapping[str, Mapping[str, str]]
+"""Full names in a checkpoint by slot (or by option), by the live parameter's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerLoad:
+    """What a checkpoint holds for a live optimizer's parameters, found by name.
+
+    `strangers` are parameters that only the checkpoint's optimizer has. `values` holds the options, read. `local_slots`
+    are those that the optimizer kept as plain tensors of a rank's elements when it was saved.
+    """
+
+    live: LiveOptimizer
+    source: Source
+    slots: ByParam
+    options: ByParam
+    strangers: tuple[str, ...]
+    values: Mapping[str, Any]
+    local_slots: Container[str] = ()
+
+    @classmethod
+    def find(
+        cls, source: Source, live: LiveOptimizer, names: Mapping[str, list[str]], local_slots: Container[str] = ()
+    ) -> "OptimizerLoad":
+        """Find the parameters of `live` in a checkpoint, by any of their `names`.
+
+        Names in the checkpoint are the native ones.
+
+        Effects: reads the options from the checkpoint's files; no collective.
+        """
+        firsts = {name: first for first, _, _ in live.params() for name in names[first]}
+        found: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
+        strangers: dict[str, str] = {}
+        for full in (*source.tensors, *source.objects):
+            top, _, entry = full.partition(".")
+            section, _, rest = entry.partition(".")
+            if top != "optimizer" or section not in found:
+                continue
+            name, tail = _split(rest, firsts)
+            if name is None:
+                strangers.setdefault(tail, f"optimizer.{section}.{tail}")
+            else:
+                found[section].setdefault(name, {}).setdefault(tail, full)
+        option_names = [full for of_param in found["param_groups"].values() for full in of_param.values()]
+        return cls(
+            live=live,
+            source=source,
+            slots=found["state"],
+            options=found["param_groups"],
+            strangers=tuple(strangers.values()),
+            values=_read_options(source, option_names),
+            local_slots=local_slots,
+        )
+
+    def differences(self) -> Iterator[NameDifference]:
+        """Parameters that one side lacks, and slots that the live optimizer has filled and the checkpoint lacks.
+
+        A parameter with options and no state is one that had not been stepped: nothing is missing.
+        """
+        for name, param, group in self.live.params():
+            if not self._knows(name) and options(group):
+                yield NameDifference(f"optimizer.param_groups.{name}", None, str(tuple(param.shape)))
+            for slot in self.live.slots(param) if name in self.slots else ():
+                if slot not in self.slots[name]:
+                    yield NameDifference(f"optimizer.state.{name}.{slot}", None, "a slot")
+        for stranger in self.strangers:
+            yield NameDifference(stranger, "a parameter", None)
+
+    def kept(self) -> Iterator[str]:
+        """Options that the live optimizer has for a parameter that the checkpoint knows, and the checkpoint lacks."""
+        for name, _, group in self.live.params():
+            for option in options(group) if name in self.options else ():
+                if option not in self.options[name] and option not in _LIVE_OPTIONS:
+                    yield f"optimizer.param_groups.{name}.{option}"
+
+    def conflicts(self) -> Iterator[OptionConflict]:
+        """Options with two values for the parameters of one live group."""
+        for index, named in enumerate(self.live.groups):
+            firsts: dict[str, str] = {}
+            conflicting: set[str] = set()
+            for name in named:
+                for option, full in self.options.get(name, {}).items():
+                    first = firsts.setdefault(option, name)
+                    value, first_value = self.values[full], self.values[self.options[first][option]]
+                    if value != first_value and option not in conflicting | _LIVE_OPTIONS:
+                        conflicting.add(option)
+                        yield OptionConflict(option, index, first, first_value, name, value)
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        """Where to read each slot that is a tensor, by its full name: the live slot if it fits, else new memory.
+
+        Raises:
+            ValueError: A live slot that is no DTensor has another number of elements than its parameter and than this
+                rank's part of it.
+
+        Effects: allocates the optimizer's state where there is none yet.
+        """
+        return {full: self._target(param, group, slot, full) for param, group, slot, full in self._tensors()}
+
+    def wanted(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
+        """What to read into the targets: each where it says it lies, or where its parameter does."""
+        for param, _, _, full in self._tensors():
+            target = targets[full]
+            if isinstance(param, DTensor) and is_placed_by(param, target, full):
+                boxes = boxes_beside(param, target)
+            else:
+                boxes = local_boxes(target)
+            yield from (Wanted(full, *box) for box in boxes)
+
+    def assign(self, slots: Mapping[str, object]) -> None:
+        """Give each parameter its slots (those in `slots`, and those that are no tensors), and each group its options.
+
+        Options on which parameters of one group disagree stay as they are.
+
+        Effects: replaces the state of every parameter that the checkpoint knows: what it holds none for is as
+            before its first step.
+        """
+        optimizer = self.live.optimizer
+        disputed = {(conflict.group, conflict.option) for conflict in self.conflicts()}
+        for index, (named, group) in enumerate(zip(self.live.groups, optimizer.param_groups, strict=True)):
+            for option, value in self._options_of(named).items():
+                if option not in _LIVE_OPTIONS and (index, option) not in disputed:
+                    group[option] = _like(group.get(option), value)
+        for name, param, _ in self.live.params():
+            if self._knows(name):
+                optimizer.state.pop(param, None)
+                if name in self.slots:
+                    optimizer.state[param] = {
+                        slot: slots[full] if full in slots else self.source.read_object(full)
+                        for slot, full in self.slots[name].items()
+                    }
+        # Classes bring what older releases wrote up to date here, as their `load_state_dict` does.
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+    def without(self, names: frozenset[str]) -> "OptimizerLoad":
+        """This load without some parameters, whose state then stays as it is."""
+        return replace(
+            self,
+            slots={name: slots for name, slots in self.slots.items() if name not in names},
+            options={name: options for name, options in self.options.items() if name not in names},
+        )
+
+    def _knows(self, name: str) -> bool:
+        return name in self.slots or name in self.options
+
+    def _options_of(self, names: Mapping[str, object]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in names:
+            for option, full in self.options.get(name, {}).items():
+                found.setdefault(option, self.values[full])
+        return found
+
+    def _tensors(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any], str, str]]:
+        """The slots that are tensors in the checkpoint: the parameter, its group, the slot and its full name."""
+        for name, param, group in self.live.params():
+            for slot, full in self.slots.get(name, {}).items():
+                if full in self.source.tensors:
+                    yield param, group, slot, full
+
+    def _target(self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str) -> torch.Tensor:
+        stored = self.source.tensors[full]
+        live = self.live.slots(param).get(slot)
+        has_params_shape = stored.shape == tuple(param.shape)
+        if isinstance(live, torch.Tensor):
+            if has_params_shape and is_placed_by(param, live, full):
+                return live if live.dtype == stored.dtype else torch.zeros_like(live, dtype=stored.dtype)
+            if tuple(live.shape) == stored.shape and live.dtype == stored.dtype:
+                return live
+        elif has_params_shape and slot in self.local_slots and isinstance(param, DTensor):
+            return torch.zeros_like(param._local_tensor.detach(), dtype=stored.dtype)
+        return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), stored.dtype)
+
+
+def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
+    """Options by name. A tensor `lr` comes as a tensor."""
+    values: dict[str, Any] = {}
+    for name in names:
+        info = source.tensors.get(name)
+        if info is None:
+            values[name] = source.read_object(name)
+        else:
+            values[name] = torch.empty(info.shape, dtype=info.dtype)
+            source.read([Wanted(name, whole_box(info.shape), values[name])])
+    return values
+
+
+def _split(rest: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:
+    """`<parameter>.<slot>` as the live parameter's first name and the slot; or None and the stranger's name.
+
+    No parameter's name continues another's with a dot, so the shortest that is known is the one.
+    """
+    end = rest.find(".")
+    while end != -1:
+        if rest[:end] in firsts:
+            return firsts[rest[:end]], rest[end + 1 :]
+        end = rest.find(".", end + 1)
+    return None, rest.rpartition(".")[0]
+
+
+def _new_slot(
+    param: torch.Tensor, group: Mapping[str, Any], slot: str, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Memory for a slot, of the kind that an optimizer's first step would have made."""
+    if slot == "step" and not shape:
+        # Counted on the host, unless the step runs where the host cannot look: torch.optim's own rule.
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        return torch.zeros(
+            shape, dtype=torch.float32 if on_device else dtype, device=param.device if on_device else "cpu"
+        )
+    if shape == param.shape:
+        return torch.zeros_like(param, dtype=dtype)
+    if not shape:
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    # Factored second moments and the like. Of a DTensor this makes a replicated one, as it does in a step.
+    return param.new_zeros(shape, dtype=dtype)
+
+
+def _like(live: object, value: object) -> object:
+    """A stored option in the live option's form: a tensor stays the same tensor, so that a compiled step sees it."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(live, torch.Tensor) and isinstance(value, int | float):
+        with torch.no_grad():
+            return live.fill_(value)
+    if isinstance(live, tuple | list) and isinstance(value, tuple | list) and len(live) == len(value):
+        return type(value)(_like(*pair) for pair in zip(live, value, strict=True))
+    return value

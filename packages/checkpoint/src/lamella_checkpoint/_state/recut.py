@@ -1,0 +1,96 @@
+"""What a rank writes of a live model, in the names and cuts of correspondences: fused tensors by component."""
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Final
+
+import torch
+
+from lamella_checkpoint._base.boxes import box_of
+from lamella_checkpoint._state.shares import Item, Share
+from lamella_checkpoint._translation.correspondence import Correspondence, Piece, carried, meetings
+from lamella_checkpoint._translation.translate import longest_known
+
+_SECTIONS: Final = ("optimizer.state.", "optimizer.param_groups.", "model.")
+
+
+def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
+    """A share of what a model's checkpoint holds, as the left side of correspondences has it.
+
+    A tensor, and a slot of its shape, is cut; scalars and options are found under each part's name, at one place. Every
+    rank does the same to its own, so that shares that were equal stay so.
+
+    Args:
+        share: Under the model's names.
+        correspondences: The right side is the model's.
+
+    Raises:
+        NotImplementedError: A slot of another shape belongs to a tensor that is cut; a tied tensor is cut; a shift.
+
+    Effects: none. Items are views of the live tensors.
+    """
+    if not correspondences:
+        return share
+    by_name = {name: each for each in correspondences for name in each.right}
+    held = {ranks: tuple(new for item in items for new in _recut(item, by_name)) for ranks, items in share.held.items()}
+    return replace(share, held=held)
+
+
+def _recut(item: Item, by_name: Mapping[str, Correspondence]) -> Iterator[Item]:
+    places = [_place(name, by_name) for name in item.names]
+    section, parameter, entry = places[0]
+    if all(each is None for _, each, _ in places):
+        yield item
+    elif item.chunk is None or (prod(item.shape or ()) == 1 and parameter is not None and not _is_whole(item, by_name)):
+        names = zip(item.names, places, strict=True)
+        new = [[name] if place[1] is None else _of_parts(*place, by_name) for name, place in names]
+        yield replace(item, names=tuple(name for of_name in new for name in of_name))
+    elif len(places) > 1 or parameter is None or by_name[parameter].shift:
+        raise NotImplementedError(
+            f"Expected tensors that are cut to have one name, and no shift, got {item.names!r}. Save it as it is: "
+            f"leave its correspondence out."
+        )
+    else:
+        yield from _cut(item, section, parameter, entry, by_name[parameter])
+
+
+def _cut(item: Item, section: str, parameter: str, entry: str, by: Correspondence) -> Iterator[Item]:
+    if item.shape != tuple(by.right[parameter]):
+        if not by.is_rename:
+            raise NotImplementedError(
+                f"Expected {item.names[0]!r} of shape {tuple(by.right[parameter])!r}, as its parameter is, got "
+                f"{item.shape!r}: it cannot be cut as that is."
+            )
+        yield replace(item, names=tuple(_of_parts(section, parameter, entry, {parameter: by})))
+        return
+    assert isinstance(item.value, torch.Tensor)
+    assert item.chunk is not None
+    pieces: list[Piece] = [piece for piece in by.pieces if piece.right.name == parameter]
+    for index, _, shared in meetings([piece.right.chunk for piece in pieces], [item.chunk]):
+        target, own = pieces[index]
+        chunk = carried(shared, own.chunk, target.chunk)
+        values = box_of(item.value, shared.relative_to(item.chunk))
+        name = f"{section}{target.name}{entry}"
+        yield Item(names=(name,), value=values.view(chunk.sizes), shape=tuple(by.left[target.name]), chunk=chunk)
+
+
+def _place(name: str, known: Container[str]) -> tuple[str, str | None, str]:
+    """A name's section, its parameter if a correspondence has it, and what follows."""
+    for section in _SECTIONS:
+        if name.startswith(section):
+            rest = name.removeprefix(section)
+            parameter, entry = (rest, "") if section == "model." else longest_known(rest, known)
+            return section, parameter if parameter in known else None, entry and f".{entry}"
+    return "", None, name
+
+
+def _of_parts(section: str, parameter: str | None, entry: str, by_name: Mapping[str, Correspondence]) -> Iterable[str]:
+    assert parameter is not None
+    return [f"{section}{name}{entry}" for name in by_name[parameter].left]
+
+
+def _is_whole(item: Item, by_name: Mapping[str, Correspondence]) -> bool:
+    """Whether a tensor of one element is its parameter's shape, and not a scalar beside it."""
+    _, parameter, _ = _place(item.names[0], by_name)
+    return parameter is not None and item.shape == tuple(by_name[parameter].right[parameter])

@@ -1,0 +1,230 @@
+"""Live shards under other names: what a rank holds of a fused tensor is pieces of its components.
+
+Note [Coordinates come from the parameter]
+    What an optimizer keeps for a sharded parameter may be a DTensor, a plain tensor of the rank's elements, or a
+    DTensor that knows of the data-parallel ranks alone. Only the parameter says which elements of which global tensor
+    they are. So a shard is placed by its parameter's region, and data counts only by how many elements it has. What is
+    a tensor-parallel rank's part alone is then written where it belongs. By its own coordinates every rank would
+    write the same boxes, and a checkpoint keeps one of each: half of the tensor would be lost without an error.
+
+Each rank computes its pieces by itself; there is nothing to communicate.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, Self
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint._base.boxes import box_of, places_in_memory
+from lamella_checkpoint._translation.correspondence import Correspondence, Piece, carried, meetings
+from lamella_checkpoint._translation.translate import Side
+from lamella_layout import Chunk, Range, Region
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveShard:
+    """What a rank holds of a parameter, in the parameter's coordinates: Note [Coordinates come from the parameter].
+
+    Attributes:
+        shape: Of the parameter, global.
+        region: The rank's part. Its boxes are in the order of local memory.
+    """
+
+    shape: tuple[int, ...]
+    region: Region
+
+    @classmethod
+    def of_rows(
+        cls, shape: Sequence[int], elements: Range, *, tp_dim: int | None = None, num_tp: int = 1, tp_rank: int = 0
+    ) -> "LiveShard":
+        """A tensor-parallel rank's part, cut between rows anywhere: what Megatron-FSDP leaves to a rank.
+
+        Args:
+            shape: Of the parameter, global.
+            elements: The rank's, of the tensor-parallel rank's part laid out flat (`megatron_fsdp_slice`).
+            tp_dim: The dim that tensor parallelism cuts, first. None where it cuts none.
+            num_tp: Tensor-parallel ranks.
+            tp_rank: This one among them.
+
+        Raises:
+            ValueError: The elements are not whole rows of the part, or the dim does not divide.
+        """
+        shape = tuple(shape)
+        if tp_dim is not None and shape[tp_dim] % num_tp:
+            raise ValueError(f"Expected dim {tp_dim} of shape {shape!r} to divide by {num_tp} ranks.")
+        part = Region.whole(shape) if tp_dim is None else Region.whole(shape).shard(tp_dim, num_tp, tp_rank)
+        row_numel = prod(part.shape[1:])
+        if elements.start % row_numel or elements.stop % row_numel or elements.stop > prod(part.shape):
+            raise ValueError(f"Expected whole rows of a part of shape {part.shape!r}, got elements {elements!r}.")
+        rows = Range(elements.start // row_numel, elements.stop // row_numel)
+        return cls(shape=shape, region=part.take(Chunk.of([rows, *(Range(0, size) for size in part.shape[1:])])))
+
+    def local(self, data: torch.Tensor, name: str) -> torch.Tensor:
+        """The rank's elements of what belongs to the parameter: itself, or a slot of its optimizer state.
+
+        Args:
+            data: A DTensor of the parameter's shape, or of its tensor-parallel rank's part; or a plain tensor of the
+                rank's elements, of any shape.
+            name: For messages.
+
+        Returns:
+            A view of the region's shape.
+
+        Raises:
+            ValueError: The rank's part of the data has another number of elements.
+        """
+        values = data.to_local() if isinstance(data, DTensor) else data
+        numel = prod(self.region.shape)
+        if values.numel() != numel:
+            raise ValueError(
+                f"Expected the {numel} elements that this rank holds of {name!r} (shape {self.shape!r}), got "
+                f"{values.numel()} of shape {tuple(values.shape)!r}. A plain tensor has to be the rank's shard alone, "
+                f"and not a tensor-parallel rank's part or the whole."
+            )
+        return values.detach().view(self.region.shape)
+
+
+class LivePiece(NamedTuple):
+    """Part of a shard, and where it lies in a tensor of a checkpoint.
+
+    `values` is a view of the shard, with the chunk's sizes: reading into it fills the shard.
+    """
+
+    name: str
+    chunk: Chunk
+    values: torch.Tensor
+
+
+class LiveCut:
+    """A live model's tensors as the tensors of the correspondences' other side."""
+
+    def __init__(self, correspondences: Iterable[Correspondence], *, to: Side) -> None:
+        """Take the correspondences of a model whose names are on the side that `to` is not."""
+        self._pieces: dict[str, list[Piece]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for each in correspondences:
+            turned = each if to == "right" else each.inverse
+            if turned.shift:
+                raise ValueError(
+                    f"Expected live tensors and a checkpoint's to be equal, got a shift for {each.left!r}."
+                )
+            self._shapes.update(turned.right)
+            for piece in turned.pieces:
+                self._pieces.setdefault(piece.left.name, []).append(piece)
+
+    def shapes(self, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The tensors that a live one is part of, with their shapes; a name that no rule mentions is its own."""
+        if name not in self._pieces:
+            return {name: tuple(shape)}
+        return {piece.right.name: self._shapes[piece.right.name] for piece in self._pieces[name]}
+
+    def pieces(self, name: str, shard: LiveShard, data: torch.Tensor) -> list[LivePiece]:
+        """What this rank writes, or reads, of a live tensor; nothing where its shard is empty.
+
+        Args:
+            name: The live tensor's.
+            shard: Of the parameter that the tensor is, or belongs to.
+            data: As `LiveShard.local` takes it.
+
+        Effects: none; no collective.
+        """
+        local = shard.local(data, name)
+        if name not in self._pieces:
+            boxes = zip(shard.region.chunks, places_in_memory(shard.region), strict=True)
+            return [LivePiece(name, chunk, box_of(local, box)) for chunk, box in boxes]
+        return list(self._cut(name, shard.region, local))
+
+    def _cut(self, name: str, region: Region, local: torch.Tensor) -> Iterable[LivePiece]:
+        held, boxes = region.chunks, places_in_memory(region)
+        pieces = self._pieces[name]
+        for index, which, shared in meetings([piece.left.chunk for piece in pieces], held):
+            left, right = pieces[index]
+            chunk = carried(shared, left.chunk, right.chunk)
+            values = box_of(box_of(local, boxes[which]), shared.relative_to(held[which]))
+            yield LivePiece(right.name, chunk, values.view(chunk.sizes))
+
+
+class PiecesOfTensor(torch.Tensor):
+    """A value of a state dict that torch DCP writes and reads as it is: this rank's pieces of one tensor.
+
+    It has the tensor's global shape and no storage of its own; whatever computes with it raises. A rank that holds
+    nothing of the tensor writes nothing; some rank has to.
+    """
+
+    _pieces: dict[tuple[int, ...], LivePiece]
+
+    def __new__(cls, shape: Sequence[int], like: torch.Tensor, pieces: Sequence[LivePiece]) -> Self:
+        """Make one of this shape, of the dtype and on the device of `like`."""
+        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+        made._pieces = {piece.chunk.offsets: piece for piece in pieces}
+        return made
+
+    def __init__(self, shape: Sequence[int], like: torch.Tensor, pieces: Sequence[LivePiece]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable[..., object], *_: object) -> object:  # type: ignore[override]
+        """Refuse: no rank has the tensor."""
+        raise NotImplementedError(f"Expected a checkpoint to write or read pieces of a tensor, got {func}.")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PiecesOfTensor({tuple(self.shape)!r}, {[piece.chunk for piece in self.pieces]!r})"
+
+    @property
+    def pieces(self) -> list[LivePiece]:
+        """This rank's pieces."""
+        return list(self._pieces.values())
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """DCP asks for what to write."""
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(piece.chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_stored(piece.chunk), properties=properties, size=self.shape),
+            )
+            for piece in self.pieces
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """DCP asks for what to read."""
+        return [_stored(piece.chunk) for piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """DCP asks for the values of a chunk."""
+        assert index.offset is not None
+        return self._pieces[tuple(index.offset)].values
+
+
+def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[LiveShard, torch.Tensor]]) -> dict[str, PiecesOfTensor]:
+    """A live model's tensors, or one slot of its optimizer for every parameter, as values that DCP writes.
+
+    Args:
+        cut: The model's.
+        tensors: By live name; the data as `LiveShard.local` takes it.
+
+    Returns:
+        By the checkpoint's names. The same names on every rank that has the same live names.
+
+    Effects: none; no collective, and the values are views.
+    """
+    pieces: dict[str, list[LivePiece]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    likes: dict[str, torch.Tensor] = {}
+    for name, (shard, data) in tensors.items():
+        for of_name, shape in cut.shapes(name, shard.shape).items():
+            pieces.setdefault(of_name, [])
+            shapes[of_name], likes[of_name] = shape, data
+        for piece in cut.pieces(name, shard, data):
+            pieces[piece.name].append(piece)
+    return {name: PiecesOfTensor(shapes[name], likes[name], pieces[name]) for name in pieces}
+
+
+def _stored(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))

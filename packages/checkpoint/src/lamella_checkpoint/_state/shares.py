@@ -1,0 +1,287 @@
+"""Which rank writes what: found by each rank alone, alike on all.
+
+Note [Who writes what]
+    A DTensor's placements say which boxes of it each rank of its mesh has, so a rank knows all chunk tables without
+    asking. What several ranks have alike (replicated axes, plain tensors, options) is written by one of them, and
+    all have to think of the same one. Each knows with whom it shares something: with those ranks of the mesh that
+    differ from it along replicated axes only; what is no DTensor, with all ranks that train this model. Ranks that
+    share a list of things deal it out, largest first, always to whoever has least so far: equal lists, equal hands.
+
+    That lists are equal is not taken on trust. A rank keeps a digest of each list that it dealt out, and whoever
+    puts the checkpoint together compares them.
+
+    A number (Adam's `step`) beside a parameter that is a DTensor is dealt out among the ranks that own some of the
+    parameter: others need not have stepped it. A slot in local coordinates is written as the parameter is.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lamella_checkpoint._base.boxes import box_of, boxes_beside, cut_order, is_placed_by, places_in_memory
+from lamella_checkpoint._state.contents import Contents, Ranks
+from lamella_layout import Chunk, RaggedShard, mesh_chunks, mesh_region
+
+_QUESTION: Final = "__create_write_items__"
+_FRAME_NBYTES: Final = 1024  # What an archive adds to each item, roughly.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Item:
+    """One value, or one box of a tensor, that is written in one piece.
+
+    Attributes:
+        names: Under which it is found: its own, and those that share its place.
+        value: The box as a tensor of its sizes, where it lies; or plain data.
+        shape: Of the whole tensor; None for plain data.
+        chunk: The box; None for plain data.
+    """
+
+    names: tuple[str, ...]
+    value: object
+    shape: tuple[int, ...] | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much it takes in a file, roughly."""
+        return _FRAME_NBYTES + (self.value.nbytes if isinstance(self.value, torch.Tensor) else 0)
+
+
+class Tables:
+    """Chunk tables by mesh, shape and placements, each computed once: slots lie as their parameters do."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[DeviceMesh, torch.Tensor] = {}
+        self._parts: dict[_Key, _Part] = {}
+        self._owners: dict[_Key, Ranks] = {}
+
+    def part(self, tensor: DTensor) -> "_Part":
+        """What this rank has of a tensor, and who has the same. This rank is on the tensor's mesh."""
+        key = _key(tensor)
+        if key not in self._parts:
+            self._parts[key] = self._part(*key)
+        return self._parts[key]
+
+    def owners(self, tensor: DTensor) -> Ranks:
+        """The ranks of the tensor's mesh that have some of it; all of them for one without elements."""
+        key = _key(tensor)
+        if key not in self._owners:
+            mesh, shape, placements, order = key
+            ranks = self._ranks_of(mesh).flatten().tolist()
+            whole = [True] * len(ranks)
+            chunks = mesh_chunks(shape, tuple(mesh.shape), placements, order=order) if prod(shape) else whole
+            self._owners[key] = tuple(rank for rank, of_rank in zip(ranks, chunks, strict=True) if of_rank)
+        return self._owners[key]
+
+    def _part(
+        self, mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Placement, ...], order: tuple[int, ...] | None
+    ) -> "_Part":
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        region = mesh_region(shape, tuple(mesh.shape), placements, coordinate, order=order)
+        along = zip(placements, coordinate, strict=True)
+        alike = tuple(slice(None) if isinstance(placement, Replicate) else at for placement, at in along)
+        ranks = tuple(self._ranks_of(mesh)[alike].flatten().tolist())
+        return _Part(region.shape, tuple(zip(region.chunks, places_in_memory(region), strict=True)), ranks)
+
+    def _ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
+        if mesh not in self._ranks:
+            self._ranks[mesh] = mesh.mesh
+        return self._ranks[mesh]
+
+
+class _Part(NamedTuple):
+    """A rank's part of a tensor: its local shape; each box of it, in the tensor and in the part; who has the same."""
+
+    local_shape: tuple[int, ...]
+    boxes: tuple[tuple[Chunk, Chunk], ...]
+    ranks: Ranks
+
+
+_Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...], tuple[int, ...] | None]
+
+
+def _key(tensor: DTensor) -> _Key:
+    # Meshes that differ in the order of their cuts alone are equal.
+    return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements), cut_order(tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What this rank has, by the ranks that have the same."""
+
+    held: Mapping[Ranks, tuple[Item, ...]]
+    rank: int
+
+    @classmethod
+    def of(cls, contents: Contents, rank: int, tables: Tables | None = None) -> "Share":
+        """Find it, by Note [Who writes what].
+
+        Args:
+            contents: Of this rank.
+            rank: This rank.
+            tables: What was computed for the last save; None starts afresh.
+
+        Raises:
+            ValueError: A DTensor is partial, its local tensor is not what its placements say, or a slot has neither as
+                many elements as its parameter nor as many as this rank's part of it.
+
+        Effects: none; no collective. Items are views of the live tensors.
+        """
+        held: dict[Ranks, list[Item]] = {}
+        for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
+            if rank in ranks:
+                held.setdefault(ranks, []).append(item)
+        return cls(held={ranks: tuple(items) for ranks, items in held.items()}, rank=rank)
+
+    @property
+    def digests(self) -> dict[Ranks, str]:
+        """What the ranks that have the same compare."""
+        return {ranks: _digest(items) for ranks, items in self.held.items() if len(ranks) > 1}
+
+    def items(self, apart: frozenset[Ranks] = frozenset()) -> list[Item]:
+        """What this rank writes.
+
+        Args:
+            apart: Sets of ranks whose lists differ: each of them writes all of its own.
+        """
+        mine: list[Item] = []
+        for ranks, items in self.held.items():
+            mine += items if ranks in apart else _deal(items, ranks)[ranks.index(self.rank)]
+        return mine
+
+
+def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
+    """The sets of ranks that hold different lists, given the digests of all ranks in order.
+
+    Effects: none.
+    """
+    sets = {ranks for of_rank in digests for ranks in of_rank}
+    return frozenset(ranks for ranks in sets if len({digests[rank].get(ranks) for rank in ranks}) > 1)
+
+
+class _Holdings:
+    """All that this rank has, item by item, with the ranks that have the same."""
+
+    def __init__(self, contents: Contents, rank: int, tables: Tables) -> None:
+        self._contents = contents
+        self._rank = rank
+        self._tables = tables
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in contents.aliases.items():
+            self._aliases.setdefault(name, []).append(alias)
+
+    def items(self) -> Iterator[tuple[Item, Ranks]]:
+        for name, value in self._contents.values.items():
+            names = (name, *self._aliases.get(name, ()))
+            param = self._contents.params.get(name)
+            if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and is_placed_by(param, value, name):
+                yield from self._placed_by(param, names, value)
+            elif isinstance(value, torch.Tensor) and _names_its_own_boxes(value):
+                for box, shape, chunk in _own_boxes(name, value):
+                    yield Item(names=names, value=box, shape=shape, chunk=chunk), (self._rank,)
+            elif isinstance(value, DTensor):
+                yield from self._of_dtensor(names, value)
+            elif isinstance(value, torch.Tensor):
+                whole = Chunk((0,) * value.ndim, tuple(value.shape))
+                yield Item(names=names, value=value.detach(), shape=whole.sizes, chunk=whole), self._beside(name)
+            else:
+                yield Item(names=names, value=value), self._beside(name)
+
+    def _of_dtensor(self, names: tuple[str, ...], tensor: DTensor) -> Iterator[tuple[Item, Ranks]]:
+        if tensor.device_mesh.get_coordinate() is None:
+            return
+        _check_not_partial(names[0], tensor)
+        shape, local = tuple(tensor.shape), _local(tensor)
+        if not prod(shape):
+            empty = Item(names=names, value=local.new_empty(shape), shape=shape, chunk=Chunk((0,) * len(shape), shape))
+            yield empty, self._tables.owners(tensor)
+            return
+        part = self._tables.part(tensor)
+        if tuple(local.shape) != part.local_shape:
+            raise ValueError(
+                f"Expected this rank's part of {names[0]!r} to be of shape {part.local_shape}, as the placements "
+                f"{tensor.placements} of a tensor of shape {shape} have it, got {tuple(local.shape)}. A DTensor that "
+                f"is cut elsewhere has to say so with a RaggedShard."
+            )
+        for chunk, box in part.boxes:
+            yield Item(names=names, value=box_of(local, box), shape=shape, chunk=chunk), part.ranks
+
+    def _placed_by(self, param: DTensor, names: tuple[str, ...], slot: torch.Tensor) -> Iterator[tuple[Item, Ranks]]:
+        """A slot's items, where its parameter has them."""
+        ranks = (self._rank,) if _names_its_own_boxes(param) else self._tables.part(param).ranks
+        for chunk, box in boxes_beside(param, slot):
+            yield Item(names=names, value=box, shape=tuple(param.shape), chunk=chunk), ranks
+
+    def _beside(self, name: str) -> Ranks:
+        """The ranks that have a value that is no DTensor."""
+        param = self._contents.params.get(name)
+        if not isinstance(param, DTensor):
+            return self._contents.everyone
+        # Placements do not say who has some of such a parameter, and so who has stepped it.
+        return (self._rank,) if _names_its_own_boxes(param) else self._tables.owners(param)
+
+
+def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor answers torch DCP's question otherwise than DTensor does, from its placements.
+
+    Megatron's uneven DTensors do, with functions on their local tensors.
+    """
+    if isinstance(tensor, DTensor):
+        if any(isinstance(each, RaggedShard) for each in tensor.placements):
+            return False
+        if getattr(type(tensor), _QUESTION) is not getattr(DTensor, _QUESTION):
+            return True
+        return hasattr(tensor._local_tensor, _QUESTION)
+    return hasattr(tensor, _QUESTION)
+
+
+def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...], Chunk]]:
+    """The boxes that a tensor names itself: the data, the whole's shape, the place in it."""
+    for write_item in getattr(tensor, _QUESTION)(name, tensor):
+        box = tensor.__get_tensor_shard__(write_item.index) if hasattr(tensor, "__get_tensor_shard__") else tensor
+        data = write_item.tensor_data
+        yield box.detach(), tuple(data.size), Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _local(tensor: DTensor) -> torch.Tensor:
+    local = tensor._local_tensor
+    if type(local) is not torch.Tensor:  # Of a collective, say, that may still be under way.
+        with torch.no_grad():
+            local = tensor.to_local()
+    return local.detach()
+
+
+def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:
+    """The items of each rank: largest first, each to whoever has least so far, the first of them if equal."""
+    if len(ranks) == 1:
+        return [list(items)]
+    hands: list[list[Item]] = [[] for _ in ranks]
+    loads = [(0, index) for index in range(len(ranks))]
+    for item in sorted(items, key=lambda item: (-item.nbytes, item.names[0], item.chunk or ())):
+        load, index = loads[0]
+        hands[index].append(item)
+        heapq.heapreplace(loads, (load + item.nbytes, index))
+    return hands
+
+
+def _digest(items: Sequence[Item]) -> str:
+    lines = sorted(repr((item.names, item.shape, item.chunk, item.nbytes)) for item in items)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _check_not_partial(name: str, tensor: DTensor) -> None:
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(
+            f"Expected {name!r} to be sharded or replicated along each axis, got {tensor.placements}: no rank has its "
+            f"values. Redistribute it first."
+        )

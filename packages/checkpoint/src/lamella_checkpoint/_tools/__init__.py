@@ -1,0 +1,1 @@
+"""What one process does with checkpoints, without a model."""

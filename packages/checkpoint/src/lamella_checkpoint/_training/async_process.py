@@ -1,0 +1,279 @@
+"""The process beside each rank that writes checkpoints while the rank trains on.
+
+Note [A checkpoint without a collective]
+    Each rank's process writes its files into the staged directory, whose name all ranks know from the start, and then
+    `part-<rank>`, which says what lies where. Rank 0's process waits for the parts of all, writes the metadata and
+    renames the directory. Nobody else is asked: no main thread and no process group, so a checkpoint completes while
+    training computes, and also after it has ended.
+
+    A process that fails leaves `failed-<rank>` there, with the reason. Rank 0's then gives up, and says so with one of
+    its own. The others wait until the directory is the target, or that file is in it: a save has one outcome on all
+    ranks. What a killed process cannot say, its rank says for it (`async_save`). When the rank is gone too, whoever
+    waits for others gives up once nothing has come for a minute.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lamella_checkpoint._base.directories import check_replaceable, publish, recover
+from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._formats.checksums import Span
+from lamella_checkpoint._formats.dcp_write import Placed, complete, write_items
+from lamella_checkpoint._state.contents import Ranks
+from lamella_checkpoint._state.shares import Item, differing
+from lamella_checkpoint._training.retention import Retention, clean
+from lamella_checkpoint._training.staging import Memory, Slot
+from lamella_layout import Chunk
+
+_PATIENCE_S: Final = 60.0
+_PAUSES_S: Final = (0.01, 0.5)
+
+Failures = Mapping[int, str]
+"""Why a save failed, by rank; none if it is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save, as a rank tells its process.
+
+    Attributes:
+        target: The checkpoint's directory.
+        staged: Where it is written first; its name holds `manifest.save_id`.
+        rank: Whose process this is.
+        num_ranks: How many parts make the checkpoint.
+        memory_nbytes: How much of the memory to see.
+        items: What to write, tensors as slots of the memory.
+        digests: Of what this rank shares with whom.
+        manifest: Rank 0's is written.
+        retention: What to remove once the checkpoint is there; None removes nothing.
+        is_first: Whether no save of this session came before.
+    """
+
+    target: Path
+    staged: Path
+    rank: int
+    num_ranks: int
+    memory_nbytes: int
+    items: Sequence[Item]
+    digests: Mapping[Ranks, str]
+    manifest: Manifest
+    retention: Retention | None
+    is_first: bool
+
+
+def serve(connection: Connection, memory: Memory) -> None:
+    """Do the jobs that come, one after another, and answer each with its failures; end when the other side is gone."""
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, OSError):  # The rank has ended, or was killed.
+            return
+        failures = run(job, memory, is_orphan=connection.poll)  # The next job comes after the answer, or never.
+        try:
+            connection.send(failures)
+        except OSError:
+            return
+
+
+def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
+    """Write this rank's part; for rank 0, make a checkpoint of all parts; for others, see what became of it."""
+    waiting = _Waiting(is_orphan)
+    try:
+        _write_part(job, memory)
+        if job.rank == 0:
+            _publish_when_whole(job, waiting)
+            return {}
+        waiting.until(lambda: is_settled(job.staged), lambda: "nothing of rank 0")
+        failures = outcome(job.target, job.staged)
+    except _Failed as failed:
+        mark_failed(job.staged, job.rank, "another rank failed")
+        failures = failed.failures
+    except Exception as error:  # noqa: BLE001  Whatever it was, every rank has to hear of it.
+        text = describe(error)
+        if job.staged.exists() or not is_orphan():  # A later run has cleaned up, and wants no new leftovers.
+            _discard_files(job)
+            mark_failed(job.staged, job.rank, text)
+        failures = {job.rank: text}
+    if failures:
+        _discard_files(job)
+    return failures
+
+
+def is_settled(staged: Path) -> bool:
+    """Whether rank 0 has said what became of a save."""
+    return not staged.exists() or (staged / "failed-0").exists()
+
+
+def is_published(target: Path, staged: Path) -> bool:
+    """Whether the staged directory has become the target. The other way round, it may hold what was there before."""
+    try:
+        return staged.name.endswith(f"-{Manifest.read(target).save_id}")
+    except CheckpointDamaged:
+        return False
+
+
+def outcome(target: Path, staged: Path) -> Failures:
+    """What became of a save that is settled."""
+    if is_published(target, staged):
+        return {}
+    return _marked(staged) or {0: "the staged directory was removed, and its checkpoint is not there"}
+
+
+def part_name(rank: int) -> str:
+    """The file in the staged directory that says what a rank has written."""
+    return f"part-{rank}"
+
+
+def mark_failed(staged: Path, rank: int, reason: str) -> None:
+    """Tell all ranks' processes that this rank's part will not come. Where even that fails, nothing can be told."""
+    temporary, marker = staged / f"failing-{rank}", staged / f"failed-{rank}"
+    with suppress(OSError):
+        staged.mkdir(parents=True, exist_ok=True)
+        temporary.touch()  # An empty file has room on a full disk.
+        temporary.write_text(reason, encoding="utf-8")
+    with suppress(OSError):
+        temporary.rename(marker)
+
+
+def describe(error: BaseException) -> str:
+    """An error as text that crosses processes."""
+    return f"{type(error).__name__}: {error}"
+
+
+class _Failed(Exception):
+    """Other ranks' parts will not come."""
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+
+class _Waiting:
+    """Waits for files that other processes write, with growing pauses, and not for ever once nobody asks any more."""
+
+    def __init__(self, is_orphan: Callable[[], bool]) -> None:
+        self._is_orphan = is_orphan
+
+    def until(self, is_true: Callable[[], bool], describe_progress: Callable[[], object]) -> None:
+        """Return when it is true.
+
+        Raises:
+            TimeoutError: The rank is gone, and there has been no progress for a minute.
+        """
+        pause, last, since = _PAUSES_S[0], describe_progress(), time.monotonic()
+        while not is_true():
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES_S[1])
+            progress = describe_progress()
+            if progress != last or not self._is_orphan():
+                last, since = progress, time.monotonic()
+            elif time.monotonic() - since > _PATIENCE_S:
+                raise TimeoutError(f"Expected the other ranks' parts within {_PATIENCE_S:g} s, got {progress}.")
+
+
+def _write_part(job: Job, memory: Memory) -> None:
+    if job.rank == 0:
+        check_replaceable(job.target)
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        if job.is_first:  # Later: other ranks may still have to see why the last save failed.
+            _clean(job)
+    job.staged.mkdir(parents=True, exist_ok=True)
+    memory.map(job.memory_nbytes)
+    placed = write_items(job.staged, job.rank, [_over(memory, item) for item in job.items])
+    digests = {",".join(map(str, ranks)): digest for ranks, digest in job.digests.items()}
+    content = {"placed": [_as_json(each) for each in placed], "digests": digests}
+    temporary = job.staged / f"writing-{job.rank}"
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.rename(job.staged / part_name(job.rank))
+
+
+def _over(memory: Memory, item: Item) -> Item:
+    return replace(item, value=memory.tensor(item.value)) if isinstance(item.value, Slot) else item
+
+
+def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
+    files = [job.staged / part_name(rank) for rank in range(job.num_ranks)]
+
+    def num_parts() -> int:
+        if failures := _marked(job.staged):
+            raise _Failed(failures)
+        return sum(file.exists() for file in files)
+
+    waiting.until(lambda: num_parts() == job.num_ranks, lambda: f"{num_parts()} of {job.num_ranks}")
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    _check_alike([content["digests"] for content in contents])
+    complete(job.staged, [[_from_json(each) for each in content["placed"]] for content in contents], job.manifest)
+    _clean(job)
+    publish(job.staged, job.target)
+    with suppress(OSError):  # The checkpoint is there. What is not removed now, the next save removes.
+        for file in files:  # Not before: they tell a rank whose process was killed that others can do without it.
+            (job.target / file.name).unlink()
+        if job.retention is not None:
+            job.retention.apply(job.target)
+
+
+def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
+    apart = differing([{tuple(map(int, key.split(","))): value for key, value in each.items()} for each in digests])
+    if apart:
+        raise ValueError(
+            f"Expected ranks that share values to hold the same names and shapes, got different ones on ranks "
+            f"{sorted(min(apart))}. They may differ in `save`, or from the first save in the background on."
+        )
+
+
+def _clean(job: Job) -> None:
+    """Remove what killed saves left, to this target or anywhere under the root."""
+    if job.retention is None:
+        recover(job.target, spare=job.staged)
+    else:
+        clean(job.retention.root, spare=job.staged)
+
+
+def _discard_files(job: Job) -> None:
+    """Make room: what this rank has written of a save that failed."""
+    for file in job.staged.glob(f"__{job.rank}_*"):
+        file.unlink(missing_ok=True)
+
+
+def _marked(staged: Path) -> dict[int, str]:
+    """The failures that have been told. Rank 0's alone is told of every save that failed, and says little then."""
+    failures = {}
+    for marker in staged.glob("failed-*"):
+        failures[int(marker.name.removeprefix("failed-"))] = marker.read_text(encoding="utf-8")
+    return {rank: text for rank, text in failures.items() if rank or len(failures) == 1}
+
+
+def _as_json(placed: Placed) -> list[object]:
+    dtype = placed.dtype and str(placed.dtype).removeprefix("torch.")
+    return [placed.names, placed.shape, placed.chunk, dtype, placed.file, placed.span, placed.checksum]
+
+
+def _from_json(content: list[Any]) -> Placed:
+    names, shape, chunk, dtype, file, span, checksum = content
+    return Placed(
+        names=tuple(names),
+        shape=None if shape is None else tuple(shape),
+        chunk=None if chunk is None else Chunk(*map(tuple, chunk)),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        file=file,
+        span=Span(*span),
+        checksum=checksum,
+    )
+
+
+def main() -> None:
+    """Serve the rank that started this process, which passed two descriptors: a connection and a memory."""
+    connection, memory = (int(argument) for argument in sys.argv[1:])
+    os.nice(10)  # Training comes first.
+    serve(Connection(connection), Memory(memory))

@@ -1,0 +1,358 @@
+"""`AsyncSaver`: checkpoints that are written while training goes on."""
+
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from lamella_checkpoint._base.directories import staging_path
+from lamella_checkpoint._base.errors import CheckpointFailed
+from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
+from lamella_checkpoint._state.contents import Contents, Ranks
+from lamella_checkpoint._state.recut import recut
+from lamella_checkpoint._state.shares import Share, Tables, differing
+from lamella_checkpoint._training.async_process import (
+    Failures,
+    Job,
+    describe,
+    is_published,
+    is_settled,
+    mark_failed,
+    outcome,
+    part_name,
+)
+from lamella_checkpoint._training.copies import Copies
+from lamella_checkpoint._training.retention import Retention
+from lamella_checkpoint._training.staging import Memory, lay_out
+from lamella_checkpoint._translation.correspondence import Correspondence
+
+_PAUSE_S: Final = 0.1
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    Attributes:
+        path: The checkpoint's absolute path.
+        stage_seconds: How long `save` took, once the save before had ended.
+        waited_seconds: How long it waited for that.
+    """
+
+    def __init__(self, saver: "AsyncSaver", path: Path, staged: Path) -> None:
+        self.path = path
+        self.stage_seconds = 0.0
+        self.waited_seconds = 0.0
+        self._saver = saver
+        self._staged = staged
+        self._copies: Copies | None = None
+        self._sender: threading.Thread | None = None
+        self._failures: Failures | None = None  # None until it is settled.
+        self._is_told = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended: the checkpoint is there, or `wait` raises. Effects: none; no collective."""
+        return self._saver._settle(self, timeout=0.0)
+
+    @property
+    def held_seconds(self) -> float:
+        """How long the host has waited for the copies so far, before an optimizer's step or in `wait_staged`."""
+        return self._copies.waited_seconds if self._copies is not None else 0.0
+
+    def wait_staged(self) -> None:
+        """Let what follows change the state, whatever that is.
+
+        Optimizers of `torch.optim` and `load` do this by themselves. Call it before anything else changes parameters or
+        optimizer state: weights that are swapped or written by hand, an optimizer of another make, a graph that
+        replays a whole step, other ways to load.
+
+        Effects: no collective. Blocks until what is on the host has been copied; on an accelerator the current stream
+            waits, and the host does not.
+        """
+        if self._copies is not None:
+            self._copies.wait()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Return the path once the checkpoint is there, whole and on the disk.
+
+        Args:
+            timeout: Seconds after which to give up; None waits for as long as it takes.
+
+        Raises:
+            CheckpointFailed: It could not be written: why, by rank. Every rank raises it, once.
+            TimeoutError: It has not ended yet.
+
+        Effects: no collective; blocks this thread.
+        """
+        if not self._saver._settle(self, timeout):
+            raise TimeoutError(
+                f"Expected the checkpoint {str(self.path)!r} within {timeout} s; it is still being written."
+            )
+        self._tell()
+        return self.path
+
+    def _fail(self, error: BaseException) -> None:
+        """This rank's part will not come."""
+        self._failures = {rank(): describe(error)}
+        mark_failed(self._staged, rank(), describe(error))
+
+    def _tell(self) -> None:
+        if self._failures and not self._is_told:
+            self._is_told = True
+            raise CheckpointFailed(f"save the checkpoint {str(self.path)!r} in the background", self._failures)
+
+
+class _Session(NamedTuple):
+    """What the ranks agreed on at their first save."""
+
+    token: str
+    apart: frozenset[Ranks]
+
+
+class AsyncSaver:
+    """Saves in the background, one at a time, through a process beside each rank.
+
+    `save` returns at once. A thread copies this rank's part of the state to host memory while training goes on, up to
+    the next step of an optimizer, which waits for the copies. The process writes them, and rank 0's makes a checkpoint
+    of all parts when they are there. That takes no collective, and completes if nobody waits for it, and also when
+    training ends or fails meanwhile. Killed at any moment, any of the processes leaves the last complete checkpoint as
+    it was.
+
+        with AsyncSaver() as saver:
+            for step in range(num_steps):
+                ...
+                if step % 100 == 0:
+                    saver.save(f"runs/first/{step}", model=model, optimizer=optimizer, extra={"step": step})
+
+    The host memory is as large as this rank's part, is reused from save to save, and is pinned if the state is on CUDA.
+    """
+
+    def __init__(self) -> None:
+        """Effects: starts the process, which takes a few seconds to come up and imports torch, but uses no GPU."""
+        self._memory = Memory()
+        self._process: _Process | None = _Process(self._memory)
+        self._session: _Session | None = None
+        self._tables = Tables()
+        self._retention: Retention | None = None  # A `CheckpointDirectory` has one.
+        self._num_saves = 0
+        self._last: SaveHandle | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, object] | None = None,
+        correspondences: Sequence[Correspondence] = (),
+    ) -> SaveHandle:
+        """Begin what `lamella_checkpoint.save` does, and return while the state is being copied.
+
+        What is saved is the state of the call. Training may go on: the next step of any optimizer of `torch.optim`, and
+        `load`, wait until the state has been copied. Before anything else changes parameters or optimizer state, call
+        the handle's `wait_staged`. If something changes them all the same, this save fails: no checkpoint holds parts
+        of two states. Buffers may change at any time.
+
+        One save is in the air at a time: this waits until the one before has ended, which it has unless checkpoints
+        come faster than they can be written.
+
+        Args:
+            path: As for `save`; every rank's counts, and must be the same.
+            model: As for `save`.
+            optimizer: As for `save`.
+            extra: As for `save`.
+            correspondences: As for `save`; the same for every save.
+
+        Returns:
+            What to ask for the outcome. Need not be kept.
+
+        Raises:
+            CheckpointFailed: The save before failed, on any rank: every rank raises it here, and nothing has begun.
+                Call again to save this state.
+            NotImplementedError: A tensor is of a class of its own.
+            OSError: There is no host memory for the state.
+            ValueError: As `save`. What only the ranks together show is told by the next call.
+
+        Effects: collective on the default group the first time alone (one small exchange), later none; all ranks have
+            to call it equally often. Copies this rank's part to the host: by a thread, on an accelerator on a stream of
+            its own, which waits for what the current stream has been given. No host sync.
+        """
+        began = time.perf_counter()
+        self.wait()
+        staging = time.perf_counter()
+        with on_device_of(model.parameters()):
+            session = self._session or self._agree(model, optimizer, extra, correspondences)
+            self._num_saves += 1
+            token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
+            target = Path(os.path.realpath(path))
+            self._last = handle = SaveHandle(self, target, staging_path(target, token))
+            try:
+                contents = Contents.of(model, optimizer, extra)
+                share = recut(Share.of(contents, rank(), self._tables), correspondences)
+                items, copies = lay_out(share.items(session.apart), self._memory)
+                handle._copies = Copies(copies, contents.steady)
+                job = Job(
+                    target=target,
+                    staged=handle._staged,
+                    rank=rank(),
+                    num_ranks=num_ranks(),
+                    memory_nbytes=self._memory.nbytes,
+                    items=items,
+                    digests={ranks: digest for ranks, digest in share.digests.items() if ranks not in session.apart},
+                    manifest=replace(contents.manifest, save_id=token, extra=deepcopy(contents.manifest.extra)),
+                    retention=self._retention,
+                    is_first=self._num_saves == 1,
+                )
+                self._process = self._process or _Process(self._memory)
+                handle._sender = handle._copies.start(partial(_send_or_fail, self._process, job, handle))
+            except BaseException as error:
+                handle._fail(error)
+                raise
+        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
+        return handle
+
+    def wait(self) -> None:
+        """Wait until no save is in the air.
+
+        Raises:
+            CheckpointFailed: The last one failed, and nobody has been told yet.
+
+        Effects: no collective.
+        """
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """Wait as `wait` does, then give back the process and the memory. The next save takes new ones.
+
+        Raises:
+            CheckpointFailed: As `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._last is not None and self._last._sender is not None:
+                self._last._sender.join()  # It writes to the memory.
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+            self._memory.close()
+
+    def _agree(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, object] | None,
+        correspondences: Sequence[Correspondence],
+    ) -> _Session:
+        """Begin a session on all ranks, or raise on all. Effects: collective, one exchange."""
+
+        def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
+            return [_Session(secrets.token_hex(16), differing(digests))] * num_ranks()
+
+        self._session = exchange(
+            "begin to save in the background",
+            lambda: recut(Share.of(Contents.of(model, optimizer, extra), rank()), correspondences).digests,
+            begin,
+        )
+        return self._session
+
+    def _settle(self, handle: SaveHandle, timeout: float | None) -> bool:
+        """Learn what became of a save, if that is known within the time."""
+        if handle._failures is not None:
+            return True
+        if handle._sender is not None:
+            handle._sender.join(timeout)
+            if handle._sender.is_alive():
+                return False
+        if handle._failures is None:
+            assert self._process is not None
+            try:
+                if not self._process.connection.poll(timeout):
+                    return False
+                handle._failures = self._process.connection.recv()
+            except (EOFError, OSError):
+                handle._failures = self._without_process(handle)
+        return True
+
+    def _without_process(self, handle: SaveHandle) -> Failures:
+        """Say for a process that died what it cannot say. The next save starts another."""
+        assert self._process is not None
+        exit_code = self._process.close()
+        self._process = None
+        # In this order: a part that is not there, nor with the published checkpoint, never was.
+        has_part = (handle._staged / part_name(rank())).exists()
+        if is_published(handle.path, handle._staged):
+            return {}
+        if rank() == 0 or not has_part:
+            text = f"the process that writes checkpoints died (exit code {exit_code})"
+            mark_failed(handle._staged, rank(), text)
+            return {rank(): text}
+        while not is_settled(handle._staged):  # Its part was written, and the others may yet make a checkpoint of it.
+            time.sleep(_PAUSE_S)
+        return outcome(handle.path, handle._staged)
+
+
+class _Process:
+    """A process that runs `_async_process.serve`: begun by exec, since a fork could not live beside CUDA."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.connection, theirs = Pipe()
+        code = "from lamella_checkpoint._training.async_process import main; main()"
+        descriptors = (theirs.fileno(), memory.descriptor)
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, *map(str, descriptors)],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # An interrupt from the keyboard is training's.
+            env=os.environ | {
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            },
+        )  # fmt: skip
+        theirs.close()
+
+    def send(self, job: Job) -> None:
+        """Give it a job."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # It is dead, as whoever waits for its answer finds out.
+            self.connection.send(job)
+
+    def close(self) -> int:
+        """Let it end, once it has done what it does, and return its exit code."""
+        self.connection.close()
+        return self._popen.wait()
+
+
+def _send_or_fail(process: _Process, job: Job, handle: SaveHandle, error: BaseException | None) -> None:
+    """Go on with a save whose copies have ended. Effects: raises nothing: nobody would hear of it."""
+    try:
+        if error is not None:
+            raise error
+        process.send(job)
+    except BaseException as caught:  # noqa: BLE001
+        handle._fail(caught)

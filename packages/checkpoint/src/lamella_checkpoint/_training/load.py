@@ -1,0 +1,318 @@
+"""`load`: a checkpoint read into a live model and optimizer, after all of its names have been checked."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import nn
+
+from lamella_checkpoint._base.boxes import local_boxes
+from lamella_checkpoint._base.errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
+from lamella_checkpoint._base.manifest import Manifest, OptimizerKind
+from lamella_checkpoint._base.ranks import everywhere, exchange, on_device_of
+from lamella_checkpoint._base.source import Source, Wanted
+from lamella_checkpoint._formats.float8 import Dequantised, block_of, is_quantised
+from lamella_checkpoint._formats.hf_files import read_config
+from lamella_checkpoint._formats.open import OpenCheckpoint, Translate, open_checkpoint
+from lamella_checkpoint._state.model import LiveModel
+from lamella_checkpoint._state.optimizer import LiveOptimizer
+from lamella_checkpoint._state.optimizer_load import OptimizerLoad
+from lamella_checkpoint._training.copies import await_copies
+from lamella_checkpoint._translation.sections import LiveNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialLoad:
+    """What `load(strict=False)` found: the caller's `extra`, and what did not fit and was left as it was.
+
+    `kept` names options of parameters that the checkpoint lacks and that are as they were: an older release of the
+    optimizer had none, say. `stripped` are keys and prefixes of the stored names that the model's lack: what wrappers
+    of another program added.
+    """
+
+    extra: dict[str, Any]
+    left: Differences
+    kept: tuple[str, ...] = ()
+    stripped: tuple[str, ...] = ()
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: Literal[True] = True,
+    trust: bool = False,
+    verify: bool = True,
+    translate: Translate | None = None,
+) -> dict[str, Any]: ...
+@overload
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: Literal[False],
+    trust: bool = False,
+    verify: bool = True,
+    translate: Translate | None = None,
+) -> PartialLoad: ...
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
+    trust: bool = False,
+    verify: bool = True,
+    translate: Translate | None = None,
+) -> dict[str, Any] | PartialLoad:
+    """Read a checkpoint into a model and its optimizer, however many ranks wrote it.
+
+    All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
+    dummy step: the checkpoint says which state each parameter has, and that is allocated and read in place. Data
+    is cast to the live tensors' dtypes, where torch knows such a cast: complex numbers are not made real, nor fractions
+    integers.
+
+    Also reads what other programs wrote, as `open_checkpoint` finds it, if its names are the model's: plain torch's DCP
+    and files of `torch.save`, with their optimizers by name or by number, wrappers' prefixes or none; safetensors.
+    Names of another family take its rules, as `translate`.
+
+    A checkpoint is data from elsewhere. What is pickled in it is read as data, and nothing in it runs.
+
+    Args:
+        path: The checkpoint's directory or file. Every rank must see the same one.
+        model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain; on its device.
+        optimizer: Over the model's parameters, stepped or not. Its options become the checkpoint's, except for how a
+            step is computed (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
+            checkpoint's optimizer alone.
+        strict: False loads what fits, and returns the rest.
+        trust: True makes whatever the checkpoint's pickles ask for, which can run anything. Needed for values of types
+            that torch does not know as plain data, among what this load reads.
+        verify: False reads without looking at checksums, and of large chunks only the part that is needed.
+        translate: Makes the model's names of the checkpoint's: an adapter's rules.
+
+    Returns:
+        The `extra` that was saved; with `strict=False` that and what was left.
+
+    Raises:
+        CheckpointDamaged: A file is absent, unreadable or truncated. The model is untouched, unless the damage shows
+            only in the data of a tensor: then it is undefined.
+        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
+        CheckpointUntrusted: A pickle holds more than plain data.
+        FileNotFoundError: There is no checkpoint.
+
+    Effects: collective on the default group, if there is one (five small object exchanges); each rank reads what its
+        shards need; allocates the optimizer's state where there is none. Waits for the copies of saves in the
+        background.
+    """
+    await_copies()
+    with on_device_of(model.parameters()):
+        plan = _find(path, model, optimizer, strict=strict, trust=trust, verify=verify, translate=translate)
+        everywhere("read its state", plan.run)
+    if strict:
+        return plan.extra
+    return PartialLoad(extra=plan.extra, left=plan.differences, kept=plan.kept, stripped=plan.stripped)
+
+
+def check(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    trust: bool = False,
+    translate: Translate | None = None,
+) -> dict[str, Any]:
+    """Raise what `load` would raise, and read no tensor.
+
+    Args:
+        path: The checkpoint's directory. Every rank must see the same one.
+        model: As for `load`, or on the meta device: a model that nothing has been allocated for yet.
+        optimizer: As for `load`.
+        trust: As for `load`.
+        translate: As for `load`.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        CheckpointDamaged: A file is absent, unreadable or truncated.
+        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
+        CheckpointUntrusted: A pickle holds more than plain data.
+        FileNotFoundError: There is no checkpoint.
+
+    Effects: collective on the default group, if there is one (four small object exchanges).
+    """
+    with on_device_of(model.parameters()):
+        return _find(
+            path, model, optimizer, strict=True, trust=trust, verify=True, translate=translate, allow_meta=True
+        ).extra
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A checked load: what is read where, and what does not fit."""
+
+    source: Source
+    live: LiveModel
+    targets: dict[str, torch.Tensor]
+    optimizer: OptimizerLoad | None
+    differences: Differences
+    extra: dict[str, Any]
+    kept: tuple[str, ...]
+    stripped: tuple[str, ...]
+
+    def run(self) -> None:
+        slots = {} if self.optimizer is None else self.optimizer.targets()
+        wanted = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
+        self.source.read([*wanted, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
+        # Everything is in place; this runs the hooks with which modules notice that their weights have changed.
+        self.live.model.load_state_dict(self.live.state, strict=False)
+        if self.optimizer is not None:
+            self.optimizer.assign(slots)
+
+
+def _check_same_everywhere(opened: OpenCheckpoint) -> None:
+    """Refuse ranks that have opened different checkpoints, as after a listing that had not reached all hosts."""
+
+    def compare(of_ranks: list[tuple[str, str | None]]) -> list[None]:
+        for rank, (path, identity) in enumerate(of_ranks):
+            if identity != of_ranks[0][1]:
+                raise RuntimeError(
+                    f"Expected every rank to open the same checkpoint, got {of_ranks[0][0]!r} on rank 0 and "
+                    f"{path!r} on rank {rank}, from another save. Let rank 0 choose the path."
+                )
+        return [None] * len(of_ranks)
+
+    exchange("open the same checkpoint", lambda: (str(opened.path), opened.identity), compare)
+
+
+class _Live(NamedTuple):
+    """The model and the optimizer that a checkpoint is for, by name."""
+
+    model: LiveModel
+    optimizer: LiveOptimizer | None
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, allow_meta: bool) -> "_Live":
+        named = LiveModel.of(model, allow_meta=allow_meta)
+        return cls(named, None if optimizer is None else LiveOptimizer.of(optimizer, named))
+
+    @property
+    def names(self) -> LiveNames:
+        of_optimizer = () if self.optimizer is None else tuple(name for name, _, _ in self.optimizer.params())
+        return LiveNames(model={*self.model.tensors, *self.model.aliases}, optimizer=of_optimizer)
+
+
+def _find(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool,
+    trust: bool,
+    verify: bool,
+    translate: Translate | None = None,
+    allow_meta: bool = False,
+) -> _Plan:
+    """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
+    live = everywhere("name its state", lambda: _Live.of(model, optimizer, allow_meta=allow_meta))
+    opened = everywhere(
+        "open the checkpoint", lambda: open_checkpoint(path, trust=trust, verify=verify, live=live.names)
+    )
+    _check_same_everywhere(opened)
+    return everywhere("find its state in the checkpoint", lambda: _plan(opened, live, translate, strict))
+
+
+def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, strict: bool) -> _Plan:
+    source = _numbers(opened)
+    if translate is not None:
+        source = translate(source)
+    targets, names = _match_model(source, live.model)
+    unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
+    load: OptimizerLoad | None = None
+    conflicts: tuple[OptionConflict, ...] = ()
+    kinds: tuple[str, str] | None = None
+    if live.optimizer is not None:
+        local_slots = _local_slots(opened.manifest, live.optimizer.optimizer)
+        found = OptimizerLoad.find(source, live.optimizer, live.model.all_names(), local_slots)
+        names += found.differences()
+        conflicts = tuple(found.conflicts())
+        kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
+        load = None if kinds else found.without(unfit)
+    differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
+    if strict and differences:
+        raise CheckpointMismatch(str(opened.path), differences)
+    return _Plan(
+        source=source,
+        live=live.model,
+        targets=targets,
+        optimizer=load,
+        differences=differences,
+        extra=opened.extra,
+        kept=() if load is None else tuple(load.kept()),
+        stripped=opened.stripped,
+    )
+
+
+def _numbers(opened: OpenCheckpoint) -> Source:
+    """Weights that are float8 with a scale a block, as the numbers that they stand for."""
+    if not is_quantised(opened.source):
+        return opened.source
+    config = read_config(opened.path if opened.path.is_dir() else opened.path.parent)
+    return Dequantised(opened.source, block=block_of(config or {}))
+
+
+def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
+    """Tensors to fill by their names in the checkpoint, and what differs, in the model's order.
+
+    A dtype differs where a cast would drop what there is of a number: an imaginary part, a fraction.
+    """
+    targets: dict[str, torch.Tensor] = {}
+    differences: list[NameDifference] = []
+    held = {*source.tensors, *source.objects}
+    for name, names in live.all_names().items():
+        tensor = live.tensors[name]
+        found = next((f"model.{each}" for each in names if f"model.{each}" in held), None)
+        saved, here = found and _shape(source, found), str(tuple(tensor.shape))
+        stored = source.tensors[found].dtype if found is not None and found in source.tensors else None
+        if found is not None and saved == here and stored is not None and torch.can_cast(stored, tensor.dtype):
+            targets[found] = tensor
+        elif saved == here and stored is not None:
+            differences.append(NameDifference(f"model.{name}", f"{stored} {saved}", f"{tensor.dtype} {here}"))
+        else:
+            differences.append(NameDifference(f"model.{name}", saved, here))
+    differences += _unexpected(source, live)
+    return targets, differences
+
+
+def _unexpected(source: Source, live: LiveModel) -> Iterator[NameDifference]:
+    for full in (*source.tensors, *source.objects):
+        section, _, name = full.partition(".")
+        if section == "model" and name and name not in live.tensors and name not in live.aliases:
+            yield NameDifference(full, _shape(source, full), None)
+
+
+def _shape(source: Source, full_name: str) -> str:
+    info = source.tensors.get(full_name)
+    return "an object" if info is None else str(info.shape)
+
+
+def _local_slots(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The slots that an optimizer of this class kept as plain tensors of a rank's elements."""
+    saved = None if manifest is None else manifest.optimizer
+    is_same = saved is not None and saved.class_name == OptimizerKind.of(optimizer).class_name
+    return saved.local_slots if saved is not None and is_same else frozenset()
+
+
+def _different_kinds(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
+    saved = None if manifest is None else manifest.optimizer
+    here = OptimizerKind.of(optimizer)
+    if saved is None or saved.can_resume(here):
+        return None
+    return saved.class_name, here.class_name

@@ -1,0 +1,45 @@
+"""Checkpoints by step under one root: which there are, which go, and what killed saves left of others."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lamella_checkpoint._base.directories import METADATA_FILE, leftovers, recover, remove
+
+_STEP: Final = re.compile(r"step_(\d{8,})")
+
+
+def path_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, or would."""
+    return root / f"step_{step:08d}"
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps of the complete checkpoints, in order."""
+    paths = root.iterdir() if root.is_dir() else []
+    matches = (_STEP.fullmatch(path.name) for path in paths if (path / METADATA_FILE).is_file())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def clean(root: Path, *, spare: Path | None = None) -> None:
+    """Put back what interrupted saves moved aside, and remove what else they left, but for `spare`."""
+    for leftover in leftovers(root):
+        if _STEP.fullmatch(leftover.target):
+            recover(root / leftover.target, spare=spare)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Keep the newest `num_kept` checkpoints under `root`; None keeps all."""
+
+    root: Path
+    num_kept: int | None
+
+    def apply(self, newest: Path) -> None:
+        """Remove the others, oldest first, but never `newest`. Effects: on the disk alone; one rank's job."""
+        if self.num_kept is None:
+            return
+        for step in steps_in(self.root)[: -self.num_kept]:
+            if (path := path_of(self.root, step)) != newest:
+                remove(path)

@@ -1,0 +1,104 @@
+"""`save`: a model and its optimizer, written whole or not at all, while training waits."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lamella_checkpoint._base.directories import publish, stage
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
+from lamella_checkpoint._formats.dcp_write import Placed, complete, write_items
+from lamella_checkpoint._state.contents import Contents, Ranks
+from lamella_checkpoint._state.recut import recut
+from lamella_checkpoint._state.shares import Share, differing
+from lamella_checkpoint._translation.correspondence import Correspondence
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, object] | None = None,
+    correspondences: Sequence[Correspondence] = (),
+) -> Path:
+    """Write a checkpoint that any number of ranks can load, and plain torch DCP too.
+
+    The names in it are those of the unsharded model: `model.<name>`, `optimizer.state.<name>.<slot>`,
+    `optimizer.param_groups.<name>.<option>`. A tied tensor is stored once and found under all of its names. A slot may
+    be a DTensor, or a plain tensor of the rank's elements of its parameter, in any shape.
+
+    A reader never sees half a checkpoint: it is written beside `path` and renamed when every rank has finished and
+    all of it is on the disk. A checkpoint at `path` is replaced, and stays if this save fails or is killed.
+
+    Args:
+        path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts.
+        model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
+        optimizer: Over the model's parameters. None leaves the optimizer out.
+        extra: What else resuming takes: the step, random states, the data loader's position. Kept as JSON, where
+            tuples become lists. Rank 0's counts.
+        correspondences: Whose left side the checkpoint is to have, where the right side has the model's names: fused
+            tensors by component, for one. The same on every rank. `load` takes the way back as `translate`.
+
+    Returns:
+        The checkpoint's absolute path.
+
+    Raises:
+        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        FileExistsError: `path` holds something else than a checkpoint.
+        NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does).
+        ValueError: A parameter of the optimizer is not the model's, a slot has another number of elements than its
+            parameter and than this rank's part of it, or a tensor is on the meta device; or what the ranks hold is not,
+            together, one model.
+
+    Effects: collective on the default group, if there is one: two exchanges of small objects, of which the first
+        carries no tensor's name and the second where each item lies. Every rank finds out alone what it has to write,
+        and writes it; what several have alike is divided between them. Copies to the host item by item; waits until
+        the files are on the disk.
+    """
+    with on_device_of(model.parameters()):
+        target, staged, (contents, share), apart = _begin(path, model, optimizer, extra, correspondences)
+        try:
+            exchange(
+                "write the checkpoint's files",
+                lambda: write_items(staged, rank(), share.items(apart)),
+                lambda parts: _finish(parts, contents.manifest, staged, target),
+            )
+        except BaseException:
+            if rank() == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+    return target
+
+
+def _begin(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, object] | None,
+    correspondences: Sequence[Correspondence],
+) -> tuple[Path, Path, tuple[Contents, Share], frozenset[Ranks]]:
+    """Where to write and what: the target, the staged directory, this rank's share, and who does not share."""
+    mine: list[tuple[Contents, Share]] = []
+
+    def collect() -> dict[Ranks, str]:
+        contents = Contents.of(model, optimizer, extra)
+        mine.append((contents, recut(Share.of(contents, rank()), correspondences)))
+        return mine[0][1].digests
+
+    def make_room(digests: list[dict[Ranks, str]]) -> list[tuple[Path, Path, frozenset[Ranks]]]:
+        target = Path(os.path.realpath(path))
+        return [(target, stage(target), differing(digests))] * num_ranks()
+
+    target, staged, apart = exchange("collect its state", collect, make_room)
+    return target, staged, mine[0], apart
+
+
+def _finish(parts: Sequence[Sequence[Placed]], manifest: Manifest, staged: Path, target: Path) -> list[None]:
+    complete(staged, parts, manifest)
+    publish(staged, target)
+    return [None] * len(parts)
