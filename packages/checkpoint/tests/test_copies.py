@@ -273,13 +273,14 @@ def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp
 def test_a_program_that_ends_at_once_has_saved_and_other_hooks_come_after_the_wait(tmp_path):
     program = f"""
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lamella_checkpoint import AsyncSaver
 
 @torch.no_grad()
 def change(optimizer, *_):
     optimizer.param_groups[0]["params"][0].mul_(2)
 
-torch.optim.optimizer.register_optimizer_step_pre_hook(change)
+register_optimizer_step_pre_hook(change)
 model = torch.nn.Linear({NUM_FEATURES}, {50 * NUM_FEATURES})
 model.weight.grad = torch.ones_like(model.weight)
 optimizer = torch.optim.SGD(model.parameters())
