@@ -16,7 +16,9 @@ def test_every_way_is_measured_on_the_same_state(tmp_path: Path) -> None:
 
     rows = run_ranks(measure, 2)[0]
     assert [row.save_s is None for row in rows] == [False, False, False, True, True]
-    assert all((row.save_s or row.stall_s or 0) > 0 for row in rows)
+    assert all((row.save_s or row.complete_s or 0) > 0 for row in rows)
+    assert all((row.stall_s is None) == (row.call_s is None) == (row.save_s is not None) for row in rows)
+    assert all((row.complete_s or 0) > (row.call_s or 0) > 0 for row in rows[3:])
     assert table(rows).count("\n") == 1 + len(rows)
     assert not (tmp_path / "a").exists()
 
@@ -24,4 +26,4 @@ def test_every_way_is_measured_on_the_same_state(tmp_path: Path) -> None:
 def test_bad_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--mib", "0", "--folder", str(tmp_path)])
-    assert "Expected --mib and --times of at least 1, got 0 and 5" in capsys.readouterr().err
+    assert "Expected sizes of at least 1, got 0 for --mib" in capsys.readouterr().err

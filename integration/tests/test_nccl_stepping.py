@@ -1,17 +1,21 @@
-"""On GPUs over NCCL: an optimizer that steps inside backward takes the same steps to the bit, hidden behind it."""
+"""On GPUs over NCCL: optimizers that hide their step, or something behind it, take the same steps to the bit."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+import torch.distributed as dist
 from four_gpus import WAYS, mesh
-from late_streams import LLAMA, delay_streams
+from late_streams import LLAMA, LONGEST_SLEEP, delay_streams
 from torch import nn
 
 from lamella.overlap import Kernel, Kind
-from lamella_engine import MixedPrecisionPolicy, fully_shard, step_in_backward
+from lamella_engine import MixedPrecisionPolicy, fully_shard, overlap_optimizer, step_in_backward
 from lamella_engine._attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
@@ -49,13 +53,48 @@ def test_steps_inside_backward_change_no_bit_however_late_a_stream_may_be(way: s
         torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.gpu4
+@pytest.mark.parametrize("way", HERE)
+@pytest.mark.parametrize("late_gradients", [False, True], ids=["gathers", "gathers_and_reductions"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_steps_that_hide_the_ends_change_no_bit_however_late_a_stream_may_be(way: str, late_gradients: bool) -> None:
+    """A missing wait shows as shards that were gathered too early, or gradients that were used too early."""
+
+    def traces() -> tuple[Trace, Trace]:
+        use_repeatable_kernels()
+        expected = train(LLAMA, _sharded(way), RECIPE)
+        model = _sharded(way)
+        delay_streams(model, state_of(model).context)
+        return expected, train(LLAMA, model, RECIPE, partial(_overlap_late, model, late_gradients))
+
+    for expected, got in run_ranks(traces, 4, device="cuda"):
+        assert got.losses == expected.losses
+        torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=0.0)
+
+
+def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim.Optimizer) -> None:
+    """Hide the ends behind an optimizer before whose step a stream may sleep."""
+    choose, context = Random(torch.cuda.current_device()), state_of(model).context
+    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
+
+    def delay(*_: object) -> None:
+        if choose.random() < 0.5:
+            with context.on(choose.choice([context.compute_stream, *engines])):
+                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
+
+    if not late_gradients:  # Another hook may look at gradients, so they would not be late.
+        optimizer.register_step_pre_hook(delay)
+    optimizer.register_step_post_hook(delay)
+    overlap_optimizer(optimizer, late_gradients=late_gradients)
+
+
 @pytest.mark.gpu2
 @pytest.mark.parametrize("flavour", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=repr)
 def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) -> None:
-    def states() -> tuple[Any, Any]:
+    def states() -> list[Any]:
         use_repeatable_kernels()
         found = []
-        for prepare in (lambda optimizer: None, step_in_backward):
+        for prepare in (lambda optimizer: None, step_in_backward, partial(overlap_optimizer, late_gradients=True)):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(6)))
             for layer in (*model, model):
@@ -70,20 +109,20 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) ->
             local = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
             held = [*model.parameters(), *local]
             found.append((sorted(tensor.to_local().double().sum().item() for tensor in held), len(held)))
-        return found[0], found[1]
+        return found
 
-    for without, inside in run_ranks(states, 2, device="cuda"):
-        assert inside == without
+    for without, inside, overlapped in run_ranks(states, 2, device="cuda"):
+        assert inside == overlapped == without
 
 
-def _profile() -> list[Kernel]:
+def _profile(**options: Any) -> list[Kernel]:
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
-    return profile_steps(BACKENDS["lamella"](workload, step_in_backward=True), *workload.batch(NUM_TOKENS))
+    return profile_steps(BACKENDS["lamella"](workload, **options), *workload.batch(NUM_TOKENS))
 
 
 @pytest.mark.gpu2
 def test_updates_have_a_stream_of_their_own_and_run_while_backward_goes_on() -> None:
-    for kernels in run_ranks(_profile, 2, device="cuda"):
+    for kernels in run_ranks(partial(_profile, step_in_backward=True), 2, device="cuda"):
         of = {kind: [kernel for kernel in kernels if kernel.kind is kind] for kind in Kind}
         update_streams = {kernel.stream for kernel in of[Kind.OPTIMIZER]}
         for kind in (Kind.MATMUL, Kind.COLLECTIVE, Kind.REDUCE_SCATTER):  # gathers are copies to peers
@@ -93,3 +132,69 @@ def test_updates_have_a_stream_of_their_own_and_run_while_backward_goes_on() -> 
         backward_ends = max(kernel.end_us for kernel in of[Kind.MATMUL])
         num_exposed = sum(kernel.start_us > backward_ends for kernel in of[Kind.OPTIMIZER])
         assert num_exposed < len(of[Kind.OPTIMIZER]) / NUM_STEPS - 1
+
+
+def _num_hidden(kernels: list[Kernel], kinds: Collection[Kind]) -> int:
+    """How many kernels of some kinds run while the optimizer does."""
+    updates = [kernel for kernel in kernels if kernel.kind is Kind.OPTIMIZER]
+    others = [kernel for kernel in kernels if kernel.kind in kinds]
+    return sum(any(a.start_us < b.end_us and b.start_us < a.end_us for b in updates) for a in others)
+
+
+def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
+    """As `_profile`, of steps that are queued as a whole on each rank, and begin on all of them at once."""
+    workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
+    training = BACKENDS["lamella"](workload, **options)
+    meet = torch.zeros(1, device=workload.device)
+
+    def step() -> None:
+        torch.cuda._sleep(50 * LONGEST_SLEEP)  # 10 ms: more than the host needs to launch what follows
+        dist.all_reduce(meet)
+        training.optimizer_step()
+
+    return profile_steps(replace(training, optimizer_step=step), *workload.batch(NUM_TOKENS))
+
+
+@pytest.mark.gpu2
+def test_what_forward_gathers_first_is_on_its_way_while_the_optimizer_goes_on() -> None:
+    def profiles() -> tuple[list[Kernel], ...]:
+        return tuple(_profile_of_steps_that_start_together(overlap_optimizer=each) for each in ("false", "true"))
+
+    gathers = {Kind.COLLECTIVE, Kind.ALL_GATHER}  # copies to peers are collectives that have no name
+    for without, hidden in run_ranks(profiles, 2, device="cuda"):
+        assert _num_hidden(without, gathers) == 0
+        assert _num_hidden(hidden, gathers) > 0
+
+
+def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kernel]:
+    workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
+    training = BACKENDS["lamella"](workload, **options)
+    context = state_of(training.model).context
+
+    def step() -> None:
+        with context.on(context.reduce_scatter_stream):  # behind the last reduction of a backward that is over
+            torch.cuda._sleep(50 * LONGEST_SLEEP)
+        training.optimizer_step()
+
+    return profile_steps(replace(training, optimizer_step=step), *workload.batch(NUM_TOKENS))
+
+
+@pytest.mark.gpu2
+def test_a_step_updates_others_while_the_last_gradients_are_still_being_reduced() -> None:
+    """One that does not wait for them itself finds all gradients there, and one that does begins without the last."""
+
+    def profiles() -> tuple[list[Kernel], ...]:
+        return tuple(
+            _profile_of_steps_whose_last_reduction_is_late(overlap_optimizer=each) for each in ("true", "late")
+        )
+
+    for punctual, late in run_ranks(profiles, 2, device="cuda"):
+        for kernels, waits in ((punctual, False), (late, True)):
+            updates = [kernel for kernel in kernels if kernel.kind is Kind.OPTIMIZER]
+            sleeps = [kernel for kernel in kernels if "spin_kernel" in kernel.name]
+            assert len(sleeps) == NUM_STEPS
+            ends = [kernel.end_us for kernel in sleeps]
+            starts = [kernel.start_us for kernel in sleeps]
+            during = [u for u in updates if any(a <= u.start_us < b for a, b in zip(starts, ends, strict=True))]
+            assert during
+            assert (len(during) < len(updates)) == waits

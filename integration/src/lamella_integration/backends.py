@@ -199,9 +199,12 @@ def lamella(
     reductions: int = 1,
     separate: bool = False,
     step_in_backward: bool = False,
+    overlap_optimizer: str = "false",
     graph: bool = False,
 ) -> Training:
     """`lamella_engine.fully_shard`, built on the meta device."""
+    if graph and overlap_optimizer != "false":
+        raise ValueError("Expected `overlap_optimizer` without `graph`, got both: a captured step gathers nothing.")
     import lamella_buffers as buffers
     import lamella_engine as engine
 
@@ -217,7 +220,9 @@ def lamella(
         placements=tuple(getattr(engine, name) for name in placements) or None,
         allocator=None if allocator is None else allocators[allocator](),
     )
-    prepare = engine.step_in_backward if step_in_backward else None
+    prepare: Callable[[torch.optim.Optimizer], object] | None = engine.step_in_backward if step_in_backward else None
+    if overlap_optimizer != "false":
+        prepare = partial(engine.overlap_optimizer, late_gradients=overlap_optimizer == "late")
     training = _train_sharded(workload, shard, reshard, prepare, graph=graph)
     root = cast(engine.FSDPModule, training.model)
     root.set_keep_budget(keep)

@@ -3,14 +3,19 @@
     torchrun --nproc-per-node 2 -m lamella_integration.bench_checkpoint --device cpu --mib 500 --folder /data/bench
 
 The state is a stack of square layers, sharded by torch's `fully_shard`, with AdamW's moments. Every figure is the
-median over repetitions, of the slowest rank's seconds. A save counts until its files are on the disk; *stall* is how
-long a save in the background keeps training from going on, and *complete* how long until its checkpoint is there.
-`torch.save` writes each rank's shards to a file of its own, which only the same ranks can read: what a save costs at
-least. Loads find the files in the host's memory if it is large enough.
+median over repetitions, of the slowest rank's seconds. A save counts until its files are on the disk. `torch.save`
+writes each rank's shards to a file of its own, which only the same ranks can read: what a save costs at least. Loads
+find the files in the host's memory if it is large enough.
+
+A save in the background is begun after a step, and training goes on for a window of steps, about twice as long as a
+blocking save takes. *stall* is how much longer the window takes than the same steps just before, with no save: all that
+training loses, until its accelerators are done. *call* is the part of it that beginning the save takes, *held* the part
+that the host waits before the next optimizer's step. *complete* is when the checkpoint is there.
 """
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -18,10 +23,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +41,7 @@ from torch.distributed.tensor import DTensor
 from lamella_checkpoint import AsyncSaver, load, save
 from lamella_integration.launch import leave, process_group
 
-_WIDTH: Final = 1024
-_LAYER_MIB: Final = 3 * 4 * _WIDTH * _WIDTH / 2**20  # A weight and two moments, fp32.
+_MOST_STEPS: Final = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +52,47 @@ class Row:
     save_s: float | None = None
     load_s: float | None = None
     stall_s: float | None = None
+    call_s: float | None = None
+    held_s: float | None = None
     complete_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A save in the background: how to wait for its checkpoint, and what the host has waited for its copies."""
+
+    wait: Callable[[], object]
+    held_seconds: Callable[[], float] = lambda: 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class State:
-    """A sharded model and its optimizer, stepped once."""
+    """A sharded model and its optimizer, stepped once, and the rows that each rank trains on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    rows: torch.Tensor
 
     @classmethod
-    def build(cls, num_layers: int, device: torch.device) -> "State":
+    def build(cls, num_layers: int, device: torch.device, *, width: int = 1024, num_rows: int = 64) -> "State":
         """Effects: collective."""
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False, device=device) for _ in range(num_layers)))
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in model:
+            nn.init.normal_(cast(torch.Tensor, layer.weight), std=width**-0.5)  # Activations keep their size.
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        return cls(model=model, optimizer=optimizer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        state = cls(model=model, optimizer=optimizer, rows=torch.randn(num_rows, width, device=device))
+        state.train()
+        return state
+
+    def train(self) -> None:
+        """One step. Effects: collective; no host sync."""
+        self.model(self.rows).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def named(self) -> dict[str, Any]:
         """As torch DCP takes it, with lamella's names."""
@@ -87,12 +108,17 @@ class State:
         return {name: value.to_local() for name, value in flat.items() if isinstance(value, DTensor)}
 
 
+_FIGURES: Final = [field.name for field in fields(Row) if field.name != "name"]
+
+
 class Bench:
     """The ways to save and load, each measured on the same state in a fresh folder, by turns."""
 
     def __init__(self, state: State, folder: Path) -> None:
         self._state, self._folder = state, folder
         self._saver = AsyncSaver()
+        self.step_s = 0.0
+        self.num_steps = 1
         self._host_group = dist.new_group(backend="gloo")  # For the objects that DCP exchanges from a thread.
 
     def rows(self, num_times: int) -> list[Row]:
@@ -111,13 +137,13 @@ class Bench:
                 lambda path: state_dict_loader.load(self._state.named(), checkpoint_id=path),
             ),
             "torch.save of shards": self._blocking(self._save_shards, self._load_shards),
-            "lamella, in the background": self._in_background(
-                lambda path: self._saver.save(path, model=model, optimizer=optimizer).wait
-            ),
+            "lamella, in the background": self._in_background(self._begin_lamella),
             "torch DCP, in the background": self._in_background(self._begin_dcp),
         }
         found: dict[str, list[Row]] = {name: [] for name in ways}
-        for _ in range(num_times + 1):
+        for index in range(num_times + 1):
+            if index == 1:
+                self._choose_window(found["lamella"][0].save_s or 0.0)
             for name, measure in ways.items():
                 self._make_room()
                 found[name].append(measure(self._folder / "checkpoint"))
@@ -131,23 +157,47 @@ class Bench:
 
         return measure
 
-    def _in_background(self, begin: Callable[[Path], Callable[[], object]]) -> Callable[[Path], Row]:
-        """A way to measure saves that `begin` begins, and whose end it returns a way to wait for."""
+    def _in_background(self, begin: Callable[[Path], Begun]) -> Callable[[Path], Row]:
+        """A way to measure saves that `begin` begins."""
 
         def measure(path: Path) -> Row:
-            waits: list[Callable[[], object]] = []
-            began = time.perf_counter()
-            stall = _slowest(lambda: waits.append(begin(path)))
-            waits[0]()
-            return Row(name="", stall_s=stall, complete_s=_over_ranks(time.perf_counter() - began))
+            found: list[tuple[float, float, Begun, Future[float]]] = []
+
+            def save_and_train() -> None:
+                began = time.perf_counter()
+                begun = begin(path)
+                called = time.perf_counter()
+                found.append((began, called, begun, pool.submit(lambda: (begun.wait(), time.perf_counter())[1])))
+                self._train()
+
+            usual = _slowest(self._train)
+            with ThreadPoolExecutor(1) as pool:
+                stall = _slowest(save_and_train) - usual
+                [(began, called, begun, completed)] = found
+                seconds = [called - began, begun.held_seconds(), completed.result() - began]
+            call_s, held_s, complete_s = map(_over_ranks, seconds)
+            return Row(name="", stall_s=stall, call_s=call_s, held_s=held_s, complete_s=complete_s)
 
         return measure
 
-    def _begin_dcp(self, path: Path) -> Callable[[], object]:
+    def _train(self) -> None:
+        for _ in range(self.num_steps):
+            self._state.train()
+
+    def _choose_window(self, save_s: float) -> None:
+        """As many steps as a save in the background may need to end. Effects: collective."""
+        self.step_s = statistics.median(_slowest(self._state.train) for _ in range(3))
+        self.num_steps = min(_MOST_STEPS, max(2, math.ceil(2 * save_s / self.step_s)))
+
+    def _begin_lamella(self, path: Path) -> Begun:
+        handle = self._saver.save(path, model=self._state.model, optimizer=self._state.optimizer)
+        return Begun(wait=handle.wait, held_seconds=lambda: handle.held_seconds)
+
+    def _begin_dcp(self, path: Path) -> Begun:
         future: Any = state_dict_saver.async_save(
             self._state.named(), checkpoint_id=path, process_group=self._host_group
         )
-        return future.result  # type: ignore[no-any-return]
+        return Begun(wait=future.result)
 
     def _make_room(self, *, again: bool = True) -> None:
         dist.barrier()
@@ -194,7 +244,7 @@ def _median(name: str, rows: Sequence[Row]) -> Row:
         seconds = [getattr(row, figure) for row in rows]
         return None if None in seconds else statistics.median(seconds)
 
-    return Row(name=name, **{figure: median(figure) for figure in ("save_s", "load_s", "stall_s", "complete_s")})
+    return Row(name=name, **{figure: median(figure) for figure in _FIGURES})
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -203,10 +253,9 @@ def table(rows: Sequence[Row]) -> str:
     def text(seconds: float | None) -> str:
         return "-" if seconds is None else f"{seconds:.3f}"
 
-    lines = ["| | save s | load s | stall s | complete s |", "|---|--:|--:|--:|--:|"]
-    for row in rows:
-        figures = (row.save_s, row.load_s, row.stall_s, row.complete_s)
-        lines.append(f"| {row.name} | {' | '.join(map(text, figures))} |")
+    heads = [figure.removesuffix("_s") + " s" for figure in _FIGURES]
+    lines = [f"| | {' | '.join(heads)} |", "|---" + "|--:" * len(heads) + "|"]
+    lines += [f"| {row.name} | {' | '.join(text(getattr(row, figure)) for figure in _FIGURES)} |" for row in rows]
     return "\n".join(lines)
 
 
@@ -215,18 +264,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="lamella_integration.bench_checkpoint", description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=500, help="of weights and moments, all ranks together")
+    parser.add_argument("--width", type=int, default=1024, help="of a layer")
+    parser.add_argument("--rows", type=int, default=64, help="that each rank trains on in a step")
     parser.add_argument("--times", type=int, default=5, help="repetitions, after one that is not counted")
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; is emptied")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     values = parser.parse_args(arguments)
-    if values.mib < 1 or values.times < 1:
-        parser.error(f"Expected --mib and --times of at least 1, got {values.mib} and {values.times}.")
-    num_layers = max(1, round(values.mib / _LAYER_MIB))
+    if least := [f"--{name}" for name in ("mib", "width", "rows", "times") if getattr(values, name) < 1]:
+        parser.error(f"Expected sizes of at least 1, got {getattr(values, least[0][2:])} for {least[0]}.")
+    layer_mib = 3 * 4 * values.width**2 / 2**20  # A weight and two moments, fp32.
+    num_layers = max(1, round(values.mib / layer_mib))
+    torch.set_float32_matmul_precision("high")
     with process_group(values.device) as device:
-        rows = Bench(State.build(num_layers, device), values.folder / "checkpoints").rows(values.times)
+        state = State.build(num_layers, device, width=values.width, num_rows=values.rows)
+        bench = Bench(state, values.folder / "checkpoints")
+        rows = bench.rows(values.times)
         if dist.get_rank() == 0:
-            print(f"{num_layers * _LAYER_MIB:.0f} MiB on {dist.get_world_size()} ranks\n\n{table(rows)}", flush=True)
+            print(f"{num_layers * layer_mib:.0f} MiB on {dist.get_world_size()} ranks", end=", ")
+            print(f"windows of {bench.num_steps} steps of {bench.step_s:.3f} s\n\n{table(rows)}", flush=True)
             if values.out is not None:
                 values.out.mkdir(parents=True, exist_ok=True)
                 content = {"command": shlex.join(arguments), "rows": [asdict(row) for row in rows]}

@@ -131,9 +131,9 @@ def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit, tmp_path)
         assert all(torch.equal(state["model"][name], expected[name]) for name in state["model"])
 
 
-def test_a_checkpoint_completes_when_training_ends_at_once(tmp_path):
+def test_a_checkpoint_completes_when_training_is_killed_once_the_state_was_copied(tmp_path):
     def save_and_leave():
-        AsyncSaver().save(tmp_path / "a", model=filled(1.0, 1000))
+        AsyncSaver().save(tmp_path / "a", model=filled(1.0, 1000))._sender.join()
 
     assert in_child(save_and_leave) == 0
     until((tmp_path / "a").exists)

@@ -135,6 +135,25 @@ def test_and_to_one_file_with_ties(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("b")] == ["b.pt"]
 
 
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path, is_archive):
+    model, _ = build()
+    empty = {"one": torch.empty(0), "other": torch.empty(0)}  # Nothing that lies nowhere twice.
+    weights = {**model.state_dict(), "view": model["embed"].weight[1:], **empty}
+    torch.save({"model": weights}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
+    convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
+    convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
+    convert(tmp_path / "a.pt", tmp_path / "d.pt", to="torch")
+    for path in (tmp_path / "c.pt", tmp_path / "d.pt"):
+        found = torch.load(path, weights_only=True)
+        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr() != found["view"].data_ptr()
+    convert(tmp_path / "a.pt", tmp_path / "e", to="hf")
+    assert len(opened(tmp_path / "e")) == len(weights) - 1
+    convert(tmp_path / "b", tmp_path / "f", to="hf")
+    assert len(opened(tmp_path / "f")) == len(weights) - 1
+
+
 def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_path):
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)

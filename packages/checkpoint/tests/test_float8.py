@@ -52,7 +52,7 @@ def boxes(draw, shape):
 def test_any_box_is_the_product_with_its_blocks_scales(data, shape, block, seed):
     torch.manual_seed(seed)
     weight = torch.randn(shape).mul(50).to(FLOAT8)
-    scales = torch.rand(_float8._num_blocks(shape, block)) + 0.01
+    scales = torch.rand(_float8.num_blocks(shape, block)) + 0.01
     source = Dequantised(Memory(w=weight, w_scale_inv=scales), block=block)
     assert list(source.tensors) == ["w"] and source.tensors["w"].dtype == torch.bfloat16
     chunk = data.draw(boxes(shape))
@@ -67,7 +67,7 @@ def test_what_is_quantised_is_within_float8s_rounding(data, shape, block, seed, 
     torch.manual_seed(seed)
     weight = torch.randn(shape) * torch.rand(shape).mul(8).exp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_float8, "_PIECE_NUMEL", piece)
+        patch.setattr(_float8, "PIECE_NUMEL", piece)
         quantised = Quantised(Memory(w=weight, other=weight), which=lambda name, _: name == "w", block=block)
         assert set(quantised.tensors) == {"w", "w_scale_inv", "other"}
         scales = read(quantised, "w_scale_inv")
@@ -184,7 +184,7 @@ def test_a_model_loads_the_numbers(tmp_path, block):
     torch.manual_seed(0)
     edges = block or (128, 128)
     weight = torch.randn(6, 5).mul(50).to(FLOAT8)
-    scales = torch.rand(_float8._num_blocks((6, 5), edges)) + 0.01
+    scales = torch.rand(_float8.num_blocks((6, 5), edges)) + 0.01
     bias = torch.randn(6)
     save_file({"weight": weight, "weight_scale_inv": scales, "bias": bias}, tmp_path / "model.safetensors")
     if block is not None:

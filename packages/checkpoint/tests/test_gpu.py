@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from gpu_training import build, train
 
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _items, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _copies, _items, load, save
 from lamella_testing import run_ranks
 
 
@@ -138,8 +138,8 @@ def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goe
             expected = cpu_state(kit, model, optimizer)
             torch.cuda._sleep(2_000_000_000)  # About a second.
             handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
-            is_busy = not torch.cuda.current_stream().query()
             train(model, optimizer)
+            is_busy = not torch.cuda.current_stream().query()
             handle.wait()
             assert saver._memory._bytes.is_pinned()
         return is_busy, expected, cpu_state(kit, model, optimizer)
@@ -149,6 +149,102 @@ def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goe
     assert is_busy
     assert_equal(expected, loaded)
     assert not torch.equal(expected["head.weight"], later["head.weight"])
+
+
+def large(value):
+    """A gibibyte of weights: tens of milliseconds on a bus. Given gradients, so that SGD can step."""
+    model = torch.nn.Linear(1 << 14, 1 << 14, bias=False, device="cuda")
+    torch.nn.init.constant_(model.weight, value)
+    model.weight.grad = torch.ones_like(model.weight)
+    return model
+
+
+def value_of(path):
+    model = torch.nn.Linear(1 << 14, 1 << 14, bias=False)
+    load(path, model=model)
+    assert model.weight.eq(model.weight[0, 0]).all()
+    return model.weight[0, 0].item()
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("fused", [False, True])
+def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path, fused):
+    def save_and_compute():
+        model = large(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+        a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        small = torch.nn.Linear(4, 4, device="cuda")
+        small(a[:1, :4].float()).sum().backward()
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "first", model=model, optimizer=optimizer).wait()
+            a @ a
+            torch.optim.SGD(small.parameters(), fused=fused).step()  # Loads its kernels.
+            torch.cuda.synchronize()
+            handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer)
+            computed = torch.Event("cuda")
+            for _ in range(20):  # A few milliseconds.
+                a @ a
+            computed.record()
+            computed.synchronize()
+            handle._copies._are_queued.wait()
+            [copied] = handle._copies._copied
+            is_overlapped = not copied.query()
+            optimizer.step()
+            is_host_ahead = not copied.query()
+            handle.wait()
+        return is_overlapped, is_host_ahead, model.weight[0, 0].item()
+
+    assert run_ranks(save_and_compute, 1, device="cuda") == [(True, True, 0.0)]
+    assert value_of(tmp_path / "a") == 1.0
+
+
+@pytest.mark.gpu1
+def test_memory_that_training_lets_go_of_is_not_given_to_others_before_it_was_copied(tmp_path):
+    def save_and_replace():
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "a", model=large(0.0)).wait()
+            model = large(1.0)
+            handle = saver.save(tmp_path / "a", model=model)
+            del model
+            others = [torch.full((1 << 14, 1 << 14), 7.0, device="cuda") for _ in range(3)]
+            handle.wait()
+        return len(others)
+
+    run_ranks(save_and_replace, 1, device="cuda")
+    assert value_of(tmp_path / "a") == 1.0
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("way", ["unseen step", "by hand", "graph"])
+def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, way):
+    def save_and_change():
+        model = large(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model.weight.data.add_(1.0)
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "a", model=model).wait()
+            held = torch.cuda.Stream()
+            with torch.cuda.stream(held):
+                torch.cuda._sleep(1_000_000_000)  # About half a second, in which the bus is not used.
+            _copies._stream_beside(model.weight.device).wait_stream(held)
+            handle = saver.save(tmp_path / "a", model=model)
+            if way == "unseen step":
+                type(optimizer).step.__wrapped__(optimizer)
+            elif way == "by hand":
+                with torch.no_grad():
+                    model.weight[5, 7] = 3.0
+            else:
+                graph.replay()
+            with pytest.raises(CheckpointFailed, match="changes to 1 tensors, 'model.weight'"):
+                handle.wait()
+            saver.save(tmp_path / "b", model=model).wait_staged()
+            graph.replay()
+
+    run_ranks(save_and_change, 1, device="cuda")
+    assert value_of(tmp_path / "a") == 1.0
+    assert (tmp_path / "b").exists()
 
 
 @pytest.mark.gpu2

@@ -186,3 +186,24 @@ def test_there_and_back_is_the_same_names_and_bits(built):
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     again = to_right(found, rules)
     assert alike(dict(sorted(model(again).items())), dict(sorted(model(there).items())))
+
+
+def test_a_name_is_found_by_its_own_numbers_and_its_text():
+    """Names are looked up without their numbers: what differs in a literal number, or writes one oddly, is another."""
+    rules = Rules(
+        (
+            Rule("norm1.{layer}", "first.{layer}"),
+            Rule("**.fc1{expert}", "**.one{expert}"),
+            Rule("text.{rest*}", "other.{rest*}"),
+        )
+    )
+    names = ("norm1.0", "norm2.0", "norm1.01", "norm1.10", "a.b.fc112", "fc10", "fc20", "text.7.a", "text")
+    found = rules.match(dict.fromkeys(names, (1,)), "left")
+    pairs = {left: right for each in found for left, right in zip(each.left, each.right, strict=True)}
+    assert pairs == {
+        "norm1.0": "first.0",
+        "norm1.10": "first.10",
+        "a.b.fc112": "a.b.one12",
+        "fc10": "one0",
+        "text.7.a": "other.7.a",
+    }

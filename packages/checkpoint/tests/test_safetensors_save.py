@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_checkpoint import CheckpointFailed, _safetensors_save, _safetensors_write, save_safetensors
+from lamella_checkpoint import CheckpointFailed, _safetensors_save, _safetensors_write, convert, save, save_safetensors
 from lamella_checkpoint._safetensors import SafetensorsSource
 from lamella_checkpoint._safetensors_write import Blank, plan_files
 from lamella_testing import RankFailure, run_ranks
@@ -78,6 +78,59 @@ def test_each_rank_writes_its_boxes_where_they_belong(tmp_path, shape):
     [names, *_] = run_ranks(write, 4)
     assert len(names) == len(PLACEMENTS) - (0 if shape == (8, 8) else 2)
     assert equal(opened(tmp_path / "a"), dict.fromkeys(names, whole))
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (2, 130, 257), (128, 128)], ids=str)
+def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(tmp_path, shape):
+    torch.manual_seed(0)
+    whole = torch.randn(shape) * torch.rand(shape).exp()
+
+    def write():
+        model = nn.Module()
+        for name, (sizes, placements) in PLACEMENTS.items():
+            if not any(isinstance(each, _StridedShard) for each in placements):
+                model.register_buffer(name, distribute_tensor(whole, init_device_mesh("cpu", sizes), placements))
+        model.register_buffer("left", distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)]))
+        model.register_buffer("vector", torch.ones(3))
+        save(tmp_path / "dcp", model=model)
+        save_safetensors(tmp_path / "a", model=model, float8=matrices, like=tmp_path / "like")
+
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "config.json").write_text('{"model_type": "tiny"}')
+    run_ranks(write, 4)
+    convert(tmp_path / "dcp", tmp_path / "b", to="hf", float8=matrices, like=tmp_path / "like")
+    found, expected = opened(tmp_path / "a"), opened(tmp_path / "b")
+    assert found["rows"].dtype == torch.float8_e4m3fn and "left_scale_inv" not in found
+    assert equal(
+        {name: bits(each) for name, each in found.items()}, {name: bits(each) for name, each in expected.items()}
+    )
+    configs = [json.loads((tmp_path / path / "config.json").read_text()) for path in "ab"]
+    assert configs[0] == configs[1]
+    assert configs[0]["quantization_config"]["modules_to_not_convert"] == ["left"]
+
+
+def matrices(name, info):
+    return len(info.shape) > 1 and name != "left"
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def test_what_float8_cannot_be_made_of_is_refused_on_every_rank_by_name(tmp_path):
+    def write(number):
+        model = nn.Linear(4, 4)
+        weight = torch.zeros(4, 4)
+        weight[3, 1] = number
+        model.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
+        with pytest.raises((ValueError, CheckpointFailed), match="finite values to quantise, got others in 'weight'"):
+            save_safetensors(tmp_path / "a", model=model, float8=matrices)
+        with pytest.raises(ValueError, match=r"matrices to quantise, got 'bias' of shape \(4,\)"):
+            save_safetensors(tmp_path / "a", model=model, float8=lambda name, info: name == "bias")
+
+    for number in (float("inf"), float("nan")):
+        run_ranks(write, 2, number)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_axes_replicate_is_written_once(tmp_path, monkeypatch):

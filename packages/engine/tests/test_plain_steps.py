@@ -35,7 +35,7 @@ Change = Callable[[Optimizer], object]
 
 @contextmanager
 def _on_dtensors() -> Iterator[None]:
-    with patch("lamella_engine._plain_steps._has_other_hooks", return_value=True):
+    with patch("lamella_engine._plain_steps.has_other_hooks", return_value=True):
         yield
 
 
@@ -171,6 +171,28 @@ def test_gradients_that_a_hook_exchanges_are_the_ones_that_count() -> None:
     run_ranks(check, 2)
 
 
+def test_hooks_that_only_wait_are_called_and_change_nothing() -> None:
+    num_calls = 0
+
+    def wait(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    setattr(wait, "only_waits", True)  # noqa: B010
+
+    def check() -> None:
+        pair = _pair("SGD")
+        pair[0][1].register_step_pre_hook(wait)
+        handle = register_optimizer_step_pre_hook(wait)
+        try:
+            assert _check_alike(pair)[1] == 0
+        finally:
+            handle.remove()
+        assert num_calls > 0
+
+    run_ranks(check, 2)
+
+
 def test_closures_and_subclasses_step_on_dtensors() -> None:
     class Mine(torch.optim.AdamW):
         pass
@@ -272,7 +294,7 @@ def test_parameters_beside_units_are_stepped_too() -> None:
                 def step(optimizer: Optimizer, parameter: nn.Parameter = parameter) -> None:
                     parameter.grad = torch.full((3,), 0.5)
 
-                with patch("lamella_engine._plain_steps._has_other_hooks", return_value=parameter is beside[0]):
+                with patch("lamella_engine._plain_steps.has_other_hooks", return_value=parameter is beside[0]):
                     num = _train(model, optimizer, before_step=step)
                 assert (num > 0) == (parameter is beside[0])
             assert torch.equal(*beside)
@@ -285,7 +307,7 @@ def test_what_a_step_that_failed_has_done_is_what_it_would_have_done_on_dtensors
     def check() -> None:
         pair = _pair(foreach=False)
         for i, (model, optimizer) in enumerate(pair):
-            with patch("lamella_engine._plain_steps._has_other_hooks", return_value=i == 0):
+            with patch("lamella_engine._plain_steps.has_other_hooks", return_value=i == 0):
                 optimizer.param_groups[0]["weight_decay"] = None
                 with pytest.raises(TypeError):
                     _train(model, optimizer, 1)
@@ -384,7 +406,7 @@ def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:
 def test_autograd_sees_that_weights_were_updated() -> None:
     def check() -> None:
         for i, (model, optimizer) in enumerate(_pair()):
-            with patch("lamella_engine._plain_steps._has_other_hooks", return_value=i == 0):
+            with patch("lamella_engine._plain_steps.has_other_hooks", return_value=i == 0):
                 _train(model, optimizer, 1)
                 model(X).square().mean().backward()
                 penalty: Any = sum(p.square().sum() for p in model.parameters())

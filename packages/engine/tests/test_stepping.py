@@ -523,6 +523,31 @@ def test_step_hooks_run_once_and_see_the_whole_optimizer() -> None:
     run_ranks(check, 2)
 
 
+def test_hooks_that_only_wait_are_called_before_each_update_of_weights() -> None:
+    def check() -> None:
+        pair = Pair(optimizer=_by_decay)
+        weights = list(pair.models[1].parameters())
+        before = [weight.detach().clone() for weight in weights]
+        are_first: list[bool] = []
+
+        def wait(*_: object) -> None:
+            if not are_first:
+                are_first.append(all(map(torch.equal, (weight.detach() for weight in weights), before)))
+            seen.append(None)
+
+        seen: list[None] = []
+        setattr(wait, "only_waits", True)  # noqa: B010
+        pair.optimizers[1].register_step_pre_hook(wait)
+        pair.backward()
+        assert are_first == [True]
+        num_updates = len(seen)
+        assert num_updates > 1
+        pair.optimizers[1].step()
+        assert len(seen) == num_updates + 1
+
+    run_ranks(check, 2)
+
+
 def test_groups_may_be_added_and_state_dicts_loaded() -> None:
     def check() -> None:
         def some(model: nn.Module) -> Optimizer:

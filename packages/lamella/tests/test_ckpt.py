@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lamella import _ckpt
 from lamella.cli import main
-from lamella_checkpoint import save
+from lamella_checkpoint import keep_published, save
 
 Run = Callable[..., str]
 
@@ -205,21 +205,27 @@ def test_a_checkpoint_gives_way_when_forced_and_nothing_else_does(
 # -- Qwen3.5, to Megatron and back ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["dense", "moe"])
+@pytest.fixture(params=["dense", "moe", "vision", "vision-moe"])
 def qwen(request: pytest.FixtureRequest, family: None, tmp_path: Path) -> Path:
-    """A published Qwen3.5, in bf16: norms that are stored around one come back from around zero exactly."""
-    from test_fine_tuning import make_model
+    """A published Qwen3.5, in bf16, with the layer that predicts further tokens."""
+    from test_fine_tuning import add_mtp, make_model
 
     model = make_model(request.param).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "qwen")  # type: ignore[operator]
+    add_mtp(tmp_path / "qwen" / "model.safetensors")
     return tmp_path / "qwen"
 
 
-@pytest.mark.parametrize("dialect", ["bridge", "release-0.19"])
-def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(run: Run, qwen: Path, tmp_path: Path, dialect: str) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "mtp_layer"), [("bridge", "transformer_layer"), ("release-0.19", "mtp_model_layer")]
+)
+def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(
+    run: Run, qwen: Path, tmp_path: Path, dialect: str, mtp_layer: str
+) -> None:
     native, megatron, back = (tmp_path / name for name in ("native", "megatron", "back"))
     run("convert", qwen, native, "--to", "dcp", "--dtype", "fp32")
-    run("convert", native, megatron, "--to", "fsdp_dtensor", "--dialect", dialect, "--tp", 2)
+    run("convert", native, megatron, "--to", "fsdp_dtensor", "--dialect", dialect, "--mtp-layer", mtp_layer, "--tp", 2)
+    assert f"mtp.layers.0.{mtp_layer}.self_attention.linear_proj.weight" in run("inspect", megatron, "--json", "-")
     run("convert", megatron, back, "--to", "hf", "--tp", 2, "--dtype", "bf16")
     before, after = (load_file(path / "model.safetensors") for path in (qwen, back))
     assert before.keys() == after.keys()
@@ -231,13 +237,68 @@ def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(run: Run, qwen: Path, tmp_
     assert run("verify", megatron).splitlines()[-1].startswith(f"{megatron}: whole, ")
     # A change on one side is seen through the translation.
     tensors = load_file(qwen / "model.safetensors")
-    tensors["model.layers.0.linear_attn.norm.weight"][1] += 1
+    [norm] = [name for name in tensors if name.endswith("layers.0.linear_attn.norm.weight")]
+    tensors[norm][1] += 1
     save_file(tensors, qwen / "model.safetensors", {"format": "pt"})
     lines = run("diff", native, qwen, "--names-only", "--limit", 1000, code=1).splitlines()
     assert all(": dtype: " in line for line in lines[:-1])
     lines = run("diff", qwen, megatron, "--tp", 2, "--limit", 1000, code=1).splitlines()
     [line] = [line for line in lines if "values" in line]
-    assert line.startswith("model.model.layers.0.linear_attn.norm.weight: 1 of 4 values, first at [1]: ")
+    assert line.startswith(f"model.{norm}: 1 of 4 values, first at [1]: ")
+
+
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("kind", ["dense", "vision-moe"])
+def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
+    run: Run, refusal: Run, tmp_path: Path, kind: str
+) -> None:
+    """The text model is trained; Megatron gets the whole, and it is published again as it was."""
+    from test_fine_tuning import add_mtp, make_model
+    from transformers import AutoModelForCausalLM
+
+    qwen, kept = tmp_path / "qwen", tmp_path / "kept"
+    make_model(kind).save_pretrained(qwen)  # type: ignore[operator]
+    add_mtp(qwen / "model.safetensors")
+    before = load_file(qwen / "model.safetensors")
+    untrained = [name for name in before if name.startswith(("mtp.", "model.visual."))]
+    kept.mkdir()
+    keep_published(qwen, kept, untrained=untrained, dtype=torch.float32)
+    text = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(text.parameters(), lr=1e-3)
+    for parameter in text.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    norm = "model.layers.0.linear_attn.norm.weight"
+    with torch.no_grad():
+        text.get_parameter(norm)[0] = 1 / 3  # Around zero it loses its last bit.
+    trained, megatron, back, new = (tmp_path / name for name in ("trained", "megatron", "back", "new"))
+    save(trained, model=text, optimizer=optimizer)
+
+    told = run("convert", trained, megatron, "--to", "fsdp_dtensor", "--tp", 2, "--config", kept)
+    assert "as they were published, not trained: " in told and "left out" not in told
+    [line] = [line for line in told.splitlines() if line.startswith("lose bits around zero, and are kept beside for ")]
+    assert norm.removeprefix("model.") in line and line.count("linear_attn.norm.weight") == 1
+    run("convert", megatron, back, "--to", "dcp", "--tp", 2)
+    assert run("diff", trained, back, "--config", kept).startswith("0 differences")
+    lines = run("diff", trained, back, "--limit", 1000, code=1).splitlines()
+    assert len(lines) == len(untrained) + 1 and all("only in b" in line for line in lines[:-1]), lines
+    told = run("convert", back, new, "--to", "hf")
+    assert "published" not in told  # The checkpoint has all by now.
+    straight = run("convert", trained, tmp_path / "straight", "--to", "hf", "--config", kept)
+    assert f"as they were published, not trained: {untrained[0]}, " in straight
+    after, other = (load_file(path / "model.safetensors") for path in (new, tmp_path / "straight"))
+    assert after.keys() == other.keys() == before.keys()
+    assert all(torch.equal(after[name], other[name]) for name in before)
+    assert all(torch.equal(after[name], before[name]) is (name in untrained) for name in before)
+    # Of a folder that kept none of it, what is missing is told.
+    told = run("convert", trained, tmp_path / "part", "--to", "hf", "--config", qwen)
+    assert f"published before, and absent now: {untrained[0]}, " in told
+    file = kept / "lamella_untrained.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert str(file) in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--config", kept, code=1)
+    assert "--padded-vocab" in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", "none")
+    told = refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", 320)
+    assert "with to='fsdp_dtensor' only, got to='hf'" in told
 
 
 def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
@@ -335,6 +396,7 @@ def test_a_pickled_type_is_named_and_made_when_trusted(run: Run, refusal: Run, t
         ([], "The following arguments are required: --to"),
         (["--to", "hf", "--dtype", "int4"], "Expected --dtype to be one of bf16, fp16, fp32, fp64, got 'int4'."),
         (["--to", "fsdp_dtensor", "--dialect", "x"], "Expected --dialect to be one of release-0.19, bridge, got 'x'."),
+        (["--to", "fsdp_dtensor", "--mtp-layer", "x"], "Expected --mtp-layer to be one of mtp_model_layer, "),
         (["--to", "fsdp_dtensor", "--tp", "two"], "Expected --tp to be an integer of at least 1, got 'two'."),
         (["--to", "fsdp_dtensor", "--tp", "0"], "Expected --tp to be an integer of at least 1, got '0'."),
         (["--to", "hf", "--max-shard-size", "big"], "Expected --max-shard-size to be a size such as 5GB"),

@@ -1,7 +1,9 @@
 """A run that starts from a Hugging Face directory takes its weights, config and tokenizer, however they are spelled."""
 
 import json
-import shutil
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +30,10 @@ from lamella._prepare import prepare
 from lamella._pretrained import check_weights, load_weights
 from lamella._text import collect, train_tokenizer
 from lamella._tokens import load_tokens, sequences, validation_indices
-from lamella.cli import config_of, parse
-from lamella_checkpoint import convert, load
+from lamella._train import Trainer
+from lamella.cli import config_of, main, parse
+from lamella_checkpoint import load
+from lamella_testing import RankFailure
 
 TrainOn = Callable[[Config, int], "object"]
 
@@ -84,17 +88,29 @@ def make_model(kind: str) -> nn.Module:
 
 @pytest.fixture
 def save(tmp_path: Path, text_folder: Path) -> Callable[[nn.Module], Path]:
-    """Writes a model as transformers does, in bf16, with a tokenizer."""
+    """Writes a model as it is published: in bf16, with a tokenizer, and the layer that transformers lacks."""
 
     def save(model: nn.Module) -> Path:
         directory = tmp_path / "published"
         model.to(torch.bfloat16).save_pretrained(directory)
+        if any(".linear_attn." in name for name, _ in model.named_parameters()):
+            add_mtp(directory / "model.safetensors")
         tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 290)
         tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text('{"model_max_length": 32}', encoding="utf-8")
         return directory
 
     return save
+
+
+def add_mtp(file: Path) -> None:
+    """Add the layer that predicts further tokens: an attention layer, between norms and a projection of its own."""
+    weights = load_file(file)
+    last = {name.partition("layers.3.")[2]: tensor for name, tensor in weights.items() if "layers.3." in name}
+    mtp = {f"layers.0.{name}": tensor + 1 for name, tensor in last.items()}
+    mtp |= {name: torch.randn(16).bfloat16() for name in ("norm.weight", "pre_fc_norm_hidden.weight")}
+    mtp |= {"pre_fc_norm_embedding.weight": torch.randn(16).bfloat16(), "fc.weight": torch.randn(16, 32).bfloat16()}
+    save_file(weights | {f"mtp.{name}": tensor for name, tensor in mtp.items()}, file, {"format": "pt"})
 
 
 def starting_from(config: Config, directory: Path) -> Config:
@@ -123,35 +139,65 @@ def test_a_qwen_is_trained_on_from_its_published_weights(
     assert run.validations[6] < run.validations[0] - 0.01
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (run.directory.model / file).read_text() == (directory / file).read_text()
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.directory.model))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.directory.model).get_text_config())
     load(run.directory.checkpoints / "step_00000006", model=model)
     assert run.validations[6] == pytest.approx(nats_per_byte(model, run.directory), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "vision"])
 @pytest.mark.usefixtures("family")
-def test_what_was_trained_is_published_again(
-    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], tmp_path: Path, kind: str
-) -> None:
-    run = train(starting_from(config, save(make_model(kind))), 2)
-    convert(run.directory.checkpoints / "step_00000006", tmp_path / "new", to="hf", like=run.directory.model)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
-    assert run.validations[6] == pytest.approx(nats_per_byte(model, run.directory), rel=1e-5)
+def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
+    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], kind: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    directory = save(make_model(kind))
+    config = starting_from(config, directory)
+    whole = train(config, 2)
+
+    config = replace(config, run=replace(config.run, directory=str(tmp_path / "killed")))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed_once_3_steps_are_saved(tmp_path / "killed"))
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            train(config, 2)
+    before = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    (directory / "model.safetensors").write_bytes(b"")  # It is not looked at again.
+    resumed = train(config, 4)
+    assert min(resumed.losses) == 1 and resumed.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert resumed.validations == pytest.approx(whole.validations, rel=1e-5)
+
+    new, checkpoint = tmp_path / "new", resumed.directory.checkpoints / "step_00000006"
+    capsys.readouterr()
+    assert (
+        main(["ckpt", "convert", str(checkpoint), str(new), "--to", "hf", "--config", str(resumed.directory.model)])
+        == 0
+    )
+    untrained = [name for name in before if name.startswith(("mtp.", "model.visual."))]
+    assert f"as they were published, not trained: {untrained[0]}, " in capsys.readouterr().out
+    after = load_file(new / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) is (name in untrained), name
+    model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
+    assert resumed.validations[6] == pytest.approx(nats_per_byte(model, resumed.directory), rel=1e-5)
     # It can be started from once more.
     again = replace(config.run, directory=str(tmp_path / "again"))
-    resumed = train(replace(starting_from(config, tmp_path / "new"), run=again), 1)
-    assert resumed.validations[0] == pytest.approx(run.validations[6], rel=1e-5)
+    assert train(replace(starting_from(config, new), run=again), 1).validations[0] == pytest.approx(
+        resumed.validations[6], rel=1e-5
+    )
 
 
-def test_a_fine_tuned_run_resumes_without_the_weights_it_started_from(
-    config: Config, train: TrainOn, save: Callable[[nn.Module], Path]
-) -> None:
-    directory = save(make_model("dense"))
-    whole = train(starting_from(config, directory), 2)
-    shutil.rmtree(whole.directory.checkpoints / "step_00000006")
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert train(starting_from(config, directory), 4).losses == pytest.approx(whole.losses, rel=1e-4)
+def killed_once_3_steps_are_saved(run: Path) -> Callable[[Trainer, int], object]:
+    """A step that is not finished: its process is killed before the fifth."""
+    step = Trainer._step
+
+    def step_or_die(self: Trainer, number: int) -> object:
+        if number == 4:
+            while not (run / "checkpoints" / "step_00000003").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, number)
+
+    return step_or_die
 
 
 def test_any_models_weights_are_started_from(
@@ -197,7 +243,9 @@ def test_another_vocabulary_than_that_of_the_weights_is_refused(
 def test_weights_that_vanish_after_the_check_are_missed(save: Callable[[nn.Module], Path]) -> None:
     directory = save(make_model("dense"))
     spec = load_spec(str(directory))
-    assert check_weights(directory, outline(spec), spec) == f"weights: {directory}"
+    assert check_weights(directory, outline(spec), spec) == tuple(
+        name for name in load_file(directory / "model.safetensors") if name.startswith("mtp.")
+    )
     weights = load_file(directory / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, directory / "model.safetensors")

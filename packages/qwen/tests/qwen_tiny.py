@@ -97,6 +97,30 @@ def weights_of(model):
     return {name: tensor.detach().bfloat16().float() for name, tensor in named.items() if name in persistent}
 
 
+def make_mtp(kind, prefix, *, packed):
+    """Weights of the layer that predicts further tokens, which transformers has no module for: an attention layer's."""
+    weights = weights_of(make_model(kind))
+    torch.manual_seed(1)
+    mtp = {name: torch.randn(32) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    mtp = {f"mtp.{name}.weight": tensor for name, tensor in mtp.items()} | {"mtp.fc.weight": torch.randn(32, 64)}
+    layer = {name: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}layers.3.")}
+    mtp |= {name.replace(f"{prefix}layers.3.", "mtp.layers.0."): tensor + 1 for name, tensor in layer.items()}
+    return mtp if packed else one_by_one(mtp)
+
+
+def one_by_one(weights):
+    """The experts as `save_pretrained` writes them."""
+    single = {}
+    for name, tensor in weights.items():
+        head, found, kind = name.partition(".mlp.experts.")
+        if not found:
+            single[name] = tensor
+        for index, expert in enumerate(tensor if found else ()):
+            parts = {"gate_proj": expert[:16], "up_proj": expert[16:]} if kind == "gate_up_proj" else {kind: expert}
+            single |= {f"{head}.mlp.experts.{index}.{part}.weight": rows for part, rows in parts.items()}
+    return single
+
+
 class MemorySource:
     """A checkpoint that is a dict."""
 

@@ -10,6 +10,8 @@ from qwen_tiny import (
     config_of,
     held,
     make_model,
+    make_mtp,
+    one_by_one,
     read_all,
     to_hugging_face,
     to_megatron,
@@ -22,30 +24,6 @@ from lamella_checkpoint._megatron import BRIDGE, RELEASE_0_19, read_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
 
 MODELS = {kind: weights_of(make_model(kind)) for kind in KINDS}
-
-
-def make_mtp(kind, prefix, *, packed):
-    """Weights of the layer that predicts further tokens, which transformers has no module for: an attention layer's."""
-    weights = MODELS[kind]
-    torch.manual_seed(1)
-    mtp = {name: torch.randn(32) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    mtp = {f"mtp.{name}.weight": tensor for name, tensor in mtp.items()} | {"mtp.fc.weight": torch.randn(32, 64)}
-    layer = {name: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}layers.3.")}
-    mtp |= {name.replace(f"{prefix}layers.3.", "mtp.layers.0."): tensor + 1 for name, tensor in layer.items()}
-    return mtp if packed else one_by_one(mtp)
-
-
-def one_by_one(weights):
-    """The experts as `save_pretrained` writes them."""
-    single = {}
-    for name, tensor in weights.items():
-        head, found, kind = name.partition(".mlp.experts.")
-        if not found:
-            single[name] = tensor
-        for index, expert in enumerate(tensor if found else ()):
-            parts = {"gate_proj": expert[:16], "up_proj": expert[16:]} if kind == "gate_up_proj" else {kind: expert}
-            single |= {f"{head}.mlp.experts.{index}.{part}.weight": rows for part, rows in parts.items()}
-    return single
 
 
 def assert_same(some, others):
@@ -239,7 +217,7 @@ def test_a_tensor_that_does_not_fit_the_config_is_refused_by_name():
         ("dense", {"head_dim": None}, "a number as head_dim of a Qwen3.5 config, got None"),
         ("dense", {"attention_bias": True}, "Expected attention_bias false"),
         ("vision", {"vision_config": None}, "a mapping as vision_config of a Qwen3.5 config, got None"),
-        ("vision", {"text_config": {}}, "a number as text_config.num_attention_heads of a Qwen3.5 config, got None"),
+        ("vision", {"text_config": {}}, "a number as text_config.vocab_size of a Qwen3.5 config, got None"),
     ],
 )
 def test_a_config_that_says_too_little_is_refused_by_the_key(kind, change, message):

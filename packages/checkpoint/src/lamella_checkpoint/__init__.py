@@ -35,6 +35,7 @@ from lamella_checkpoint._load import check as check
 from lamella_checkpoint._load import load as load
 from lamella_checkpoint._megatron import Counters as Counters
 from lamella_checkpoint._megatron import Dialect as Dialect
+from lamella_checkpoint._megatron import MtpLayer as MtpLayer
 from lamella_checkpoint._megatron_files import MegatronCheckpoint as MegatronCheckpoint
 from lamella_checkpoint._megatron_files import open_megatron as open_megatron
 from lamella_checkpoint._megatron_model import from_megatron_model as from_megatron_model
@@ -45,6 +46,7 @@ from lamella_checkpoint._open import OpenCheckpoint as OpenCheckpoint
 from lamella_checkpoint._open import open_checkpoint as open_checkpoint
 from lamella_checkpoint._rules import Grouped as Grouped
 from lamella_checkpoint._rules import Join as Join
+from lamella_checkpoint._rules import Padded as Padded
 from lamella_checkpoint._rules import Rule as Rule
 from lamella_checkpoint._rules import Rules as Rules
 from lamella_checkpoint._rules import Stack as Stack
@@ -61,6 +63,7 @@ from lamella_checkpoint._source import Wanted as Wanted
 from lamella_checkpoint._translate import Translated as Translated
 from lamella_checkpoint._translate import parameter_shapes as parameter_shapes
 from lamella_checkpoint._translate import translate as translate
+from lamella_checkpoint._untrained import keep_published as keep_published
 from lamella_checkpoint._verify import Problem as Problem
 from lamella_checkpoint._verify import Verification as Verification
 from lamella_checkpoint._verify import verify as verify

@@ -220,7 +220,7 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
         for file in files:  # Not before: they tell a rank whose process was killed that others can do without it.
             (job.target / file.name).unlink()
         if job.retention is not None:
-            job.retention.apply()
+            job.retention.apply(job.target)
 
 
 def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:

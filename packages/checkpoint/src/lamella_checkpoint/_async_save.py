@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,7 @@ from lamella_checkpoint._async_process import (
     part_name,
 )
 from lamella_checkpoint._contents import Contents, Ranks
+from lamella_checkpoint._copies import Copies
 from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._directories import staging_path
 from lamella_checkpoint._errors import CheckpointFailed
@@ -36,7 +39,7 @@ from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, rank
 from lamella_checkpoint._recut import recut
 from lamella_checkpoint._retention import Retention
 from lamella_checkpoint._shares import Share, Tables, differing
-from lamella_checkpoint._staging import Memory, stage
+from lamella_checkpoint._staging import Memory, lay_out
 
 _PAUSE_S: Final = 0.1
 
@@ -46,9 +49,8 @@ class SaveHandle:
 
     Attributes:
         path: The checkpoint's absolute path.
-        stage_seconds: How long `save` held training: until the state on the host had been copied, and the copies of
-            what is on an accelerator had been queued.
-        waited_seconds: How long before that it waited for the save before to end.
+        stage_seconds: How long `save` took, once the save before had ended.
+        waited_seconds: How long it waited for that.
     """
 
     def __init__(self, saver: "AsyncSaver", path: Path, staged: Path) -> None:
@@ -57,6 +59,7 @@ class SaveHandle:
         self.waited_seconds = 0.0
         self._saver = saver
         self._staged = staged
+        self._copies: Copies | None = None
         self._sender: threading.Thread | None = None
         self._failures: Failures | None = None  # None until it is settled.
         self._is_told = False
@@ -65,6 +68,24 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the save has ended: the checkpoint is there, or `wait` raises. Effects: none; no collective."""
         return self._saver._settle(self, timeout=0.0)
+
+    @property
+    def held_seconds(self) -> float:
+        """How long the host has waited for the copies so far, before an optimizer's step or in `wait_staged`."""
+        return self._copies.waited_seconds if self._copies is not None else 0.0
+
+    def wait_staged(self) -> None:
+        """Let what follows change the state, whatever that is.
+
+        Optimizers of `torch.optim` and `load` do this by themselves. Call it before anything else changes parameters or
+        optimizer state: weights that are swapped or written by hand, an optimizer of another make, a graph that
+        replays a whole step, other ways to load.
+
+        Effects: no collective. Blocks until what is on the host has been copied; on an accelerator the current stream
+            waits, and the host does not.
+        """
+        if self._copies is not None:
+            self._copies.wait()
 
     def wait(self, timeout: float | None = None) -> Path:
         """Return the path once the checkpoint is there, whole and on the disk.
@@ -106,10 +127,11 @@ class _Session(NamedTuple):
 class AsyncSaver:
     """Saves in the background, one at a time, through a process beside each rank.
 
-    `save` copies this rank's part of the state to host memory and returns; the process writes it, and rank 0's makes a
-    checkpoint of all parts when they are there. That takes no thread of the training process and no collective, and
-    completes if nobody waits for it, and also when training ends or fails meanwhile. Killed at any moment, any of the
-    processes leaves the last complete checkpoint as it was.
+    `save` returns at once. A thread copies this rank's part of the state to host memory while training goes on, up to
+    the next step of an optimizer, which waits for the copies. The process writes them, and rank 0's makes a checkpoint
+    of all parts when they are there. That takes no collective, and completes if nobody waits for it, and also when
+    training ends or fails meanwhile. Killed at any moment, any of the processes leaves the last complete checkpoint as
+    it was.
 
         with AsyncSaver() as saver:
             for step in range(num_steps):
@@ -126,6 +148,7 @@ class AsyncSaver:
         self._process: _Process | None = _Process(self._memory)
         self._session: _Session | None = None
         self._tables = Tables()
+        self._retention: Retention | None = None  # A `CheckpointDirectory` has one.
         self._num_saves = 0
         self._last: SaveHandle | None = None
 
@@ -147,7 +170,12 @@ class AsyncSaver:
         extra: Mapping[str, object] | None = None,
         correspondences: Sequence[Correspondence] = (),
     ) -> SaveHandle:
-        """Begin what `lamella_checkpoint.save` does, and return when the state may change again.
+        """Begin what `lamella_checkpoint.save` does, and return while the state is being copied.
+
+        What is saved is the state of the call. Training may go on: the next step of any optimizer of `torch.optim`, and
+        `load`, wait until the state has been copied. Before anything else changes parameters or optimizer state, call
+        the handle's `wait_staged`. If something changes them all the same, this save fails: no checkpoint holds parts
+        of two states. Buffers may change at any time.
 
         One save is in the air at a time: this waits until the one before has ended, which it has unless checkpoints
         come faster than they can be written.
@@ -170,11 +198,42 @@ class AsyncSaver:
             ValueError: As `save`. What only the ranks together show is told by the next call.
 
         Effects: collective on the default group the first time alone (one small exchange), later none; all ranks have
-            to call it equally often. Copies this rank's part to the host. On an accelerator the copies are queued on
-            the current stream and the host goes on: what is queued there later comes after them, and other streams
-            must wait for it before they change the state.
+            to call it equally often. Copies this rank's part to the host: by a thread, on an accelerator on a stream of
+            its own, which waits for what the current stream has been given. No host sync.
         """
-        return self._save(Path(os.path.realpath(path)), model, optimizer, extra, correspondences, None)
+        began = time.perf_counter()
+        self.wait()
+        staging = time.perf_counter()
+        with on_device_of(model.parameters()):
+            session = self._session or self._agree(model, optimizer, extra, correspondences)
+            self._num_saves += 1
+            token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
+            target = Path(os.path.realpath(path))
+            self._last = handle = SaveHandle(self, target, staging_path(target, token))
+            try:
+                contents = Contents.of(model, optimizer, extra)
+                share = recut(Share.of(contents, rank(), self._tables), correspondences)
+                items, copies = lay_out(share.items(session.apart), self._memory)
+                handle._copies = Copies(copies, contents.steady)
+                job = Job(
+                    target=target,
+                    staged=handle._staged,
+                    rank=rank(),
+                    num_ranks=num_ranks(),
+                    memory_nbytes=self._memory.nbytes,
+                    items=items,
+                    digests={ranks: digest for ranks, digest in share.digests.items() if ranks not in session.apart},
+                    manifest=replace(contents.manifest, save_id=token, extra=deepcopy(contents.manifest.extra)),
+                    retention=self._retention,
+                    is_first=self._num_saves == 1,
+                )
+                self._process = self._process or _Process(self._memory)
+                handle._sender = handle._copies.start(partial(_send_or_fail, self._process, job, handle))
+            except BaseException as error:
+                handle._fail(error)
+                raise
+        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
+        return handle
 
     def wait(self) -> None:
         """Wait until no save is in the air.
@@ -196,51 +255,12 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
+            if self._last is not None and self._last._sender is not None:
+                self._last._sender.join()  # It writes to the memory.
             if self._process is not None:
                 self._process.close()
                 self._process = None
             self._memory.close()
-
-    def _save(
-        self,
-        target: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Mapping[str, object] | None,
-        correspondences: Sequence[Correspondence],
-        retention: Retention | None,
-    ) -> SaveHandle:
-        began = time.perf_counter()
-        self.wait()
-        staging = time.perf_counter()
-        with on_device_of(model.parameters()):
-            session = self._session or self._agree(model, optimizer, extra, correspondences)
-            self._num_saves += 1
-            token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
-            self._last = handle = SaveHandle(self, target, staging_path(target, token))
-            try:
-                contents = Contents.of(model, optimizer, extra)
-                share = recut(Share.of(contents, rank(), self._tables), correspondences)
-                items, events = stage(share.items(session.apart), self._memory)
-                job = Job(
-                    target=target,
-                    staged=handle._staged,
-                    rank=rank(),
-                    num_ranks=num_ranks(),
-                    memory_nbytes=self._memory.nbytes,
-                    items=items,
-                    digests={ranks: digest for ranks, digest in share.digests.items() if ranks not in session.apart},
-                    manifest=replace(contents.manifest, save_id=token),
-                    retention=retention,
-                    is_first=self._num_saves == 1,
-                )
-                self._process = self._process or _Process(self._memory)
-                handle._sender = self._process.send_after(events, job, handle._fail)
-            except BaseException as error:
-                handle._fail(error)
-                raise
-        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
-        return handle
 
     def _agree(
         self,
@@ -317,31 +337,22 @@ class _Process:
         )  # fmt: skip
         theirs.close()
 
-    def send_after(
-        self, events: Sequence[torch.Event], job: Job, fail: Callable[[BaseException], None]
-    ) -> threading.Thread | None:
-        """Send a job once the copies that it needs are there, which a thread waits for."""
-        if not events:
-            self._send(job)
-            return None
-
-        def wait_and_send() -> None:
-            try:
-                for event in events:
-                    event.synchronize()
-                self._send(job)
-            except BaseException as error:  # noqa: BLE001  Told by the next call, and by no thread.
-                fail(error)
-
-        thread = threading.Thread(target=wait_and_send, name="lamella-checkpoint")
-        thread.start()
-        return thread
+    def send(self, job: Job) -> None:
+        """Give it a job."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # It is dead, as whoever waits for its answer finds out.
+            self.connection.send(job)
 
     def close(self) -> int:
         """Let it end, once it has done what it does, and return its exit code."""
         self.connection.close()
         return self._popen.wait()
 
-    def _send(self, job: Job) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # It is dead, as whoever waits for its answer finds out.
-            self.connection.send(job)
+
+def _send_or_fail(process: _Process, job: Job, handle: SaveHandle, error: BaseException | None) -> None:
+    """Go on with a save whose copies have ended. Effects: raises nothing: nobody would hear of it."""
+    try:
+        if error is not None:
+            raise error
+        process.send(job)
+    except BaseException as caught:  # noqa: BLE001
+        handle._fail(caught)

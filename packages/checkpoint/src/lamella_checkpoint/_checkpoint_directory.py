@@ -95,7 +95,7 @@ class CheckpointDirectory:
         with on_device_of(model.parameters()):
             on_rank_zero("clean the checkpoint directory", lambda: clean(self.root))
             save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
-            on_rank_zero("remove older checkpoints", self._retention(step).apply)
+            on_rank_zero("remove older checkpoints", lambda: self._retention.apply(path))
         return path
 
     def save_async(
@@ -120,7 +120,8 @@ class CheckpointDirectory:
         """
         path = self.path(step)
         self._saver = self._saver or AsyncSaver()
-        return self._saver._save(path, model, optimizer, extra, correspondences, self._retention(step))
+        self._saver._retention = self._retention
+        return self._saver.save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
 
     def wait(self) -> None:
         """Wait until no save is in the air.
@@ -143,5 +144,6 @@ class CheckpointDirectory:
         if saver is not None:
             saver.close()
 
-    def _retention(self, step: int) -> Retention:
-        return Retention(root=self.root, num_kept=self.keep, step=step)
+    @property
+    def _retention(self) -> Retention:
+        return Retention(root=self.root, num_kept=self.keep)

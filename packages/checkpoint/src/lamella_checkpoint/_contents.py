@@ -71,6 +71,15 @@ class Contents:
             manifest=Manifest(extra=extra, num_ranks=num_ranks(), optimizer=kind),
         )
 
+    @property
+    def steady(self) -> dict[str, torch.Tensor]:
+        """What changes in an optimizer's step alone: parameters, and optimizer state. Buffers change in the forward."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if isinstance(value, torch.Tensor) and (name in self.params or isinstance(value, nn.Parameter))
+        }
+
 
 def _everyone(live: LiveModel) -> Ranks:
     """The ranks on the model's meshes and in its groups; all ranks where it names none.

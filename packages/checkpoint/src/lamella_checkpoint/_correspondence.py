@@ -5,7 +5,7 @@ side interleaves: each is a table of boxes, equal on both sides, and reads from 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ class Correspondence:
         pieces: The boxes that are equal.
         shift: What is added from left to right, and subtracted on the way back: norms whose weights are stored around
             zero have -1 where the others are on the left.
+        padded: By name, the rows of a tensor that the pieces cover, of those that have others behind them. They hold
+            nothing: zeros are written, and on the way back they are left out.
 
     Raises:
         ValueError: The pieces do not cover a tensor once, or the boxes of one are not of one size.
@@ -49,13 +51,14 @@ class Correspondence:
     right: Mapping[str, tuple[int, ...]]
     pieces: tuple[Piece, ...]
     shift: float = 0.0
+    padded: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for piece in self.pieces:
             if _without_ones(piece.left.chunk.sizes) != _without_ones(piece.right.chunk.sizes):
                 raise ValueError(f"Expected boxes of one size, but for 1s, got {piece.left!r} and {piece.right!r}.")
-        _check_cover(self.left, [piece.left for piece in self.pieces])
-        _check_cover(self.right, [piece.right for piece in self.pieces])
+        _check_cover(self._covered(self.left), [piece.left for piece in self.pieces])
+        _check_cover(self._covered(self.right), [piece.right for piece in self.pieces])
 
     @classmethod
     def rename(cls, left: str, right: str, shape: Sequence[int], *, shift: float = 0.0) -> "Correspondence":
@@ -73,7 +76,16 @@ class Correspondence:
     def inverse(self) -> "Correspondence":
         """The same, with the sides exchanged."""
         pieces = tuple(Piece(piece.right, piece.left) for piece in self.pieces)
-        return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift)
+        return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift, padded=self.padded)
+
+    def padding(self, name: str, shape: tuple[int, ...]) -> Chunk | None:
+        """The rows of a tensor that are padding; None where it has none."""
+        if not shape or (first := self.padded.get(name, shape[0])) == shape[0]:
+            return None
+        return Chunk((first, *(0 for _ in shape[1:])), (shape[0] - first, *shape[1:]))
+
+    def _covered(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: (self.padded.get(name, shape[0]), *shape[1:]) if shape else () for name, shape in shapes.items()}
 
 
 def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
@@ -84,6 +96,11 @@ def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
         origin: A box.
         goal: One of the same sizes, but for 1s. May have another number of dims.
     """
+    if chunk is origin or chunk == origin:
+        return goal
+    if origin.sizes == goal.sizes:
+        shifts = zip(chunk.offsets, origin.offsets, goal.offsets, strict=True)
+        return Chunk(tuple([offset - start + to for offset, start, to in shifts]), chunk.sizes)
     along = zip(chunk.offsets, chunk.sizes, origin.offsets, origin.sizes, strict=True)
     moves = iter([(offset - start, size) for offset, size, start, span in along if span != 1])
     moved = [(0, 1) if span == 1 else next(moves) for span in goal.sizes]
@@ -106,7 +123,7 @@ def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[i
             upcoming += 1
         open_boxes = [each for each in open_boxes if _along_dim0(each[1])[1] > start]
         for other_index, other in open_boxes:
-            shared = box.intersection(other)
+            shared = box if box == other else box.intersection(other)
             if shared.numel:
                 yield index, other_index, shared
 
@@ -136,6 +153,8 @@ def _check_cover(shapes: Mapping[str, tuple[int, ...]], places: Iterable[Place])
 
 def _check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Chunk]) -> None:
     whole = whole_box(shape)
+    if len(boxes) == 1 and boxes[0] == whole:
+        return
     for box in boxes:
         if len(box.sizes) != len(shape) or whole.intersection(box) != box:
             raise ValueError(f"Expected boxes inside {name!r} of shape {tuple(shape)!r}, got {box!r}.")

@@ -13,6 +13,9 @@ from typing import Final, Protocol
 
 from lamella_checkpoint._rules import Rules
 
+PADDED_VOCABULARY: Final = "padded vocabulary"
+"""The size that `Family.megatron`'s rules pad to, where a caller adds it to theirs."""
+
 GROUP: Final = "lamella.families"
 """The entry points' group; their names are model types."""
 
@@ -36,7 +39,8 @@ class Family:
     """What a package knows of the checkpoints of its models.
 
     Attributes:
-        megatron: Between the names of transformers' modules (left) and Megatron's canonical ones (right).
+        megatron: Between the names of transformers' modules (left) and Megatron's canonical ones (right). What has a
+            row for each token is padded there to the size "padded vocabulary", where one is given.
         megatron_sizes: For tensor-parallel ranks of a given number.
         modules: Between the names in Hugging Face's files (left) and those of transformers' modules (right), where they
             differ: files of another spelling, or of a larger model that this one is a part of. Names that no rule takes

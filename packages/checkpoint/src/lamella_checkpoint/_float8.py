@@ -5,7 +5,7 @@ two dims (128 rows by 128 columns, smaller at the edges). The weight is their pr
 blocks of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +22,9 @@ BLOCK: Final = (128, 128)
 """Rows and columns that share a scale, in everything published so far."""
 
 _SUFFIX: Final = "_scale_inv"
-_FLOAT8: Final = torch.float8_e4m3fn
-_LARGEST: Final = torch.finfo(_FLOAT8).max
-_PIECE_NUMEL: Final = 1 << 21  # In hand at once, in fp32, twice or three times.
+FLOAT8: Final = torch.float8_e4m3fn
+_LARGEST: Final = torch.finfo(FLOAT8).max
+PIECE_NUMEL: Final = 1 << 21  # In hand at once, in fp32, twice or three times.
 _LEFT_ALONE: Final = ("embed", "head", "norm", "router")
 
 
@@ -106,7 +106,7 @@ class Dequantised(_Over):
         """As `Source.read`; a piece of a weight at a time in fp32, with the scales that it needs."""
         self._source.read([each for each in wanted if each.name not in self._scaled])
         for each, piece, into in _in_pieces(wanted, self._scaled):
-            blocks = _blocks_of(piece, self._block)
+            blocks = blocks_of(piece, self._block)
             values = torch.empty(piece.sizes)
             scales = torch.empty(blocks.sizes)
             self._source.read([Wanted(each, piece, values), Wanted(each + _SUFFIX, blocks, scales)])
@@ -119,11 +119,11 @@ class Dequantised(_Over):
     def _check(self, name: str) -> None:
         tensors, scale = self._source.tensors, self._source.tensors[name + _SUFFIX]
         weight = tensors.get(name)
-        if weight is None or weight.dtype != _FLOAT8:
+        if weight is None or weight.dtype != FLOAT8:
             found = "nothing" if weight is None else weight.dtype
-            problem = f"expected a weight of {_FLOAT8} with {name + _SUFFIX!r}, got {found}"
+            problem = f"expected a weight of {FLOAT8} with {name + _SUFFIX!r}, got {found}"
             raise CheckpointDamaged(str(self.path), problem)
-        expected = _num_blocks(weight.shape, self._block)
+        expected = num_blocks(weight.shape, self._block)
         if scale.shape != expected:
             raise CheckpointDamaged(
                 str(self.path),
@@ -167,9 +167,8 @@ class Quantised(_Over):
     @property
     def left_alone(self) -> tuple[str, ...]:
         """Modules with matrices that are not quantised, for the configuration."""
-        chosen = set(self._weights.values())
-        found = (name for name, info in self._source.tensors.items() if name not in chosen and len(info.shape) > 1)
-        return tuple(dict.fromkeys(name.removesuffix(".weight") for name in found))
+        shapes = {name: info.shape for name, info in self._source.tensors.items()}
+        return left_alone(shapes, set(self._weights.values()))
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """As `Source.read`; whole blocks at a time, in fp32. Scales cost as much as the weights that they are of.
@@ -180,47 +179,82 @@ class Quantised(_Over):
         weights = set(self._weights.values())
         self._source.read([each for each in wanted if each.name not in weights and each.name not in self._weights])
         for name, piece, into in _in_pieces(wanted, weights):
-            blocks = _blocks_of(piece, self._block)
+            blocks = blocks_of(piece, self._block)
             box, values = self._values(name, blocks)
-            values /= _spread(self._scales(name, box, values), box, self._block)
-            quantised = values.clamp_(-_LARGEST, _LARGEST).to(_FLOAT8)
+            quantised = quantise(values, scales_of(name, largest(values, box, self._block)), box, self._block)
             into.copy_(quantised[_slices(piece.relative_to(box))])
-        for scale, piece, into in _in_pieces(wanted, set(self._weights), _PIECE_NUMEL // prod(self._block)):
+        for scale, piece, into in _in_pieces(wanted, set(self._weights), PIECE_NUMEL // prod(self._block)):
             name = self._weights[scale]
-            into.copy_(self._scales(name, *self._values(name, piece)))
+            box, values = self._values(name, piece)
+            into.copy_(scales_of(name, largest(values, box, self._block)))
 
     def read_object(self, name: str) -> object:
         """As `Source.read_object`."""
         return self._source.read_object(name)
 
     def _add(self, name: str, info: TensorInfo) -> None:
-        if len(info.shape) < 2 or not info.dtype.is_floating_point:
-            raise ValueError(
-                f"Expected floating-point matrices to quantise, got {name!r} of shape {info.shape} and {info.dtype}. "
-                f"Leave it out with `which`."
-            )
-        scales = _num_blocks(info.shape, self._block)
-        self._weights[name + _SUFFIX] = name
-        self._tensors[name] = info._replace(dtype=_FLOAT8)
-        self._tensors[name + _SUFFIX] = TensorInfo(scales, torch.float32, (_whole(scales),))
+        check_quantisable(name, info.shape, info.dtype)
+        scales = num_blocks(info.shape, self._block)
+        self._weights[scale_name(name)] = name
+        self._tensors[name] = info._replace(dtype=FLOAT8)
+        self._tensors[scale_name(name)] = TensorInfo(scales, torch.float32, (_whole(scales),))
 
     def _values(self, name: str, blocks: Chunk) -> tuple[Chunk, torch.Tensor]:
         """The box of a weight that some blocks cover, and its values."""
-        box = _box_of(blocks, self._block, self._source.tensors[name].shape)
+        box = box_of_blocks(blocks, self._block, self._source.tensors[name].shape)
         values = torch.empty(box.sizes)
         self._source.read([Wanted(name, box, values)])
         return box, values
 
-    def _scales(self, name: str, box: Chunk, values: torch.Tensor) -> torch.Tensor:
-        """A scale for each block of a box that begins at a block's edge."""
-        rows, columns = self._block
-        padded = F.pad(values.abs(), (0, -box.sizes[-1] % columns, 0, -box.sizes[-2] % rows))
-        num_rows, num_columns = padded.shape[-2] // rows, padded.shape[-1] // columns
-        largest = padded.reshape(*padded.shape[:-2], num_rows, rows, num_columns, columns).amax((-1, -3))
-        if not largest.isfinite().all():
-            raise ValueError(f"Expected finite values to quantise, got others in {name!r}. Leave it out with `which`.")
-        smallest = torch.finfo(torch.float32).tiny  # A scale of 0 would make NaNs of tiny numbers.
-        return torch.where(largest > 0, (largest / _LARGEST).clamp(min=smallest), 1.0)
+
+def check_quantisable(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse what has no blocks.
+
+    Raises:
+        ValueError: It is no floating-point matrix.
+    """
+    if len(shape) < 2 or not dtype.is_floating_point:
+        raise ValueError(
+            f"Expected floating-point matrices to quantise, got {name!r} of shape {tuple(shape)} and {dtype}. "
+            f"Leave it out with `which`."
+        )
+
+
+def scale_name(name: str) -> str:
+    """What the scales of a weight are called."""
+    return name + _SUFFIX
+
+
+def left_alone(shapes: Mapping[str, Sequence[int]], chosen: Container[str]) -> tuple[str, ...]:
+    """Modules with matrices that are not quantised, for the configuration."""
+    found = (name for name, shape in shapes.items() if name not in chosen and len(shape) > 1)
+    return tuple(dict.fromkeys(name.removesuffix(".weight") for name in found))
+
+
+def largest(values: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude in each block that a box of a weight touches, of the elements in the box."""
+    above, before = (box.offsets[dim] % edge for dim, edge in ((-2, block[0]), (-1, block[1])))
+    below, behind = -(above + box.sizes[-2]) % block[0], -(before + box.sizes[-1]) % block[1]
+    padded = F.pad(values.abs(), (before, behind, above, below))
+    num_rows, num_columns = padded.shape[-2] // block[0], padded.shape[-1] // block[1]
+    return padded.reshape(*padded.shape[:-2], num_rows, block[0], num_columns, block[1]).amax((-1, -3))
+
+
+def scales_of(name: str, maxima: torch.Tensor) -> torch.Tensor:
+    """A scale for each block, given its largest magnitude.
+
+    Raises:
+        ValueError: One is infinite or no number; the weight is named.
+    """
+    if not maxima.isfinite().all():
+        raise ValueError(f"Expected finite values to quantise, got others in {name!r}. Leave it out with `which`.")
+    smallest = torch.finfo(torch.float32).tiny  # A scale of 0 would make NaNs of tiny numbers.
+    return torch.where(maxima > 0, (maxima / _LARGEST).clamp(min=smallest), 1.0)
+
+
+def quantise(values: torch.Tensor, scales: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.Tensor:
+    """A box of a weight in float8, given the scales of the blocks that it touches. `values` (fp32) is overwritten."""
+    return values.div_(_spread(scales, box, block)).clamp_(-_LARGEST, _LARGEST).to(FLOAT8)
 
 
 def quantised_config(
@@ -262,7 +296,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _in_pieces(
-    wanted: Sequence[Wanted], names: set[str], max_numel: int = _PIECE_NUMEL
+    wanted: Sequence[Wanted], names: set[str], max_numel: int = PIECE_NUMEL
 ) -> Iterator[tuple[str, Chunk, torch.Tensor]]:
     """What is wanted of some tensors, a bounded box at a time, with the part of the memory that it fills."""
     for each in wanted:
@@ -270,7 +304,8 @@ def _in_pieces(
             yield each.name, piece, each.into.detach()[_slices(piece.relative_to(each.chunk))]
 
 
-def _num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+def num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks a weight has, along each dim."""
     return (*shape[:-2], *(-(-size // edge) for size, edge in zip(shape[-2:], block, strict=True)))
 
 
@@ -279,13 +314,13 @@ def _edges(num_dims: int, block: tuple[int, int]) -> tuple[int, ...]:
     return (1,) * (num_dims - 2) + block
 
 
-def _blocks_of(box: Chunk, block: tuple[int, int]) -> Chunk:
+def blocks_of(box: Chunk, block: tuple[int, int]) -> Chunk:
     """The blocks that a box of a weight touches."""
     edges = _edges(len(box.sizes), block)
     return Chunk.of(Range(at.start // edge, -(-at.stop // edge)) for at, edge in zip(box.ranges, edges, strict=True))
 
 
-def _box_of(blocks: Chunk, block: tuple[int, int], shape: tuple[int, ...]) -> Chunk:
+def box_of_blocks(blocks: Chunk, block: tuple[int, int], shape: tuple[int, ...]) -> Chunk:
     """The box of a weight that blocks cover."""
     edges = _edges(len(shape), block)
     return Chunk.of(

@@ -48,7 +48,7 @@ def side_files(directory: Path) -> Iterator[Path]:
 
 
 def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
-    """Copy them, and wait until they are on the disk.
+    """Copy them, over those that are there, and wait until they are on the disk.
 
     Returns:
         Their names.
@@ -58,7 +58,7 @@ def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
     """
     copied = []
     for file in side_files(directory):
-        with file.open("rb") as source, (to / file.name).open("xb") as target:
+        with file.open("rb") as source, (to / file.name).open("wb") as target:
             shutil.copyfileobj(source, target)
             target.flush()
             os.fsync(target.fileno())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._boxes import local_boxes
+from lamella_checkpoint._copies import await_copies
 from lamella_checkpoint._errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
 from lamella_checkpoint._float8 import Dequantised, block_of, is_quantised
 from lamella_checkpoint._hf_files import read_config
@@ -106,8 +107,10 @@ def load(
         FileNotFoundError: There is no checkpoint.
 
     Effects: collective on the default group, if there is one (five small object exchanges); each rank reads what its
-        shards need; allocates the optimizer's state where there is none.
+        shards need; allocates the optimizer's state where there is none. Waits for the copies of saves in the
+        background.
     """
+    await_copies()
     with on_device_of(model.parameters()):
         plan = _find(path, model, optimizer, strict=strict, trust=trust, verify=verify, translate=translate)
         everywhere("read its state", plan.run)

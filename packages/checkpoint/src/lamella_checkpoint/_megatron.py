@@ -35,7 +35,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from lamella_checkpoint._correspondence import Correspondence
 from lamella_checkpoint._hybrid_stack import logical_name, nested_names
@@ -125,6 +125,9 @@ SEQUENTIAL_EXPERTS: Final = tuple(
 """Experts of a layer that computes them together, on the left, and as modules of their own."""
 
 DialectName = Literal["release-0.19", "bridge"]
+MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
+
+MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,7 @@ class Dialect:
 
     name: DialectName
     splits_gdn: bool
-    mtp_layer: Literal["mtp_model_layer", "transformer_layer"] = "mtp_model_layer"
+    mtp_layer: MtpLayer = "mtp_model_layer"
     model_prefix: str = "module."
     optimizer_prefix: str = "module.module.module."
     older_mamba: bool = False
@@ -193,7 +196,7 @@ def dialect_of(source: Source) -> Dialect | None:
     """The dialect that a checkpoint's names show; None where both would have written them."""
     names = tuple(source.tensors)
     renamed = any(".transformer_layer." in name for name in names)
-    mtp_layer: Literal["mtp_model_layer", "transformer_layer"] = "transformer_layer" if renamed else "mtp_model_layer"
+    mtp_layer: MtpLayer = "transformer_layer" if renamed else "mtp_model_layer"
     dialect: Dialect | None = None
     if any(".self_attention.in_proj.weight.query" in name for name in names):
         dialect = BRIDGE

@@ -86,13 +86,17 @@ def open_megatron(
 
     Effects: reads metadata and small files; no collective.
     """
-    directory = iteration_directory(path)
-    stored = StoredCheckpoint(directory, trust=trust, verify=verify)
+    stored = StoredCheckpoint(iteration_directory(path), trust=trust, verify=verify)
+    return megatron_checkpoint(stored, sizes=sizes)
+
+
+def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | None = None) -> MegatronCheckpoint:
+    """The same of a checkpoint whose metadata has been read."""
     common = _common(stored)
-    beside = train_state(directory)
+    beside = train_state(stored.path)
     args = _plain_object(stored, "args") if common is None else common.get("args")
     told = sizes_of_args(args) if isinstance(args, dict) else {}
-    known = {**run_config_sizes(directory), **told, **(sizes or {})}
+    known = {**run_config_sizes(stored.path), **told, **(sizes or {})}
     if common is None:
         # As a dict of plain values, `args` can be read without trust.
         plain = stored if args is None else WithObjects(stored, {"args": args})

@@ -20,7 +20,7 @@ from lamella_checkpoint._megatron_files import (
     TRAIN_STATE,
     is_torch_dist,
     iteration_directory,
-    open_megatron,
+    megatron_checkpoint,
 )
 from lamella_checkpoint._optimizer import is_plain
 from lamella_checkpoint._safetensors import SafetensorsSource
@@ -159,7 +159,7 @@ def _open_dcp(
             identity=stored.save_id,
         )
     if _is_megatrons(stored):
-        opened = open_megatron(directory, sizes=sizes, trust=trust, verify=verify)
+        opened = megatron_checkpoint(stored, sizes=sizes)
         return OpenCheckpoint(
             format=Format(opened.format),
             raw=stored,

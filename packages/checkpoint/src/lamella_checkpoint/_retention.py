@@ -31,16 +31,15 @@ def clean(root: Path, *, spare: Path | None = None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Keep the newest `num_kept` checkpoints under `root`, and that of `step` in any case; None keeps all."""
+    """Keep the newest `num_kept` checkpoints under `root`; None keeps all."""
 
     root: Path
     num_kept: int | None
-    step: int
 
-    def apply(self) -> None:
-        """Remove the others, oldest first. Effects: on the disk alone; one rank's job."""
+    def apply(self, newest: Path) -> None:
+        """Remove the others, oldest first, but never `newest`. Effects: on the disk alone; one rank's job."""
         if self.num_kept is None:
             return
         for step in steps_in(self.root)[: -self.num_kept]:
-            if step != self.step:
-                remove(path_of(self.root, step))
+            if (path := path_of(self.root, step)) != newest:
+                remove(path)

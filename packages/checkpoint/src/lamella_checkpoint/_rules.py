@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, product
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from lamella_checkpoint._boxes import whole_box
 from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings
@@ -80,7 +80,22 @@ class Grouped:
         _check_sizes(self.sizes)
 
 
-Term: TypeAlias = "str | Join | Stack | Grouped"
+@dataclass(frozen=True)
+class Padded:
+    """A tensor stored with rows behind those of the whole: a vocabulary padded to what ranks can share.
+
+    Attributes:
+        name: Of the tensor.
+        rows: The whole's, by name.
+        to: The name of the number of rows that the tensor is made with. Where the sizes lack it, there is no padding.
+    """
+
+    name: str
+    rows: str
+    to: str
+
+
+Term: TypeAlias = "str | Join | Stack | Grouped | Padded"
 """A name is a template: `{layer}` is a number, `{rest*}` is any text, and a leading `**.` any names before, or none."""
 
 
@@ -135,6 +150,7 @@ class Rules:
 
         Effects: none.
         """
+        names = _Names(shapes)
         taken: set[str] = set()
         found = []
         for rule in self.rules:
@@ -143,7 +159,7 @@ class Rules:
                 if side == "left"
                 else (rule.right, rule.left, rule.right_beside)
             )
-            for instance in _instances(near, beside, shapes, taken):
+            for instance in _instances(near, beside, names, taken):
                 taken.update(instance.names)
                 found.append(_correspondence(near, far, instance, shapes, self.sizes, rule.shift, side))
         return found
@@ -176,8 +192,8 @@ def _leaves(rule: Rule) -> list[_Leaf]:
 
 
 def _leaves_of(term: Term) -> list[_Leaf]:
-    if isinstance(term, str):
-        return [_Leaf(term, ())]
+    if isinstance(term, str | Padded):
+        return [_Leaf(term if isinstance(term, str) else term.name, ())]
     if isinstance(term, Join):
         return [leaf for each in term.terms for leaf in _leaves_of(each)]
     if isinstance(term, Stack):
@@ -185,13 +201,31 @@ def _leaves_of(term: Term) -> list[_Leaf]:
     return _leaves_of(term.term)
 
 
-def _instances(term: Term, beside: str | None, names: Iterable[str], taken: set[str]) -> Iterator[_Instance]:
+class _Names:
+    """Names by what they look like without their numbers, which is how a template finds its own among thousands."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._by_look: dict[str, list[tuple[int, str]]] = {}
+        for position, name in enumerate(names):
+            self._by_look.setdefault(_NUMBERS.sub("0", name), []).append((position, name))
+
+    def matches(self, template: str) -> Iterator[re.Match[str]]:
+        """The names that a template fits, in their order."""
+        look = _look(template)
+        looks = [look] if isinstance(look, str) else [each for each in self._by_look if look.fullmatch(each)]
+        found = [each for look in looks for each in self._by_look.get(look, ())]
+        for _, name in found if len(looks) == 1 else sorted(found):
+            if match := _pattern(template).fullmatch(name):
+                yield match
+
+
+def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -> Iterator[_Instance]:
     """The complete sets of names that `term` can be made of."""
     leaves = _leaves_of(term)
-    besides = None if beside is None else {_key(match.groupdict()) for match in _matches(beside, names)}
+    besides = None if beside is None else {_key(match.groupdict()) for match in names.matches(beside)}
     found: dict[frozenset[tuple[str, str]], list[dict[tuple[int, ...], str]]] = {}
     for position, leaf in enumerate(leaves):
-        for match in _matches(leaf.template, names):
+        for match in names.matches(leaf.template):
             if match.string not in taken:
                 captures = match.groupdict()
                 index = tuple(int(captures.pop(name)) for name in leaf.indices)
@@ -231,6 +265,11 @@ def _correspondence(
     side: Side,
 ) -> Correspondence:
     known = {name: tuple(shapes[name]) for name in instance.names}
+    if isinstance(near, str) and isinstance(far, str):
+        ((name, shape),) = known.items()
+        names = (name, _fill(far, instance.captures))
+        left, right = names if side == "left" else names[::-1]
+        return Correspondence.rename(left, right, shape, shift=shift)
     sizes = dict(sizes)  # Those that `near` shows are added, and `far` may need them.
     try:
         made = _make(near, instance.captures, instance.counts, known, sizes)
@@ -240,8 +279,15 @@ def _correspondence(
         raise SizeUnknown(error.size, error.known, instance.names[0]) from None
     except ValueError as error:
         raise ValueError(f"{error} Needed for {instance.names[0]!r}.") from error
-    pieces = tuple(_pieces(made, other))
-    here = Correspondence(left=known, right=derived, pieces=pieces, shift=shift if side == "left" else -shift)
+    here = Correspondence(
+        left=known,
+        right=derived,
+        pieces=tuple(_pieces(made, other)),
+        shift=shift if side == "left" else -shift,
+        padded={
+            _fill(each.name, instance.captures): sizes[each.rows] for each in (near, far) if isinstance(each, Padded)
+        },
+    )
     return here if side == "left" else here.inverse
 
 
@@ -275,6 +321,8 @@ def _make(
         numbers = range(counts[term.index])
         made = [_make(term.term, {**captures, term.index: str(each)}, counts, shapes, sizes) for each in numbers]
         return _stacked(made)
+    if isinstance(term, Padded):
+        return _cut_off(_make(term.name, captures, counts, shapes, sizes), term, sizes)
     return _ungrouped(_make(term.term, captures, counts, shapes, sizes), term, sizes)
 
 
@@ -304,6 +352,15 @@ def _stacked(made: list[_Made]) -> _Made:
         for place, box in each.boxes
     ]
     return _Made((len(made), *shapes.pop()), boxes)
+
+
+def _cut_off(made: _Made, term: Padded, sizes: Mapping[str, int]) -> _Made:
+    num_rows = _number(term.rows, sizes)
+    if made.shape[0] < num_rows:
+        raise ValueError(f"Expected {term.rows} ({num_rows}) rows or more, got {made.shape[0]}.")
+    ((place, whole),) = made.boxes
+    rows = _along(whole, 0, 0, num_rows)
+    return _Made(rows.sizes, [(Place(place.name, rows), rows)])
 
 
 def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
@@ -336,6 +393,13 @@ def _shapes_of(
         return {_fill(term, captures): shape}, {}
     if isinstance(term, Grouped):
         return _shapes_of(term.term, captures, shape, sizes)
+    if isinstance(term, Padded):
+        num_rows, num_stored = _number(term.rows, sizes), sizes.get(term.to, shape[0])
+        if shape[0] != num_rows or num_stored < num_rows:
+            raise ValueError(
+                f"Expected {term.rows} ({num_rows}) rows, and {term.to} to be no less, got {shape[0]} and {num_stored}."
+            )
+        return {_fill(term.name, captures): _with(shape, 0, num_stored)}, {}
     parts: list[tuple[Term, Mapping[str, str], tuple[int, ...]]]
     counts: dict[str, int] = {}
     if isinstance(term, Stack):
@@ -411,12 +475,16 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join([*parts, re.escape(template[end:])]))
 
 
-def _matches(template: str, names: Iterable[str]) -> Iterator[re.Match[str]]:
-    pattern = _pattern(template)
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is not None:
-            yield match
+_NUMBERS: Final = re.compile(r"[0-9]+")
+
+
+@cache
+def _look(template: str) -> str | re.Pattern[str]:
+    """What the names that a template fits look like with a 0 for each number; a pattern where it leaves text open."""
+    is_open = template.startswith("**.") or "*}" in template
+    numbered = _PLACEHOLDER.sub(lambda match: "0" if match[1] and not match[2] else match[0], template)
+    look = _NUMBERS.sub("0", numbered)
+    return _pattern(look) if is_open else look
 
 
 def _fill(template: str, captures: Mapping[str, str]) -> str:

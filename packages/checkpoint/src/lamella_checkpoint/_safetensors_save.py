@@ -10,8 +10,17 @@ from torch import nn
 
 from lamella_checkpoint._contents import Contents, Ranks
 from lamella_checkpoint._directories import check_vacant, publish, stage
-from lamella_checkpoint._hf_files import copy_side_files
-from lamella_checkpoint._ranks import exchange, num_ranks, on_device_of, on_rank_zero, rank
+from lamella_checkpoint._float8 import BLOCK, blocks_of, left_alone, linear_weights, quantised_config, scale_name
+from lamella_checkpoint._hf_files import copy_side_files, read_config, write_config
+from lamella_checkpoint._ranks import everywhere, exchange, num_ranks, on_device_of, on_rank_zero, rank
+from lamella_checkpoint._safetensors_float8 import (
+    Scaled,
+    Which,
+    agree_on_scales,
+    chosen_of,
+    quantised_pieces,
+    with_scales,
+)
 from lamella_checkpoint._safetensors_write import (
     MAX_SHARD_NBYTES,
     Blank,
@@ -30,6 +39,7 @@ def save_safetensors(
     *,
     model: nn.Module,
     dtype: torch.dtype | None = None,
+    float8: bool | Which = False,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     like: str | os.PathLike[str] | None = None,
 ) -> Path:
@@ -45,6 +55,9 @@ def save_safetensors(
         path: The directory, on storage that every rank sees; it must not exist, or be empty. Rank 0's counts.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
         dtype: To cast floating point to, other than float8; None keeps each tensor's own.
+        float8: Whether weights are written in float8 with a scale a block of 128 by 128, made of the live values: those
+            of linear layers, or those of which a function of name and `TensorInfo` says so. Equal to what `convert`
+            makes of a checkpoint of the same model. The configuration that comes from `like` says so.
         max_shard_nbytes: The most that one file holds, unless a single tensor is larger.
         like: A Hugging Face directory whose other files (configuration, tokenizer) are copied. Rank 0's counts.
 
@@ -56,18 +69,29 @@ def save_safetensors(
         CheckpointFailed: Another rank failed. A rank that failed raises its own error.
         FileExistsError: `path` holds something.
         TypeError: Safetensors lack a tensor's dtype.
-        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype.
+        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype. What
+            is to be float8 is no matrix, or holds infinities or NaNs.
 
-    Effects: collective on the default group, if there is one (four small object exchanges); every rank writes its own
+    Effects: collective on the default group, if there is one (four small object exchanges; with float8 two more, the
+        second of 12 bytes a block that ranks have parts of); every rank writes its own
         shards, and a part of what several have alike; copies to the host buffer by buffer; waits until the files are on
         the disk.
     """
     with on_device_of(model.parameters()):
         blanks, items = _agree(model, dtype)
-        files = plan_files({_own_name(name): blank for name, blank in blanks.items()}, max_shard_nbytes)
-        target, staged = on_rank_zero("make the files", lambda: _make(path, files, like))
+        which = linear_weights if float8 is True else float8 or None
+        chosen = frozenset[str]() if which is None else everywhere("choose", lambda: chosen_of(blanks, which))
+        scaled = agree_on_scales(items, chosen) if which is not None else {}
+        stored = {_own_name(name): blank for name, blank in with_scales(blanks, chosen).items()}
+        files = plan_files(stored, max_shard_nbytes)
+        plain = None if which is None else left_alone(_shapes_of(blanks), set(map(_own_name, chosen)))
+        target, staged = on_rank_zero("make the files", lambda: _make(path, files, like, plain))
         try:
-            exchange("write its shards", lambda: _write(staged, files, items), lambda _: _finish(staged, target, files))
+            exchange(
+                "write its shards",
+                lambda: _write(staged, files, items, scaled),
+                lambda _: _finish(staged, target, files),
+            )
         except BaseException:
             if rank() == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -122,24 +146,45 @@ def _united(first: Mapping[str, Blank], others: Sequence[Mapping[str, Blank]]) -
     return united
 
 
+def _shapes_of(blanks: Mapping[str, Blank]) -> dict[str, tuple[int, ...]]:
+    return {_own_name(name): blank.shape for name, blank in blanks.items()}
+
+
 def _make(
-    path: str | os.PathLike[str], files: tuple[PlannedFile, ...], like: str | os.PathLike[str] | None
+    path: str | os.PathLike[str],
+    files: tuple[PlannedFile, ...],
+    like: str | os.PathLike[str] | None,
+    plain: tuple[str, ...] | None,
 ) -> tuple[Path, Path]:
+    """Make the directory and its files. `plain` are the modules that stay numbers; None where all do."""
     target = Path(os.path.realpath(path))
     staged = stage(target, check=check_vacant)
     try:
         make_files(staged, files)
         if like is not None:
             copy_side_files(Path(like), staged)
+            config = None if plain is None else read_config(staged)
+            if config is not None and plain is not None:
+                write_config(staged, quantised_config(config, plain))
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
     return target, staged
 
 
-def _write(staged: Path, files: Sequence[PlannedFile], items: Sequence[Item]) -> None:
+def _write(
+    staged: Path, files: Sequence[PlannedFile], items: Sequence[Item], scaled: Mapping[str, Sequence[Scaled]]
+) -> None:
     with Filling(staged, files) as filling:
+        for name, boxes in scaled.items():
+            for box in boxes:
+                for chunk, values in quantised_pieces(box):
+                    filling.write(_own_name(name), chunk, values)
+                # Ranks that share a block write the same scale.
+                filling.write(scale_name(_own_name(name)), blocks_of(box.chunk, BLOCK), box.scales)
         for item in items:
+            if item.names[0] in scaled:
+                continue
             if isinstance(item.value, torch.Tensor) and item.chunk is not None:
                 filling.write(_own_name(item.names[0]), item.chunk, item.value)
         filling.sync()

@@ -66,7 +66,8 @@ def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_N
 
     Effects: none. Equal on every rank that has the same names, shapes and dtypes.
     """
-    _check_storable(tensors)
+    if not tensors:
+        raise ValueError("Expected tensors to write, got none.")
     shards: list[dict[str, Blank]] = []
     left = 0
     for name, blank in tensors.items():
@@ -76,9 +77,33 @@ def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_N
         shards[-1][name] = blank
         left -= blank.nbytes
     if len(shards) == 1:
-        return (_plan_file(WEIGHTS_FILE, shards[0]),)
+        return (plan_file(WEIGHTS_FILE, shards[0]),)
     names = (f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1))
-    return tuple(map(_plan_file, names, shards))
+    return tuple(map(plan_file, names, shards))
+
+
+def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
+    """Lay tensors out in one file. Raises and Effects: as `plan_files`."""
+    _check_storable(tensors)
+    # The library maps files into memory and views them: what has wider elements comes first, so that all are aligned.
+    ordered = sorted(tensors, key=lambda each: -tensors[each].dtype.itemsize)
+    offsets = dict(_ends(ordered, tensors))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for each in ordered:
+        blank, end = tensors[each], offsets[each]
+        entries[each] = {
+            "dtype": _CODES[blank.dtype],
+            "shape": list(blank.shape),
+            "data_offsets": [end - blank.nbytes, end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    start = 8 + len(text)
+    stored = {
+        each: Stored(start + offsets[each] - tensors[each].nbytes, tensors[each].shape, tensors[each].dtype)
+        for each in ordered
+    }
+    return PlannedFile(name, len(text).to_bytes(8, "little") + text, stored)
 
 
 def make_files(directory: Path, files: Iterable[PlannedFile]) -> None:
@@ -137,28 +162,6 @@ class Filling:
         return self._descriptors[file]
 
 
-def _plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
-    # The library maps files into memory and views them: what has wider elements comes first, so that all are aligned.
-    ordered = sorted(tensors, key=lambda each: -tensors[each].dtype.itemsize)
-    offsets = dict(_ends(ordered, tensors))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for each in ordered:
-        blank, end = tensors[each], offsets[each]
-        entries[each] = {
-            "dtype": _CODES[blank.dtype],
-            "shape": list(blank.shape),
-            "data_offsets": [end - blank.nbytes, end],
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    start = 8 + len(text)
-    stored = {
-        each: Stored(start + offsets[each] - tensors[each].nbytes, tensors[each].shape, tensors[each].dtype)
-        for each in ordered
-    }
-    return PlannedFile(name, len(text).to_bytes(8, "little") + text, stored)
-
-
 def _ends(ordered: Iterable[str], tensors: Mapping[str, Blank]) -> Iterator[tuple[str, int]]:
     end = 0
     for name in ordered:
@@ -167,8 +170,6 @@ def _ends(ordered: Iterable[str], tensors: Mapping[str, Blank]) -> Iterator[tupl
 
 
 def _check_storable(tensors: Mapping[str, Blank]) -> None:
-    if not tensors:
-        raise ValueError("Expected tensors to write, got none.")
     if "__metadata__" in tensors:
         raise ValueError("Expected no tensor to be named '__metadata__', which safetensors keeps for itself.")
     for name, blank in tensors.items():

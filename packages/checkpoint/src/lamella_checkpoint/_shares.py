@@ -254,8 +254,11 @@ def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int
 
 
 def _local(tensor: DTensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local().detach()
+    local = tensor._local_tensor
+    if type(local) is not torch.Tensor:  # Of a collective, say, that may still be under way.
+        with torch.no_grad():
+            local = tensor.to_local()
+    return local.detach()
 
 
 def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:

@@ -1,20 +1,16 @@
-"""Host memory that a training process copies its state to, and that another process reads.
-
-Note [Where copies are ordered]
-    State on an accelerator is copied on its current stream, to pinned memory: the host goes on at once, and whatever is
-    queued on that stream later, an optimizer's step first of all, comes after the copies. Work on other streams that
-    changes parameters has to wait for the current stream, as it has to wait for gradients anyway. State on the
-    host has been copied when `stage` returns.
-"""
+"""Host memory that a training process copies its state to, and that another process reads."""
 
 import math
 import mmap
 import os
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
 
+from lamella_checkpoint._copies import Copy
 from lamella_checkpoint._shares import Item
 
 _ALIGNMENT: Final = 64
@@ -39,6 +35,7 @@ class Memory:
         self._descriptor = descriptor
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._last: tuple[list[Slot], list[torch.Tensor]] = ([], [])
         self._is_pinned = False
 
     @property
@@ -65,6 +62,7 @@ class Memory:
         if nbytes != self.nbytes:
             self._unpin()
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._last = ([], [])
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes, flags=flags), dtype=torch.uint8)
             self.nbytes = nbytes
 
@@ -79,6 +77,7 @@ class Memory:
     def close(self) -> None:
         """Give it back. Effects: waits for nothing; copies to it have to be over."""
         self._unpin()
+        self._last = ([], [])
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0
         if self._descriptor is not None:
@@ -89,6 +88,12 @@ class Memory:
         """A slot as a tensor, a view of the memory."""
         return self._bytes.narrow(0, slot.offset, _nbytes(slot)).view(slot.dtype).view(slot.sizes)
 
+    def tensors(self, slots: list[Slot]) -> list[torch.Tensor]:
+        """A save's slots. Made once: the next save's are the same, as a rule."""
+        if slots != self._last[0]:
+            self._last = (slots, [self.tensor(slot) for slot in slots])
+        return self._last[1]
+
     def _unpin(self) -> None:
         if self._is_pinned:
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -96,61 +101,45 @@ class Memory:
             self._is_pinned = False
 
 
-def stage(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[torch.Event]]:
-    """Copy the items' tensors to the memory.
+def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Copy]]:
+    """Give each of the items' tensors a place in the memory.
 
     Returns:
-        The items with a `Slot` in place of each tensor; and events, after which the copies from accelerators are there.
+        The items with a `Slot` in place of each tensor, and plain data as it is now; and what is to be copied.
 
     Raises:
         NotImplementedError: A tensor is of a class of its own, whose elements need not be all it has.
         OSError: There is not enough memory.
 
-    Effects: no collective. Grows and pins the memory where it has to. Note [Where copies are ordered].
+    Effects: grows the memory where it has to, and pins it if a tensor is on CUDA. Copies nothing.
     """
-    slots = _lay_out(items)
-    memory.grow(max((slot.offset + _nbytes(slot) for slot in slots if slot), default=0))
-    devices: set[torch.device] = set()
-    staged = []
-    for item, slot in zip(items, slots, strict=True):
-        if slot is None:
-            staged.append(item)
-            continue
-        assert isinstance(item.value, torch.Tensor)
-        if (device := item.value.device).type != "cpu" and device not in devices:
-            devices.add(device)
-            if device.type == "cuda":
-                memory.pin()
-        memory.tensor(slot).copy_(item.value, non_blocking=True)
-        staged.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
-    return staged, [_now_on(device) for device in devices]
+    tensors = [(item, item.value) for item in items if isinstance(item.value, torch.Tensor)]
+    slots = _slots(tensors)
+    memory.grow(max((slot.offset + _nbytes(slot) for slot in slots), default=0))
+    placed = [replace(item, value=deepcopy(item.value)) for item in items if not isinstance(item.value, torch.Tensor)]
+    copies = []
+    for (item, value), slot, target in zip(tensors, slots, memory.tensors(slots), strict=True):
+        placed.append(Item(names=item.names, value=slot, shape=item.shape, chunk=item.chunk))
+        copies.append(Copy(item.names[0], value, target))
+    if any(copy.source.is_cuda for copy in copies):
+        memory.pin()
+    return placed, copies
 
 
-def _lay_out(items: Sequence[Item]) -> list[Slot | None]:
-    """A place for each tensor, one after another; None for plain data."""
-    slots: list[Slot | None] = []
+def _slots(tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Slot]:
+    """A place for each tensor, one after another."""
+    slots = []
     offset = 0
-    for item in items:
-        value = item.value
-        if not isinstance(value, torch.Tensor):
-            slots.append(None)
-            continue
-        if type(value) is not torch.Tensor:
+    for item, tensor in tensors:
+        if type(tensor) is not torch.Tensor:
             raise NotImplementedError(
-                f"Expected plain tensors and DTensors of them to save in the background, got {type(value).__name__} "
+                f"Expected plain tensors and DTensors of them to save in the background, got {type(tensor).__name__} "
                 f"for {item.names[0]!r}. Use `save`, which waits."
             )
-        slot = Slot(offset, tuple(value.shape), value.dtype)
-        slots.append(slot)
-        offset = -(-(offset + value.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        slots.append(Slot(offset, tuple(tensor.shape), tensor.dtype))
+        offset = -(-(offset + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
     return slots
 
 
 def _nbytes(slot: Slot) -> int:
     return math.prod(slot.sizes) * slot.dtype.itemsize
-
-
-def _now_on(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event

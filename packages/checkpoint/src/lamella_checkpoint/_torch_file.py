@@ -80,6 +80,13 @@ class TorchFile:
     def objects(self) -> Sequence[str]:
         return tuple(self._values)
 
+    def place(self, name: str) -> object:
+        """What two tensors have in common that are one: the bytes, the shape, and the order in it."""
+        held = self._held[name]
+        if isinstance(held, StoredTensor):
+            return held
+        return held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride(), held.dtype
+
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill the given memory; where a checksum is to be verified, whole storages are read."""
         reads: dict[tuple[Record, tuple[int, ...]], ItemRead] = {}

@@ -18,11 +18,14 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from lamella_checkpoint._boxes import box_of
-from lamella_checkpoint._correspondence import Correspondence, Piece, carried, meetings
+from lamella_checkpoint._correspondence import Correspondence, Piece, Place, carried, meetings
+from lamella_checkpoint._file_boxes import pieces
 from lamella_checkpoint._source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk
 
 Side = Literal["left", "right"]
+
+_PIECE_NUMEL: Final = 1 << 22
 
 WEIGHT_SLOTS: Final = frozenset({"master_param", "master_weight", "main_param", "fp32_param", "param"})
 """Optimizer slots that are a wider copy of the parameter."""
@@ -35,10 +38,11 @@ class _Same(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A tensor that is boxes of the source's (the pieces' left)."""
+    """A tensor that is boxes of the source's (the pieces' left), and zeros where no piece is."""
 
     pieces: tuple[Piece, ...]
     shift: float
+    padding: Chunk | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class _Plan:
     objects: dict[str, _Same] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     mixed: dict[str, str] = field(default_factory=dict)
+    cut_off: dict[str, Place] = field(default_factory=dict)
 
 
 def translate(
@@ -59,6 +64,7 @@ def translate(
     to: Side,
     options: Iterable[Correspondence] | None = None,
     rest: Literal["keep", "drop"] = "keep",
+    originals: Source | None = None,
 ) -> "Translated":
     """A checkpoint with the names and cuts of one side, over one that has the other side's.
 
@@ -70,6 +76,8 @@ def translate(
         options: What applies to the options of parameter groups instead, where a format names these by other parameters
             than the tensors. None for the same.
         rest: What becomes of the names that are left over (`Translated.left_over`).
+        originals: Values of some tensors of the side to give, from before they went to the other. An element that is
+            shifted comes back as it was there, as long as the source has what the shift made of it.
 
     Raises:
         ValueError: A tensor's shape is not the correspondence's, or two names would become one.
@@ -85,7 +93,7 @@ def translate(
     if rest == "keep":
         for name in left_over:
             _add(plan, name, _Same((name,)), source)
-    return Translated(source, _in_stored_order(plan, source), left_over)
+    return Translated(source, _in_stored_order(plan, source), left_over, originals)
 
 
 def rename(source: Source, names: Callable[[str], str | None]) -> "Translated":
@@ -118,11 +126,15 @@ class Translated:
         left_over: Names of the underlying source that nothing was made of, in their order. They are here under
             their own names, unless they were to be dropped.
         inexact: Names of tensors that could not be brought back exactly from what was read, and why. Known of mixed
-            dtypes at once (the parts come back in the widest), of shifted values when they are read.
+            dtypes at once (the parts come back in the widest), of shifted values when they are read, of padding by
+            `read_cut_off`.
     """
 
-    def __init__(self, source: Source, plan: _Plan, left_over: tuple[str, ...]) -> None:
+    def __init__(
+        self, source: Source, plan: _Plan, left_over: tuple[str, ...], originals: Source | None = None
+    ) -> None:
         self._source = source
+        self._originals = originals
         self._plan = plan
         self.left_over = left_over
         self.inexact: dict[str, str] = dict(plan.mixed)
@@ -132,9 +144,20 @@ class Translated:
         return Translated(self._source, self._plan, tuple(names))
 
     @property
+    def source(self) -> Source:
+        """What lies under it."""
+        return self._source
+
+    @property
     def path(self) -> Path:
         """The underlying file or directory."""
         return self._source.path
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """The source's names of tensors that are the same here, by their names here."""
+        made_of = self._plan.made_of.items()
+        return {name: each.names[0] for name, each in made_of if isinstance(each, _Same) and len(each.names) == 1}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -181,9 +204,33 @@ class Translated:
                 raise _disagree(name, first, value, other, self._source.read_object(other))
         return value
 
+    def read_cut_off(self) -> None:
+        """Read the padding that is left out, and note in `inexact` where it is not zero. Holds a row at least."""
+        for name, (stored, rows) in self._plan.cut_off.items():
+            info, num_lost = self._source.tensors[stored], 0
+            for piece in pieces(rows, _PIECE_NUMEL):
+                values = torch.empty(piece.sizes, dtype=info.dtype)
+                self._source.read([Wanted(stored, piece, values)])
+                num_lost += int((values != 0).reshape(len(values), -1).any(1).sum())
+            if num_lost:
+                self.inexact[name] = f"{num_lost} of {rows.sizes[0]} rows of padding that are cut off are not zero"
+
+    def take_lost(self) -> tuple[str, ...]:
+        """The names, in the source, of what lost bits in a shift, as far as it was read; `inexact` is without them."""
+        lost = [
+            (name, {piece.left.name for piece in made_of.pieces})
+            for name in self.inexact
+            if isinstance(made_of := self._plan.made_of.get(name), _Cut) and made_of.shift
+        ]
+        for name, _ in lost:
+            del self.inexact[name]
+        return tuple(sorted({origin for _, origins in lost for origin in origins}))
+
     def _ask_for_pieces(
         self, want: Wanted, cut: _Cut, requests: list[Wanted], checks: list[Callable[[], None]]
     ) -> None:
+        if cut.padding and (rows := want.chunk.intersection(cut.padding)).numel:
+            box_of(want.into.detach(), rows.relative_to(want.chunk)).zero_()
         boxes = [piece.right.chunk for piece in cut.pieces]
         for index, _, shared in meetings(boxes, [want.chunk]):
             origin, target = cut.pieces[index]
@@ -194,12 +241,19 @@ class Translated:
                 continue
             stored = torch.empty(chunk.sizes, dtype=self._source.tensors[origin.name].dtype)
             requests.append(Wanted(origin.name, chunk, stored))
-            checks.append(partial(self._put_shifted, want.name, into, stored, cut.shift))
+            checks.append(partial(self._put_shifted, want.name, shared, into, stored, cut.shift))
 
-    def _put_shifted(self, name: str, into: torch.Tensor, stored: torch.Tensor, shift: float) -> None:
-        into.copy_(shifted(stored, shift, into.dtype))
-        num_lost = num_not_undone(stored, shift, into.dtype)
-        if num_lost:
+    def _put_shifted(self, name: str, chunk: Chunk, into: torch.Tensor, stored: torch.Tensor, shift: float) -> None:
+        values, lost = shifted(stored, shift, into.dtype), not_undone(stored, shift, into.dtype)
+        if self._originals is not None and name in self._originals.tensors:
+            original = torch.empty(chunk.sizes, dtype=self._originals.tensors[name].dtype)
+            self._originals.read([Wanted(name, chunk, original)])
+            original = original.view(stored.shape)
+            is_unchanged = shifted(original, -shift, stored.dtype) == stored
+            values = torch.where(is_unchanged, original.to(into.dtype), values)
+            lost &= ~is_unchanged
+        into.copy_(values)
+        if num_lost := int(lost.sum()):
             self.inexact[name] = (
                 f"{shift:+g} in {_short(into.dtype)} cannot be undone to {_short(stored.dtype)} for {num_lost} "
                 f"of the elements read"
@@ -212,6 +266,11 @@ class WithObjects:
     def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
         self._source = source
         self._given = dict(objects)
+
+    @property
+    def source(self) -> Source:
+        """What lies under it."""
+        return self._source
 
     @property
     def path(self) -> Path:
@@ -242,11 +301,11 @@ def shifted(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Ten
     return (values.double() + shift).to(dtype)
 
 
-def num_not_undone(values: torch.Tensor, shift: float, dtype: torch.dtype) -> int:
-    """How many values `dtype` can hold, but not after the shift: undone, they are others."""
+def not_undone(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:
+    """Which values `dtype` can hold, but not after the shift: undone, they are others."""
     back = shifted(shifted(values, shift, dtype), -shift, values.dtype)
     held = values.to(dtype).to(values.dtype)
-    return int(((held == values) & (back != values)).sum())
+    return (held == values) & (back != values)
 
 
 def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
@@ -304,15 +363,20 @@ def _plan_entry(source: Source, each: Correspondence, section: str, entry: str, 
 
 def _cut(plan: _Plan, source: Source, each: Correspondence, prefix: str, suffix: str, shift: float) -> None:
     """Make each tensor of the right side of boxes of the left side's."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in each.right}
+    of_right: dict[str, list[Piece]] = {name: [] for name in each.right}
     for left, right in each.pieces:
         left = left._replace(name=f"{prefix}{left.name}{suffix}")
-        pieces[right.name].append(Piece(left, right))
+        of_right[right.name].append(Piece(left, right))
     for name, shape in each.right.items():
         if each.is_rename and not shift:
-            _add(plan, f"{prefix}{name}{suffix}", _Same((pieces[name][0].left.name,)), source)
+            _add(plan, f"{prefix}{name}{suffix}", _Same((of_right[name][0].left.name,)), source)
         else:
-            _add_cut(plan, f"{prefix}{name}{suffix}", shape, _Cut(tuple(pieces[name]), shift), source)
+            cut = _Cut(tuple(of_right[name]), shift, each.padding(name, shape))
+            _add_cut(plan, f"{prefix}{name}{suffix}", shape, cut, source)
+    for name, shape in each.left.items():
+        if rows := each.padding(name, shape):
+            for target in each.right:
+                plan.cut_off[f"{prefix}{target}{suffix}"] = Place(f"{prefix}{name}{suffix}", rows)
 
 
 def _add_cut(plan: _Plan, name: str, shape: Sequence[int], cut: _Cut, source: Source) -> None:
@@ -324,7 +388,8 @@ def _add_cut(plan: _Plan, name: str, shape: Sequence[int], cut: _Cut, source: So
     if len(set(dtypes.values())) > 1:
         plan.mixed[name] = "made of " + " and ".join(f"{_short(each)} {part}" for part, each in dtypes.items())
     _claim(plan, name, infos)
-    plan.tensors[name] = TensorInfo(tuple(shape), dtype, tuple(_carried_chunks(cut.pieces, infos)))
+    chunks = [*_carried_chunks(cut.pieces, infos), *([cut.padding] if cut.padding else [])]
+    plan.tensors[name] = TensorInfo(tuple(shape), dtype, tuple(chunks))
     plan.made_of[name] = cut
 
 

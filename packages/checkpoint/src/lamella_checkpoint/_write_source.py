@@ -13,7 +13,7 @@ Note [An archive that is filled]
 import errno
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self, cast
@@ -30,7 +30,9 @@ from lamella_checkpoint._safetensors_write import (
     MAX_SHARD_NBYTES,
     Blank,
     Filling,
+    PlannedFile,
     make_files,
+    plan_file,
     plan_files,
     write_index,
 )
@@ -57,16 +59,40 @@ def write_safetensors(
         TypeError: Safetensors lack a dtype.
         ValueError: There are no tensors.
     """
-    files = plan_files(
-        {name: Blank(source.tensors[name].shape, dtype) for name, dtype in dtypes.items()}, max_shard_nbytes
-    )
+    files = plan_files(_blanks(source, dtypes), max_shard_nbytes)
+    _fill_files(source, dtypes, directory, files, buffer_nbytes, on_bytes)
+    write_index(directory, files)
+
+
+def write_safetensors_file(source: Source, dtypes: Mapping[str, torch.dtype], file: Path) -> None:
+    """Write tensors as one safetensors file, of any size, that is not there yet.
+
+    Raises:
+        CheckpointDamaged: As `Source.read`.
+        TypeError: Safetensors lack a dtype.
+    """
+    files = (plan_file(file.name, _blanks(source, dtypes)),)
+    _fill_files(source, dtypes, file.parent, files, BUFFER_NBYTES, lambda _: None)
+
+
+def _blanks(source: Source, dtypes: Mapping[str, torch.dtype]) -> dict[str, Blank]:
+    return {name: Blank(source.tensors[name].shape, dtype) for name, dtype in dtypes.items()}
+
+
+def _fill_files(
+    source: Source,
+    dtypes: Mapping[str, torch.dtype],
+    directory: Path,
+    files: Sequence[PlannedFile],
+    buffer_nbytes: int,
+    on_bytes: OnBytes,
+) -> None:
     make_files(directory, files)
     with Filling(directory, files) as filling:
         for piece in stream(source, dtypes, buffer_nbytes):
             filling.write(*piece)
             on_bytes(piece.values.nbytes)
         filling.sync()
-    write_index(directory, files)
 
 
 def write_dcp(

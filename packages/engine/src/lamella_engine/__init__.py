@@ -14,6 +14,8 @@ from lamella_engine._handles import UnshardHandle as UnshardHandle
 from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards
 from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._optimizers import shard_optimizer as shard_optimizer
+from lamella_engine._overlapping import OverlapOptimizer as OverlapOptimizer
+from lamella_engine._overlapping import overlap_optimizer as overlap_optimizer
 from lamella_engine._placements import DDP as DDP
 from lamella_engine._placements import HFSDP as HFSDP
 from lamella_engine._placements import HSDP as HSDP

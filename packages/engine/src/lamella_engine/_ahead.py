@@ -77,6 +77,10 @@ class GatheredAhead:
                 self._units[unit.index] = weakref.ref(unit)
         return chosen
 
+    def add(self, unit: Gatherable) -> None:
+        """Count a unit that was gathered before the pass that it is the first of."""
+        self._units[unit.index] = weakref.ref(unit)
+
     def _within(self, budget: int, running: U, upcoming: Iterable[U]) -> list[U]:
         """As many of the upcoming units as fit beside those that are ahead already.
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import _stepping as stepping
+from lamella_engine._context import finish_left
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
 
 
@@ -49,6 +50,7 @@ def clip_grad_norm_(
     stepping.check_gradients_unused(given, "clip_grad_norm_")
     if not norm_type > 0:
         raise ValueError(f"Expected `norm_type` above 0, got {norm_type}. 2.0 is the Euclidean norm.")
+    finish_left()
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())

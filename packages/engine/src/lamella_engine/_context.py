@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
@@ -61,6 +62,33 @@ class Member(Gatherable, Protocol):
 
     def unshard(self) -> None:
         """Start gathering."""
+        ...
+
+    def ahead_in_forward(self, learned: Sequence[Member]) -> Sequence[Member]:
+        """The units to gather ahead when its forward begins: those that it was told, or what a learned order says."""
+        ...
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether its unsharded parameters are others than its main weights."""
+        ...
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether it may be gathered before the next forward begins."""
+        ...
+
+    @property
+    def trained(self) -> Sequence[nn.Parameter]:
+        """Of a unit at rest, the parameters that take gradients."""
+        ...
+
+    def gather_early(self) -> None:
+        """Start gathering for the next forward, before it begins."""
+        ...
+
+    def drop_early(self) -> None:
+        """Free what was gathered so."""
         ...
 
     def begin_pass(self) -> None:
@@ -134,7 +162,8 @@ class Context:
     Note [Streams]. Gathers run on one stream and reductions on another, so that each overlaps with compute and with
     the other. These waits make this right:
     1. The gather stream waits for the compute stream when a pass begins, and at each gather outside of passes: the
-       optimizer, a load or the user wrote the shards there.
+       optimizer, a load or the user wrote the shards there. So does a gather inside an optimizer's step, which comes
+       behind the update of what it reads; what the step updates after that, no such gather reads.
     2. The gather stream waits for the compute stream before an unsharded buffer is freed: the buffer was allocated on
        the gather stream, so whatever gets its memory next is ordered after the last reader. This is also what bounds
        memory: a gather cannot run ahead of the compute that frees its place.
@@ -142,7 +171,8 @@ class Context:
     4. What is reduced once more, over replicas or the outer axis, is so on the all-reduce stream, which waits for each
        reduction; and what is only cast is cast there, so that the next reduction does not wait for it. The reduce
        stream waits for an older one before what that read is freed, and the compute stream for all of them at the end
-       of the step's last backward.
+       of the step's last backward. Where an optimizer was asked to, it waits in its place: for the gradients of some
+       units before it updates these, and for all before it goes on. Who else looks at gradients waits for all before.
     5. Shards that rest on the CPU are copied from there on the gather stream, and their gradients to there on the
        stream that reduced or cast them. What the copies have on the device is allocated and read on these streams
        alone. The host waits once: at the end of backward, for the compute stream, which has waited for both by then.
@@ -185,6 +215,8 @@ class Context:
         self._awaits_gradients = False
         self._reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
+        self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
+        self._installed: dict[int, list[torch.Event]] = {}  # by unit, in the order in which they were reduced
 
     @property
     def is_resting(self) -> bool:
@@ -288,6 +320,8 @@ class Context:
         Effects: the compute stream waits for the reductions that this tree has in flight.
         """
         self.finish_reductions()
+        for state in self.states:
+            state.drop_early()
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
         self.all_reduce_stream = other.all_reduce_stream
@@ -309,6 +343,7 @@ class Context:
         return self._look_ahead(state)
 
     def _begin_forward(self, root: Member) -> None:
+        self.finish_left()
         self._phase = Phase.FORWARD
         self._forward_root = root.index
         self.makes_graph = torch.is_grad_enabled()
@@ -322,6 +357,30 @@ class Context:
     def is_forward_root(self, state: Member) -> bool:
         """Whether the pass under way is a forward, and began with this unit."""
         return self._phase is Phase.FORWARD and self._forward_root == state.index
+
+    def begins_next_forward(self) -> list[Member]:
+        """The units that the next forward is likely to gather first: the one that it begins with, and one more.
+
+        As the last forward had it that a backward followed; none before there was one.
+        """
+        members = [member for member in self._members(self._learned.last_forward) if member.has_copies]
+        return [*members[:1], *(members[0].ahead_in_forward(members[1:])[:1] if members else ())]
+
+    def gather_early(self, members: Iterable[Member]) -> None:
+        """Gather for the next forward, while an optimizer still updates others than these. They count as ahead.
+
+        Effects: the gather stream waits for the compute stream; those of the units' gathers.
+        """
+        self.post_optim_event = None  # it is of an earlier update
+        for member in members:
+            with label(f"optimizer_prefetch for {member.name}"):
+                member.gather_early()
+            self.ahead.add(member)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether what is put on the compute stream goes into a CUDA graph, and does not run now."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def leave_forward(self, state: Member) -> None:
         """Note that a unit's forward is over; that of the first one ends the pass."""
@@ -392,11 +451,18 @@ class Context:
             self.finish_reductions()
 
     def finish_awaited(self) -> None:
-        """Let the stream that the last backward ended on wait for all reductions, if nothing comes later."""
+        """Let the stream that the last backward ended on wait for all reductions, if nothing comes later.
+
+        Or leave them to the optimizer's step, where that waits for them itself.
+        """
         stream = self._last_backward_ended_on
         if stream is None or any(state.awaits_gradients for state in self.states):
             return
         self._last_backward_ended_on = None
+        if self.leaves_reductions and self.is_in_backward and not self._awaits_gradients:
+            self.leaves_reductions = False
+            _left.add(self)
+            return
         self.finish_reductions()
         if stream != self.compute_stream:  # the last gradient was made on another
             stream.wait_stream(self.compute_stream)
@@ -463,6 +529,9 @@ class Context:
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
+        _left.discard(self)
+        self.leaves_reductions = False
+        self._installed.clear()
         if self._reductions:
             # For more than their events: gradients are divided, cast and added to after those.
             self.compute_stream.wait_stream(self.reduce_scatter_stream)
@@ -476,6 +545,42 @@ class Context:
             self.compute_stream.wait_stream(self.update_stream)
             self._updates.clear()
         self._wait_for_gradients()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the last backward is over, and gradients are still being reduced that nobody has waited for."""
+        return self in _left
+
+    def finish_left(self) -> None:
+        """Finish what the last backward has left; nothing if nothing is.
+
+        Effects: those of `finish_reductions`.
+        """
+        if self.is_left:
+            self.finish_reductions()
+
+    def note_installed(self, unit: int, streams: Iterable[torch.Stream]) -> None:
+        """Note that a unit's gradients will be there when these streams have come here."""
+        self._installed.pop(unit, None)
+        self._installed[unit] = [stream.record_event() for stream in streams]
+
+    def reduced_first(self, without: Container[Member]) -> list[Member]:
+        """Of the units whose gradients were noted, the first half by bytes in the order of their reductions."""
+        members = [member for member in self._members(list(self._installed)) if member not in without]
+        left = sum(member.unsharded_nbytes for member in members) // 2
+        chosen = []
+        for member in members:
+            left -= member.unsharded_nbytes
+            if left < 0:
+                break
+            chosen.append(member)
+        return chosen
+
+    def wait_for_gradients_of(self, members: Iterable[Member]) -> None:
+        """Order the compute stream after these units' gradients, of those that were noted."""
+        for member in members:
+            for event in self._installed.get(member.index, ()):
+                self.compute_stream.wait_event(event)
 
     def _retire_all_but(self, num_left: int) -> None:
         while len(self._reductions) > num_left:
@@ -527,6 +632,19 @@ class Context:
         if self._reads_shards:
             self._reads_shards = False
             _wait_on_host(self.all_gather_stream)
+
+
+# Those whose last backward has left reductions under way: whoever looks at gradients waits for them before.
+_left: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+def finish_left() -> None:
+    """Order the current stream after all gradients that are still being reduced, of whatever tree.
+
+    Effects: those of `Context.finish_reductions`; none where nothing was left.
+    """
+    for context in tuple(_left) if _left else ():
+        context.finish_reductions()
 
 
 # Those that may read shards on the CPU: an optimizer must not write them meanwhile.

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine._attached import find_state
+from lamella_engine._context import finish_left
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share
 from lamella_engine._text import clean_name
@@ -187,6 +188,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named_locals(model: nn.Module, of: str) -> Iterator[tuple[str, torch.Tensor]]:
+    finish_left()
     for name, parameter in _shards(model):
         if (tensor := _tensor(parameter, of)) is not None:
             yield name, _local(tensor)

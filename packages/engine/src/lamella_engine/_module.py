@@ -133,7 +133,8 @@ class FSDPModule(fsdp2.FSDPModule):
 
         A schedule that runs without hooks calls it before the optimizer steps; after each microbatch too if it likes,
         with `set_is_last_backward(False)` before those that others follow. Units that have gradients are reduced, and
-        those that were unsharded without a hold are resharded.
+        those that were unsharded without a hold are resharded. Where hooks have ended the backward, it waits for
+        gradients that are late (`overlap_optimizer`).
 
         Raises:
             RuntimeError: This is not the outermost unit; hooks are running a pass; or the last backward is over, and
@@ -230,7 +231,10 @@ class FSDPModule(fsdp2.FSDPModule):
         _outermost(self, "reset_iter_state").context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the step's last: only then the compute stream waits for all reductions."""
+        """Say whether the next backward is the step's last: only then the compute stream waits for all reductions.
+
+        Or the optimizer's step does (`overlap_optimizer` with late gradients).
+        """
         state_of(self).context.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -568,6 +572,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""
+        state_of(self).context.finish_left()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in states_of(self, recurse=True):
             state.drop_gradients()

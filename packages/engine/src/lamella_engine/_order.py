@@ -77,6 +77,11 @@ class LearnedOrders:
         """In which order backward is likely to want the units of a forward that starts at `root`."""
         return self._reverse.get(root, ())
 
+    @property
+    def last_forward(self) -> tuple[int, ...]:
+        """The last forward with gradients, as it really ran."""
+        return self._last_forward
+
     def begin_backward(self) -> ReplayedOrder:
         """The backward order to expect after the last forward with gradients."""
         after, learned = self._backward

@@ -9,7 +9,7 @@ DTensors, and so does state, where what a step makes is laid out as soon as it i
 Only where that cannot be told from a step on DTensors:
 - The optimizer is one of torch's that update each element from its own gradient and state, and no subclass of it.
 - Nothing comes between: no closure, which makes gradients inside the step, and no hooks but this package's before it,
-  which may change gradients or give the step another optimizer.
+  which may change gradients or give the step another optimizer. Those that only wait are let be.
 - Gradients and state lie as their parameters do, and all are plain tensors below.
 - No compiler traces the step: it knows how to trace one on DTensors.
 - This rank has rows of each parameter in the flat layout: kernels are not given the others (Note [Empty shards]).
@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lamella_engine._optimizers import held_by
+from lamella_engine._optimizers import held_by, only_waits
 from lamella_engine._ragged import RaggedDTensor, dtensor_over
 from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._sharding import local_of
@@ -184,7 +184,7 @@ def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
     """What to call the step with, if it can be made on a view."""
     if not any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
         return None
-    if _has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
+    if has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
         return None
     view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
     return None if view is None else ((view, *args[1:]), kwargs)
@@ -200,11 +200,17 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     vars(optimizer).update({key: noted[key] for key in noted if noted[key] is not given.get(key) and key not in ours})
 
 
-def _has_other_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is called before the step that may change what it finds."""
+def has_other_hooks(optimizer: Optimizer, *, than: int = 0) -> bool:
+    """Whether something is called before the step that may change what it finds, or look at it.
+
+    Args:
+        optimizer: Whose.
+        than: How many hooks of its own are this package's.
+    """
     hooks = _global_optimizer_pre_hooks.values()
     foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(f"{__package__}.")]
-    return bool(foreign or optimizer._optimizer_step_pre_hooks)
+    own = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not only_waits(hook)]
+    return not all(map(only_waits, foreign)) or len(own) > than
 
 
 # After the one of `_optimizers`, which exchanges parameters.

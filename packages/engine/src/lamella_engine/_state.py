@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from lamella_buffers import Done, Pending, all_gather, reduce_scatter
+from lamella_engine import _overlapping as overlapping
 from lamella_engine import _stepping as stepping
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, Reduction, label, log
@@ -118,6 +120,7 @@ class FSDPState:
         self.main_grads: tuple[MainGrads, ...] = ()
         self._gathered_at = -1
         self._expects_update = False
+        self._early: list[tuple[int, int]] | None = None  # versions of what was gathered before the next forward
         self._has_sums = False  # of microbatches, in the reduce dtype: on this rank, or on another
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -338,16 +341,17 @@ class FSDPState:
         if self._holders:
             self._readers.append(self.context.compute_stream.record_event())
             return
+        self._expects_update |= self._early is not None  # before the forward that it was gathered for: copies too
         self._finish_gather()
         self._order_gathers_after_readers()
-        if self.strategy.keeps_copy:
+        if self._residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe others than they were given
             for group in self.groups:
                 group.install_sharded()
+        if self.strategy.keeps_copy:
             self.residency = Residency.KEPT
             return
         self.context.order_gathers_after_compute()
         for group in self.groups:
-            group.install_sharded()
             if keep_parts and group.neighbours is not None:
                 with torch.no_grad(), self.context.on(self.context.all_gather_stream):
                     group.keep_part()
@@ -376,6 +380,7 @@ class FSDPState:
             gathered since the last one.
         """
         self.check_not_held()
+        self.context.finish_left()
         self.reshard()
         self.drop_copy()
         self.context.wait_for_shards()
@@ -398,12 +403,84 @@ class FSDPState:
                 self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
-        """Reshard if the weights changed since they were gathered: they were kept over an optimizer step."""
-        if self._is_current:
+        """Reshard if the weights changed since they were gathered: they were kept over an optimizer step.
+
+        Raises:
+            RuntimeError: What was gathered inside an optimizer's step was written on this rank alone, for all it knows.
+        """
+        if self._is_current and not self._is_written_since():
             return
         if self._gathered_at not in (-1, updates.count):  # else never gathered, or a copy that is made anew in any case
             self.check_not_held()
         self.reshard()
+
+    # -- gathers inside an optimizer's step --------------------------------------------------------------------------
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether unsharded parameters are others than the main weights: there is something to gather."""
+        return any(not group.computes_with_main for group in self.groups)
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether it may be gathered before the next forward begins: nobody uses it, and shards are on the device."""
+        at_rest = self.context.is_resting and self._residency in (Residency.SHARDED, Residency.KEPT)
+        return at_rest and not (self.num_holds or self.is_offloaded)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The sharded forms that take gradients, of a unit at rest."""
+        return [p.sharded for group in self.groups for p in group.parameters if p.sharded.requires_grad]
+
+    def gather_early(self) -> None:
+        """Start gathering for the next forward: whoever updates the parameters is done with them.
+
+        Effects: those of `unshard` between passes. The bytes stay until that forward.
+        """
+        self.unshard()
+        self._early = self._versions()
+        updates.note_early(self)
+
+    def drop_early(self) -> None:
+        """Free what was gathered so; nothing if it is used already.
+
+        Effects: those of `reshard`.
+        """
+        if self._early is not None:
+            self.reshard()
+
+    def outlives(self, updated: Container[int]) -> bool:
+        """Whether it was gathered so, and still is current when the parameters of these ids are updated."""
+        is_current = self._early is not None and self._is_current
+        return is_current and not any(id(p.sharded) in updated for group in self.groups for p in group.parameters)
+
+    def confirm(self) -> None:
+        """Be current: what was noted was of others."""
+        self._gathered_at = updates.count
+
+    def _is_written_since(self) -> bool:
+        """Whether what was gathered early is not what shards hold now, as far as torch's version counters can tell.
+
+        A DTensor is written by every rank alike, so that all gather again. This rank's shard may be written by this
+        rank alone, and a gather that others do not begin would never end.
+        """
+        if self._early is None:
+            return False
+        if any(group.is_replaced for group in self.groups):
+            return True
+        before, now = self._early, self._versions()
+        if [of_whole for of_whole, _ in before] != [of_whole for of_whole, _ in now]:
+            return True
+        if before != now:
+            raise RuntimeError(
+                f"Expected mark_updated(), on every rank, after this rank's shards of {self.title} were written "
+                "between optimizer.step() and the next forward, got none: the step has gathered them for that forward "
+                "already (overlap_optimizer)."
+            )
+        return False
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(p.sharded._version, p.shard._version) for group in self.groups for p in group.parameters]
 
     def _order_gathers_after_readers(self) -> None:
         for event in self._readers:
@@ -424,6 +501,7 @@ class FSDPState:
             return
         context = self.context
         (pending, event), self._gather = self._gather, None
+        self._early = None
         if pending:  # gloo copies its results into place now: where what they lie in was allocated
             with context.on(context.all_gather_stream):
                 for each in pending:
@@ -469,7 +547,18 @@ class FSDPState:
         """
         self._awaited.clear()
         self._drop_parts()
+        if self._early is not None:
+            self._check_not_captured()
+            self.drop_stale_weights()
         self.adopt_replaced_shards()
+
+    def _check_not_captured(self) -> None:
+        if self.context.is_captured:
+            raise RuntimeError(
+                f"Expected nothing to be gathered yet when a CUDA graph of a forward is captured, got {self.title}, "
+                "which an optimizer's step has gathered before (overlap_optimizer). remove() what overlap_optimizer "
+                "returned before the capture: a captured step cannot gather for the next one."
+            )
 
     def begin_forward(self, module_id: int, *, is_recomputed: bool) -> bool:
         """Unshard for the forward of one of the unit's modules, and gather units ahead.
@@ -490,7 +579,7 @@ class FSDPState:
             stepping.refuse(self.title, "another forward")
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
-            ahead = self._ahead(self.forward_prefetch, self.context.enter_forward(self))
+            ahead = self.ahead_in_forward(self.context.enter_forward(self))
             self.drop_stale_weights()
         if begins:
             self._awaited = {module_id} if is_read else set(self.module_ids)
@@ -534,6 +623,10 @@ class FSDPState:
     def _reshard_after_forward(self) -> None:
         if self.reshards_after_forward and self._forward_is_watched and not self.context.kept.keeps(self):
             self.reshard(keep_parts=torch.is_grad_enabled())
+
+    def ahead_in_forward(self, learned: Sequence[Member]) -> Sequence[Member]:
+        """The units to gather ahead when a forward begins: those that the unit was told, or what an order says."""
+        return self._ahead(self.forward_prefetch, learned)
 
     def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
@@ -605,6 +698,8 @@ class FSDPState:
         The reduce stream must be current.
         """
         finished = {group: self._finish_reduction(group, part, event) for group, part in reduced.items()}
+        if overlapping.waits_late():
+            self.context.note_installed(self.index, {stream for stream in finished.values() if stream is not None})
         if not (stepping.is_asked_for() and self._may_be_stepped):
             return
         streams = {group: stream for group, stream in finished.items() if stream is not None and _may_step(group)}
@@ -667,6 +762,8 @@ class FSDPState:
         if stepping.is_stepped(self):
             stepping.refuse(self.title, "another backward")
         self.awaits_backward_end = True
+        if self._early is not None:
+            self.drop_stale_weights()
         for grads in self.main_grads:
             grads.offer()
         with label("pre_backward", self.name):
@@ -815,6 +912,7 @@ class FSDPState:
 
     def _expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
+        overlapping.expect_step(self.context)
         for group in self.groups:
             if self.strategy.keeps_copy or group.outer is not None:
                 self._expects_update = True

@@ -5,11 +5,7 @@
     its end          the compute stream waits for the update stream
     optimizer.step() runs hooks, and the optimizer's own step over whatever was not stepped yet
 
-The optimizer is not changed. Its own step is called with a *view* of it: an object of its class that has its state, and
-param groups with some of the parameters, or the plain tensors below those (`_plain_steps`). So nothing has to be put
-back, options are read when they are used, and nobody ever sees a narrowed group. What a step writes to its groups'
-options or to itself is lost with the view, and an optimizer that counts there would count each part: one that minds is
-found when it is given (`_check_steps_apart`).
+The optimizer is not changed: its own step is called with views of it (`_split_steps`).
 
 Note [When a unit is stepped]. Main weights must not change under anybody who still reads them in this backward. A unit
 is stepped in backward only if all of these hold, and in `optimizer.step()` otherwise:
@@ -29,21 +25,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from lamella_engine._optimizers import held_by, shard_optimizer
-from lamella_engine._plain_steps import plain_view_of
-
-Opt = TypeVar("Opt", bound=Optimizer)
+from lamella_engine._optimizers import held_by, shard_optimizer, wait_before_update
+from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release, view_of
 
 
 @dataclass
@@ -87,6 +78,8 @@ class StepInBackward:
         for hook in self._hooks:
             hook.remove()
         _active.pop(self._key, None)
+        if (optimizer := self._optimizer()) is not None:
+            release(optimizer)
 
     @property
     def _name(self) -> str:
@@ -131,8 +124,8 @@ class StepInBackward:
         stepped = [parameter for part in parts for parameter in part]
         self._uses_of(unit).stepped += stepped  # first: whatever becomes of it, these are not to be stepped again
         self._stepped.update(id(parameter) for parameter in stepped)
-        view = plain_view_of(optimizer, parts)
-        _own_step(optimizer)(_view(optimizer, parts) if view is None else view)
+        wait_before_update(optimizer)
+        own_step(optimizer)(cheapest_view_of(optimizer, parts))
         return _take_gradients(stepped) if self._frees else []
 
     def _forget(self, unit: object) -> None:
@@ -174,7 +167,7 @@ class StepInBackward:
                 f"Expected {self._name} to hold the {len(self._stepped)} parameters that were stepped inside backward, "
                 "got others in its param groups: they would be stepped again. Change groups between steps."
             )
-        return (_view(optimizer, rest, keep_empty=True), *args[1:]), kwargs
+        return (view_of(optimizer, rest, keep_empty=True), *args[1:]), kwargs
 
     def _after_step(self, *_: object) -> None:
         """Begin anew. Not before the step: one that raises may be called again, for what is left."""
@@ -215,7 +208,8 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
     Raises:
         TypeError: Not a `torch.optim.Optimizer`.
         ValueError: Two of its parameters that are stepped apart do not become what they become when stepped together,
-            as two small ones show on which it is tried; or another optimizer steps one of its parameters in backward.
+            as two small ones show on which it is tried; another optimizer steps one of its parameters in backward; or
+            `overlap_optimizer` steps it in parts already.
 
     Effects: tries two steps on parameters of four elements, with a host sync if they are on a GPU; not a collective.
         In backward those of the optimizer's own step, on the update stream, and of a unit's parameters alone; no host
@@ -230,7 +224,8 @@ def step_in_backward(optimizer: Optimizer, *, free_gradients: bool = False) -> S
                 f"Expected parameters of {type(optimizer).__name__} that no other optimizer steps in backward, got "
                 f"some that {other._name} does. remove() what step_in_backward returned for it."
             )
-    _check_steps_apart(optimizer)
+    check_steps_apart(optimizer, step_in_backward.__name__)
+    claim(optimizer, step_in_backward.__name__)
     return StepInBackward(optimizer, free_gradients=free_gradients)
 
 
@@ -321,76 +316,3 @@ def _take_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for parameter in parameters:
         parameter.grad = None
     return taken
-
-
-# -- views of an optimizer ------------------------------------------------------------------------------------------
-
-
-def _own_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """The step of its class, without what torch wraps around it: hooks, and a range in profiles."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
-def _view(optimizer: Opt, parts: Sequence[list[torch.Tensor]], *, keep_empty: bool = False) -> Opt:
-    """What an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
-    view = object.__new__(type(optimizer))
-    vars(view).update(vars(optimizer))
-    # For a class that calls another's step, around which torch has put hooks again.
-    vars(view).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-    groups = zip(optimizer.param_groups, parts, strict=True)
-    view.param_groups = [{**group, "params": part} for group, part in groups if part or keep_empty]
-    return view
-
-
-def _check_steps_apart(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps two parameters together otherwise than one after the other."""
-    if type(optimizer) is torch.optim.Adagrad:
-        return  # it makes its state when it is built, and so cannot be tried on other parameters
-    name = type(optimizer).__name__
-    expected = f"Expected an optimizer that updates each parameter from its own gradient and state, got {name}"
-    way_out = "Leave step_in_backward out."
-    try:
-        together, apart = (_try(optimizer, is_apart) for is_apart in (False, True))
-    except Exception as error:
-        raise ValueError(f"{expected}, which cannot be tried on two plain parameters: {error}. {way_out}") from error
-    if not _are_equal(together, apart):
-        raise ValueError(f"{expected}, whose parameters stepped apart differ from those stepped together. {way_out}")
-
-
-def _try(optimizer: Optimizer, is_apart: bool) -> object:
-    """Two steps of two small parameters in each group.
-
-    Returns:
-        What became of them, their state and their groups' options.
-    """
-    tried = _view(optimizer, [group["params"] for group in optimizer.param_groups])
-    tried.state = defaultdict(dict)
-    tried.param_groups = groups = [_trial_group(group) for group in tried.param_groups]
-    wholes = [list(group["params"]) for group in groups]
-    parts = [[whole[i : i + 1] for whole in wholes] for i in range(2)] if is_apart else [wholes]
-    for scale in (1.0, -3.0):
-        for parameter in (parameter for whole in wholes for parameter in whole):
-            parameter.grad = torch.full_like(parameter, scale) + parameter.detach()
-        for part in parts:
-            _own_step(tried)(_view(tried, part) if is_apart else tried)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return wholes, [dict(tried.state[parameter]) for whole in wholes for parameter in whole], options
-
-
-def _trial_group(group: dict[str, Any]) -> dict[str, Any]:
-    options = pytree.tree_map_only(
-        torch.Tensor, torch.clone, {key: value for key, value in group.items() if key != "params"}
-    )
-    like = next((p for p in group["params"] if p.is_floating_point()), torch.empty(0))
-    device = like.device_mesh.device_type if like.is_meta and isinstance(like, DTensor) else like.device
-    values = torch.tensor([[0.5, -2.0], [1.0, 0.25]], dtype=like.dtype, device=device)
-    return {**options, "params": [torch.nn.Parameter(values * factor) for factor in (1.0, -0.5)]}
-
-
-def _are_equal(one: object, other: object) -> bool:
-    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
-    if len(ones) != len(others):
-        return False
-    pairs = zip(ones, others, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in pairs)

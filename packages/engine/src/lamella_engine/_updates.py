@@ -8,11 +8,30 @@ matters only for what outlives a pass, unsharded weights and copies: everything 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Container
+from typing import Protocol
+
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+
+class Early(Protocol):
+    """A unit that was gathered for the next forward already."""
+
+    def outlives(self, updated: Container[int]) -> bool:
+        """Whether it is current, and still is when the parameters of these ids are updated."""
+        ...
+
+    def confirm(self) -> None:
+        """Be current: what was noted was of others."""
+        ...
+
+
 count = 0
+_early: weakref.WeakSet[Early] = weakref.WeakSet()
+_begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def note() -> None:
@@ -21,9 +40,37 @@ def note() -> None:
     count += 1
 
 
+def note_early(unit: Early) -> None:
+    """Let a unit be current after the steps of optimizers that hold none of its parameters."""
+    _early.add(unit)
+
+
+def begin_step(optimizer: Optimizer) -> None:
+    """Count an optimizer's step now, and not at its end: what is gathered between its parts is new."""
+    _note_step_of(optimizer)
+    _begun.add(optimizer)
+
+
+def forget_step(optimizer: Optimizer) -> None:
+    """Count the optimizer's next step at its end, also if one was begun that raised."""
+    _begun.discard(optimizer)
+
+
 def _note_step(optimizer: Optimizer, *_: object) -> None:
-    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
-        note()
+    if optimizer in _begun:
+        _begun.discard(optimizer)
+    else:
+        _note_step_of(optimizer)
+
+
+def _note_step_of(optimizer: Optimizer) -> None:
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
+    if not updated:
+        return
+    untouched = [unit for unit in _early if unit.outlives(updated)]
+    note()
+    for unit in untouched:
+        unit.confirm()
 
 
 register_optimizer_step_post_hook(_note_step)

@@ -25,6 +25,7 @@ from lamella_checkpoint import (
     Diff,
     FormatUnknown,
     ModelUnknown,
+    MtpLayer,
     SizeUnknown,
     Target,
     convert,
@@ -43,6 +44,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp64": torch.float64,
 }
 DIALECTS: Final = ("release-0.19", "bridge")
+MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 TARGETS: Final[tuple[str, ...]] = get_args(Target)
 
 _DIFFERS, _DAMAGED = 1, 1
@@ -168,6 +170,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     to = cast(Target, _one_of("--to", arguments.to, TARGETS))
     dtype = None if arguments.dtype is None else DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)]
     dialect = _one_of("--dialect", arguments.dialect, DIALECTS)
+    mtp_layer = cast(MtpLayer, _one_of("--mtp-layer", arguments.mtp_layer, MTP_LAYERS))
     size = _nbytes(arguments.max_shard_size)
     with _config_folder(arguments.config) as like, _Bar("writing") as bar:
         done = convert(
@@ -178,7 +181,9 @@ def _convert(arguments: argparse.Namespace) -> int:
             float8=arguments.float8,
             like=like,
             dialect=dialect,
+            mtp_layer=mtp_layer,
             tensor_parallel_size=_tensor_parallel_size(arguments),
+            padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
             max_shard_nbytes=size,
             replace=arguments.force,
             on_progress=bar.to,
@@ -194,8 +199,14 @@ def _told(done: Conversion) -> Iterator[str]:
     yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
     if done.side_files:
         yield f"beside them: {', '.join(done.side_files)}"
+    if done.untrained:
+        yield f"as they were published, not trained: {_first(done.untrained)}"
     if done.left:
         yield f"left out: {_first(done.left)}"
+    if done.originals:
+        yield f"lose bits around zero, and are kept beside for the way back: {_first(done.originals)}"
+    if done.absent:
+        yield f"published before, and absent now: {_first(done.absent)}"
     if done.inexact:
         inexact = tuple(f"{name} ({why})" for name, why in done.inexact.items())
         yield f"not exact: {_first(inexact)}"
@@ -258,6 +269,16 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
                 "metavar": "NAME",
                 "default": DIALECTS[0],
                 "help": f"of fsdp_dtensor: {' or '.join(DIALECTS)} [{DIALECTS[0]}]",
+            },
+            "--mtp-layer": {
+                "metavar": "NAME",
+                "default": MTP_LAYERS[0],
+                "help": f"what fsdp_dtensor calls the layer that predicts further tokens: {' or '.join(MTP_LAYERS)} "
+                f"[{MTP_LAYERS[0]}]",
+            },
+            "--padded-vocab": {
+                "metavar": "N",
+                "help": "rows that fsdp_dtensor has for tokens, zeros behind the model's own [as many as the model]",
             },
             **_MODEL,
             "--float8": {
@@ -331,7 +352,11 @@ def _config_folder(path: str | None) -> Iterator[Path | None]:
 
 
 def _tensor_parallel_size(arguments: argparse.Namespace) -> int | None:
-    return None if arguments.tp is None else _number("--tp", arguments.tp, int, at_least=1)
+    return _optional_number("--tp", arguments.tp)
+
+
+def _optional_number(flag: str, given: str | None) -> int | None:
+    return None if given is None else _number(flag, given, int, at_least=1)
 
 
 def _number(flag: str, given: str, kind: Callable[[str], T], *, at_least: float = 0) -> T:

@@ -8,7 +8,8 @@ from pathlib import Path
 class RunDirectory:
     """Paths inside a run's directory.
 
-    `model` has the shape of a transformers model folder (config.json, tokenizer.json), so that other tools open it.
+    `model` has the shape of a transformers model folder (config.json, tokenizer.json), so that other tools open it. Of
+    a model that was published it has all but the weights that are trained: what `ckpt convert --config` puts back.
     """
 
     root: Path

@@ -5,18 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lamella._config import Config, to_values
 from lamella._directory import RunDirectory
 from lamella._models import ModelSpec, load_spec, outline
 from lamella._options import ConfigError
-from lamella._pretrained import check_weights, copy_files_beside, pretrained_directory
+from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
 from lamella._report import rewind
 from lamella._text import Corpus, collect
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check, keep_published
 
 # The data stream follows from these and the text. A resumed run that changed one would see some text twice.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
@@ -57,8 +58,10 @@ def prepare(config: Config) -> Prepared:
     _check_wanted(config, directory, latest)
     text = fingerprint(corpus, spec.vocab_size, pretrained)
     summary = _summary(corpus, model, spec)
+    untrained: tuple[str, ...] = ()
     if pretrained is not None and latest is None:
-        summary = *summary, check_weights(pretrained, model, spec)
+        untrained = check_weights(pretrained, model, spec)
+        summary = *summary, told_of_weights(pretrained, untrained)
     first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
     prepared = Prepared(directory=directory, first_step=first_step, summary=summary)
     if first_step < config.optim.steps:
@@ -66,11 +69,20 @@ def prepare(config: Config) -> Prepared:
         data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer, pretrained)
         check_tokens(data, config.data)
         rewind(directory.metrics, -1 if latest is None else first_step)
-        spec.to_json_file(directory.model_config, use_diff=False)
-        if pretrained is not None:
-            copy_files_beside(pretrained, directory.model)
+        if pretrained is None:
+            spec.to_json_file(directory.model_config, use_diff=False)
+        elif latest is None:
+            _keep_published(pretrained, directory.model, untrained)
         directory.config.write_text(json.dumps(to_values(config), indent=2) + "\n", encoding="utf-8")
     return prepared
+
+
+def _keep_published(pretrained: Path, to: Path, untrained: tuple[str, ...]) -> None:
+    """What it takes to publish the model again, and to go on without the folder that it is from."""
+    try:
+        keep_published(pretrained, to, untrained=untrained, dtype=torch.float32)  # As its main weights are.
+    except CheckpointDamaged as error:
+        raise ConfigError(f"{error}") from error
 
 
 def _summary(corpus: Corpus, model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:

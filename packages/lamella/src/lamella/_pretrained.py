@@ -1,7 +1,6 @@
 """Weights that a run starts from: the safetensors of a Hugging Face directory, read straight into shards."""
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,28 +15,19 @@ from lamella._options import ConfigError
 from lamella_checkpoint import (
     CheckpointDamaged,
     CheckpointMismatch,
+    Correspondence,
     Differences,
     Source,
     check,
     find_family,
     load,
+    open_checkpoint,
     parameter_shapes,
     translate,
 )
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NUM_NAMED = 3
-
-# What belongs to a tokenizer, and to the use of a model. Its config and its tokenizer.json are written anew.
-_BESIDE = (
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-    "vocab.json",
-)
 
 FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
 """Settings for weights that have been trained before."""
@@ -54,14 +44,14 @@ def pretrained_settings(name: str) -> Values:
     return {} if pretrained_directory(name) is None else FINE_TUNING
 
 
-def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> str:
+def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
     """Refuse weights that are not all of the model's, before anything starts.
 
     Args:
         outline: The model, on the meta device.
 
     Returns:
-        What the run leaves alone of them, in words.
+        The names, in the files, of what the model has no modules for, and a run does not train.
 
     Raises:
         ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
@@ -69,18 +59,28 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> str:
     try:
         check(directory, model=outline, translate=partial(_as_modules, spec=spec))
     except CheckpointMismatch as error:
-        return f"weights: {directory}{_unused(directory, error)}"
+        if unfit := _unfit(error.differences):
+            raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {unfit}.") from error
+        return _names_in_files(directory, spec, error.unexpected)
     except (CheckpointDamaged, ValueError) as error:
         raise ConfigError(f"{error}") from error
-    return f"weights: {directory}"
+    return ()
 
 
-def _unused(directory: Path, error: CheckpointMismatch) -> str:
-    """What the files hold and the model lacks, in words; a model that lacks something is refused."""
-    if unfit := _unfit(error.differences):
-        raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {unfit}.") from error
-    first = ", ".join(name.removeprefix("model.") for name in error.unexpected[:_NUM_NAMED])
-    return f"; {len(error.unexpected)} tensors stay unused: {first}, ..."
+def _names_in_files(directory: Path, spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:
+    """What modules' tensors (`model.<name>`) are in the files of a directory."""
+    found = _correspondences(open_checkpoint(directory).source, spec)
+    origins = {f"model.{name}": tuple(each.left) for each in found for name in each.right}
+    return tuple(dict.fromkeys(each for name in names for each in origins.get(name, (name.removeprefix("model."),))))
+
+
+def told_of_weights(directory: Path, untrained: Sequence[str]) -> str:
+    """Where the weights are from, and what a run leaves alone of them, in words."""
+    if not untrained:
+        return f"weights: {directory}"
+    more = ", ..." if len(untrained) > _NUM_NAMED else ""
+    first = ", ".join(untrained[:_NUM_NAMED])
+    return f"weights: {directory}; {len(untrained)} tensors are not trained, and are kept: {first}{more}"
 
 
 def _unfit(differences: Differences) -> str:
@@ -88,13 +88,6 @@ def _unfit(differences: Differences) -> str:
     names = [each for each in differences.names if each.live is not None]
     more = f"; and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return "; ".join(map(str, names[:_NUM_NAMED])) + more
-
-
-def copy_files_beside(directory: Path, to: Path) -> None:
-    """Copy what lies beside the weights and goes with the text model, so that what is trained can be used alike."""
-    for file in (file for pattern in _BESIDE for file in sorted(directory.glob(pattern))):
-        if file.is_file():
-            shutil.copyfile(file, to / file.name)
 
 
 def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
@@ -112,10 +105,12 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
 
 def _as_modules(source: Source, spec: ModelSpec) -> Source:
     """The files' tensors under the names of the model's modules, where its family has rules for that."""
+    return translate(source, _correspondences(source, spec), to="right")
+
+
+def _correspondences(source: Source, spec: ModelSpec) -> list[Correspondence]:
     family = find_family(spec.model_type)
-    if family is None:
-        return source
-    return translate(source, family.modules(spec.to_dict()).match(parameter_shapes(source)), to="right")
+    return [] if family is None else family.modules(spec.to_dict()).match(parameter_shapes(source))
 
 
 def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:

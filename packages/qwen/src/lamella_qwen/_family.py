@@ -14,25 +14,37 @@ _ALONE: Final = "model."
 def module_rules(config: Mapping[str, object]) -> Rules:
     """What corresponds between the names in files (left) and those of transformers' modules (right), where they differ.
 
-    Experts that files store one by one, as `save_pretrained` writes them, are stacked in the modules. A text model is
-    found in the files of one with vision, whose other tensors no rule takes.
+    Experts that files store one by one, as `save_pretrained` writes them, are stacked in the modules. Those of the
+    layer that predicts further tokens have no modules: here they are one by one, as Qwen3.5's files have them, also
+    where files stack them, as Qwen3.6's do. A text model is found in the files of one with vision, whose other tensors
+    no rule takes.
 
     Raises:
         ValueError: The config is not a whole Qwen3.5's.
     """
     if QwenSizes.of(config).num_vision_heads is not None:
-        return Rules(tuple(_stacks(_WITH_VISION, _WITH_VISION)))
+        return Rules((*_stacks(_WITH_VISION, _WITH_VISION), *_unstacked_mtp()))
     rest = Rule(f"{_WITH_VISION}{{name*}}", f"{_ALONE}{{name*}}")
-    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), rest))
+    return Rules((*_stacks(_ALONE, _ALONE), *_stacks(_WITH_VISION, _ALONE), *_unstacked_mtp(), rest))
 
 
 def _stacks(left: str, right: str) -> Iterable[Rule]:
-    single, packed = f"{left}layers.{{layer}}.mlp.experts.{{expert}}.", f"{right}layers.{{layer}}.mlp.experts."
-    halves = tuple(Stack(f"{single}{half}_proj.weight", index="expert") for half in ("gate", "up"))
-    return [
-        Rule(Join(halves, sizes=(1, 1), dim=1), f"{packed}gate_up_proj"),
-        Rule(Stack(f"{single}down_proj.weight", index="expert"), f"{packed}down_proj"),
-    ]
+    packed = f"{right}layers.{{layer}}.mlp.experts."
+    gate_up, down = _one_by_one(left)
+    return [Rule(gate_up, f"{packed}gate_up_proj"), Rule(down, f"{packed}down_proj")]
+
+
+def _unstacked_mtp() -> Iterable[Rule]:
+    packed = "mtp.layers.{layer}.mlp.experts."
+    gate_up, down = _one_by_one("mtp.")
+    return [Rule(f"{packed}gate_up_proj", gate_up), Rule(f"{packed}down_proj", down)]
+
+
+def _one_by_one(before: str) -> tuple[Join, Stack]:
+    """Stacked experts, gate and up together, and down, made of what is stored for each."""
+    single = f"{before}layers.{{layer}}.mlp.experts.{{expert}}."
+    gate, up, down = (Stack(f"{single}{part}_proj.weight", index="expert") for part in ("gate", "up", "down"))
+    return Join((gate, up), sizes=(1, 1), dim=1), down
 
 
 FAMILY: Final = Family(megatron=megatron_rules, megatron_sizes=megatron_sizes, modules=module_rules)

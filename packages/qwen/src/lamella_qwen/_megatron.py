@@ -14,6 +14,8 @@ Note [How the two sides differ]
 
     Feed-forward: gate and up are one tensor in Megatron. The vision tower's feed-forward parts have no gate.
 
+    Tokens: Megatron may have rows behind those of the vocabulary, so that ranks can share them.
+
     Norms: Megatron stores a norm with the projection behind it. Both sides store weights around zero (1 is added before
     they multiply), but for the norm at the end of a gated delta net, which Hugging Face stores around one.
 
@@ -25,7 +27,7 @@ Note [How the two sides differ]
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from lamella_checkpoint import Grouped, Join, Rule, Rules, Stack
+from lamella_checkpoint import Grouped, Join, Padded, Rule, Rules, Stack
 from lamella_qwen._sizes import QwenSizes
 
 
@@ -51,8 +53,9 @@ def megatron_rules(
     left, right = ("model.", "") if sizes.num_vision_heads is None else ("model.language_model.", "language_model.")
     layers = f"{left}layers.{{layer}}.", f"{right}decoder.layers.{{layer}}."
     rules = [
-        *_renames(left, right, _ENDS),
-        *([] if sizes.tied else [Rule("lm_head.weight", f"{right}output_layer.weight")]),
+        Rule(f"{left}embed_tokens.weight", _of_tokens(f"{right}embedding.word_embeddings.weight")),
+        Rule(f"{left}norm.weight", f"{right}decoder.final_layernorm.weight"),
+        *([] if sizes.tied else [Rule("lm_head.weight", _of_tokens(f"{right}output_layer.weight"))]),
         *_attention(*layers),
         *_delta_net(*layers),
         *_feed_forward(*layers, packed_experts=packed_experts),
@@ -94,6 +97,7 @@ def _named(sizes: QwenSizes) -> dict[str, int]:
     """The sizes by the names that the rules use."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
+        "vocabulary": sizes.vocab_size,
         "heads": sizes.num_heads,
         "groups": sizes.num_kv_heads,
         "query": query,
@@ -109,10 +113,9 @@ def _renames(left: str, right: str, names: Mapping[str, str]) -> Iterable[Rule]:
     return [Rule(f"{left}{mine}", f"{right}{theirs}") for mine, theirs in names.items()]
 
 
-_ENDS: Final = {
-    "embed_tokens.weight": "embedding.word_embeddings.weight",
-    "norm.weight": "decoder.final_layernorm.weight",
-}
+def _of_tokens(name: str) -> Padded:
+    return Padded(name, rows="vocabulary", to="padded vocabulary")
+
 
 _ATTENTION: Final = {
     "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",

@@ -20,6 +20,7 @@ class QwenSizes:
         num_vision_heads: Of the vision tower; None in a text model.
     """
 
+    vocab_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -45,6 +46,7 @@ class QwenSizes:
         if text.values.get("attention_bias"):
             raise ValueError(f"Expected {text.place}attention_bias false, as in every Qwen3.5, got true.")
         return cls(
+            vocab_size=text.number("vocab_size"),
             num_heads=text.number("num_attention_heads"),
             num_kv_heads=text.number("num_key_value_heads"),
             head_dim=text.number("head_dim"),

@@ -1,0 +1,293 @@
+"""The state of a save in the background is that of the call, whatever training does while it is being copied."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_async_save import filled, in_child, value_at
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, _copies, load, save
+from lamella_testing import run_ranks
+
+NUM_FEATURES = 200  # Weights that are too large to be copied at once.
+
+
+class Gate:
+    """Lets no copy begin before it is opened."""
+
+    def __init__(self, monkeypatch):
+        self._is_open = threading.Event()
+        queue = _copies.Copies._queue
+
+        def queue_when_open(copies):
+            assert self._is_open.wait(timeout=60)
+            queue(copies)
+
+        monkeypatch.setattr(_copies.Copies, "_queue", queue_when_open)
+
+    @property
+    def is_open(self):
+        return self._is_open.is_set()
+
+    def open(self):
+        self._is_open.set()
+
+    def open_soon(self):
+        """Once the calling thread waits for copies, most likely; it may not go on before."""
+        threading.Timer(0.1, self.open).start()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture(scope="module")
+def saver():
+    """One for all: its process takes seconds to come up."""
+    with AsyncSaver() as saver:
+        yield saver
+
+
+def large(value):
+    return filled(value, NUM_FEATURES)
+
+
+def value_of(path):
+    return value_at(path, NUM_FEATURES)
+
+
+def with_gradients(model):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return model
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(with_gradients(model).parameters(), lr=1.0, **options)
+
+
+@pytest.mark.parametrize("given", ["the same", "none", "another"])
+def test_the_step_of_any_optimizer_waits_until_the_state_has_been_copied(tmp_path, gate, saver, given):
+    model = large(1.0)
+    optimizer = sgd(model)
+    others = {"the same": optimizer, "none": None, "another": torch.optim.AdamW(model.parameters())}
+    was_open = []
+    optimizer.register_step_post_hook(lambda *_: was_open.append(gate.is_open))
+    handle = saver.save(tmp_path / "a", model=model, optimizer=others[given])
+    assert not handle.done and handle.held_seconds == 0
+    gate.open_soon()
+    optimizer.step()
+    assert was_open == [True] and handle.held_seconds > 0
+    optimizer.step()
+    saver.wait()
+    assert value_of(tmp_path / "a") == 1.0
+    assert model.weight[0, 0] == -1.0
+
+
+def test_optimizer_state_is_of_the_call_too_and_may_be_replaced_meanwhile(tmp_path, gate, saver):
+    model = large(1.0)
+    optimizer = sgd(model, momentum=0.5)
+    optimizer.step()
+    saver.save(tmp_path / "a", model=model, optimizer=optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[model.weight]["momentum_buffer"] = torch.zeros_like(model.weight)
+    optimizer = sgd(model)
+    gate.open_soon()
+    optimizer.step()
+    saver.wait()
+    other = large(5.0)
+    optimizer = sgd(other, momentum=0.5)
+    load(tmp_path / "a", model=other, optimizer=optimizer)
+    assert other.weight.eq(0.0).all() and optimizer.state[other.weight]["momentum_buffer"].eq(1.0).all()
+
+
+def test_what_may_change_in_the_forward_is_copied_before_the_call_returns(tmp_path, gate, saver):
+    model = nn.Sequential(nn.BatchNorm1d(50_000), nn.Flatten())
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    extra = {"losses": [1.0]}
+    saver.save(tmp_path / "a", model=model, extra=extra)
+    model(torch.randn(4, 50_000))
+    extra["losses"].append(2.0)
+    gate.open()
+    saver.wait()
+    assert not torch.equal(model[0].running_mean, expected["0.running_mean"])
+    assert load(tmp_path / "a", model=model) == {"losses": [1.0]}
+    assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
+
+
+def test_loading_waits_too_and_so_does_whoever_asks_to(tmp_path, gate, saver):
+    save(tmp_path / "old", model=large(7.0))
+    model = large(1.0)
+    saver.save(tmp_path / "a", model=model)
+    gate.open_soon()
+    load(tmp_path / "old", model=model)
+    assert gate.is_open
+    saver.save(tmp_path / "b", model=model).wait_staged()
+    with torch.no_grad():
+        model.weight.fill_(9.0)
+    saver.wait()
+    assert [value_of(tmp_path / name) for name in "ab"] == [1.0, 7.0]
+
+
+def step_unseen(model):
+    optimizer = sgd(model, foreach=True)
+    type(optimizer).step.__wrapped__(optimizer)
+
+
+def step_fused_and_unseen(model):
+    optimizer = sgd(model, fused=True)
+    type(optimizer).step.__wrapped__(optimizer)
+
+
+@torch.no_grad()
+def change_one_element(model):
+    model.weight[3, 5] += 1
+
+
+def write_past_version_counters(model):
+    model.weight.data.mul_(2)
+
+
+UNSEEN = [step_unseen, step_fused_and_unseen, change_one_element, write_past_version_counters]
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_a_state_that_changed_too_early_is_not_published(tmp_path, gate, saver, change):
+    model = large(1.0)
+    gate.open()
+    saver.save(tmp_path / "a", model=model).wait()
+    gate._is_open.clear()
+    handle = saver.save(tmp_path / "a", model=model)
+    change(model)
+    gate.open()
+    with pytest.raises(CheckpointFailed, match="RuntimeError: .*changes to . tensors, 'model.*wait_staged"):
+        handle.wait()
+    assert value_of(tmp_path / "a") == 1.0
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    saver.save(tmp_path / "a", model=model)
+    saver.wait()
+    assert value_of(tmp_path / "a") == 3.0
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_sharded_state_that_changed_too_early_on_one_rank_fails_on_all(kit, tmp_path, monkeypatch):
+    def save_and_change():
+        gate = Gate(monkeypatch)
+        model = kit.fully_shard(large(1.0))
+        with AsyncSaver() as saver:
+            handle = saver.save(tmp_path / "a", model=model)
+            if dist.get_rank() == 1:
+                assert isinstance(model.weight, DTensor)
+                versions = model.weight._version, model.weight._local_tensor._version
+                step_unseen(model)
+                assert versions == (model.weight._version, model.weight._local_tensor._version)
+            gate.open()
+            with pytest.raises(CheckpointFailed, match="rank 1: RuntimeError: .*changes to 1 tensors, 'model.weight'"):
+                handle.wait()
+
+    run_ranks(save_and_change, 2)
+    assert not (tmp_path / "a").exists()
+
+
+def test_forward_and_backward_change_nothing_that_is_watched(kit, tmp_path, monkeypatch):
+    def save_and_train():
+        gate = Gate(monkeypatch)
+        model, optimizer = kit.build(sharded=True)
+        monkeypatch.setattr(_copies, "_AT_ONCE_NBYTES", 0)
+        with AsyncSaver() as saver:
+            gate.open()
+            kit.train(model, optimizer)
+            gate._is_open.clear()
+            expected = kit.state(model, optimizer)
+            saver.save(tmp_path / "a", model=model, optimizer=optimizer)
+            model(torch.randn(4, 5)).square().mean().backward()
+            gate.open_soon()
+            kit.train(model, optimizer)
+        return expected
+
+    expected = run_ranks(save_and_train, 2)[0]
+    model, optimizer = kit.build(sharded=False, seed=1)
+    load(tmp_path / "a", model=model, optimizer=optimizer)
+    got = kit.state(model, optimizer)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_an_exception_while_the_state_is_copied_does_not_lose_it(tmp_path, gate):
+    def train(saver):
+        with saver:
+            handles.append(saver.save(tmp_path / "a", model=large(1.0)))
+            raise ZeroDivisionError
+
+    handles, saver = [], AsyncSaver()
+    with pytest.raises(ZeroDivisionError):
+        train(saver)
+    gate.open()
+    handles[0].wait()
+    saver.close()
+    assert value_of(tmp_path / "a") == 1.0
+
+
+def test_closing_while_the_state_is_copied_waits(tmp_path, gate):
+    checkpoints = CheckpointDirectory(tmp_path)
+    checkpoints.save_async(1, model=large(1.0))
+    gate.open_soon()
+    checkpoints.close()
+    assert value_of(checkpoints.path(1)) == 1.0
+
+
+def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(tmp_path, gate, saver, monkeypatch):
+    model = large(1.0)
+    optimizer = sgd(model)
+    monkeypatch.setattr(_copies.Copies, "_queue", lambda _: [][0])
+    handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer)
+    optimizer.step()
+    with pytest.raises(CheckpointFailed, match="IndexError"):
+        handle.wait()
+    saver.wait()
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp_path, gate):
+    def save_and_die():
+        saver = AsyncSaver()
+        gate.open()
+        saver.save(tmp_path / "a", model=large(1.0)).wait()
+        gate._is_open.clear()
+        saver.save(tmp_path / "a", model=large(2.0))
+
+    assert in_child(save_and_die) == 0
+    assert value_of(tmp_path / "a") == 1.0
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_program_that_ends_at_once_has_saved_and_other_hooks_come_after_the_wait(tmp_path):
+    program = f"""
+import torch
+from lamella_checkpoint import AsyncSaver
+
+@torch.no_grad()
+def change(optimizer, *_):
+    optimizer.param_groups[0]["params"][0].mul_(2)
+
+torch.optim.optimizer.register_optimizer_step_pre_hook(change)
+model = torch.nn.Linear({NUM_FEATURES}, {50 * NUM_FEATURES})
+model.weight.grad = torch.ones_like(model.weight)
+optimizer = torch.optim.SGD(model.parameters())
+AsyncSaver().save({str(tmp_path / "a")!r}, model=model, optimizer=optimizer, extra={{"step": 1}})
+optimizer.step()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    for _ in range(600):
+        if (tmp_path / "a").exists():
+            break
+        threading.Event().wait(0.1)
+    assert load(tmp_path / "a", model=nn.Linear(NUM_FEATURES, 50 * NUM_FEATURES)) == {"step": 1}

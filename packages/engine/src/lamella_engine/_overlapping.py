@@ -1,0 +1,242 @@
+"""Optimizers whose step hides the ends of passes: the first gathers of the next, and the last reduction of this one.
+
+    backward          ends without waiting for its last reductions       (late gradients)
+    optimizer.step()  updates units that were reduced early              (late gradients)
+                      waits for all gradients
+                      updates what the next forward gathers first        compute stream
+                      starts these gathers                               gather stream, which waits for that
+                      updates the rest                                   compute stream
+    next forward      finds its first units on the way, or there
+
+The parts are steps of views of the optimizer (`_split_steps`), made in its last pre-hook: whatever else is called
+before a step may yet change gradients. If another pre-hook came later, one step is made as without this, and the
+pre-hook goes behind it.
+
+Note [What is gathered inside a step]. What the next forward gathers first: the unit that it begins with, and one more,
+as the last forward had it that a backward followed, so that every rank gathers the same. More would have to be updated
+first, and so come later than it is wanted. A unit is gathered here only if:
+- all of its parameters that train are the optimizer's: another one that holds some may step later;
+- it is at rest, nobody holds it, and its shards do not rest on the CPU.
+The first that is not ends the row, so units are never gathered out of order. Passed over are those with nothing to
+gather: whose parameters lie in other units, or compute as main weights themselves (`DDP` without a compute dtype). And
+a tree of which the optimizer updates nothing at first (a discriminator in its generator's step) is left alone.
+
+Note [When an early gather is thrown away]. Main weights may change between the step and the next forward. What was
+gathered is freed and gathered again at that forward after: the step of an optimizer that has some of the unit's
+parameters, `mark_updated()`, a state dict that is asked for or loaded, `to()` and what else replaces shards, a write to
+the DTensors that torch counts (`_version`). A write to this rank's shard that torch counts is an error there, since
+other ranks need not have made one. Others torch does not count, and they need `mark_updated()`: through `.data`,
+`torch._foreach_*`, under `torch.inference_mode()`, and into tensors that an earlier `state_dict()` gave.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lamella_engine import _updates as updates
+from lamella_engine._context import Context, Member, finish_left
+from lamella_engine._optimizers import held_by, shard_optimizer
+from lamella_engine._plain_steps import has_other_hooks, plain_view_of
+from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
+
+Parts = list[list[torch.Tensor]]
+
+
+class OverlapOptimizer:
+    """An optimizer whose step hides gathers, until `remove()`; `overlap_optimizer` gives one. It need not be kept."""
+
+    def __init__(self, optimizer: Optimizer, *, late_gradients: bool = False) -> None:
+        self.waits_late = late_gradients
+        self._key = key = next(_keys)
+        # Weak: it holds this, by its hooks.
+        self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
+        self._contexts: weakref.WeakKeyDictionary[Context, None] = weakref.WeakKeyDictionary()
+        # Not a WeakSet: ranks must free in the same order.
+        self._early: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._after = optimizer.register_step_post_hook(self._after_step)
+        _active[key] = self
+
+    def remove(self) -> None:
+        """Let the optimizer step as before, and free what its last step has gathered, if no forward has used it yet.
+
+        Effects: the gather stream waits for the current one, and that for the gathers; no host sync on CUDA.
+        """
+        self._before.remove()
+        self._after.remove()
+        _active.pop(self._key, None)
+        finish_left()
+        if (optimizer := self._optimizer()) is not None:
+            release(optimizer)
+            updates.forget_step(optimizer)
+        for member in list(self._early):
+            member.drop_early()
+
+    def expect_step(self, context: Context) -> None:
+        """Note that a tree of units is at the end of its last backward: what comes next is a step."""
+        if context in self._contexts:
+            return
+        self._contexts[context] = None
+        if self.waits_late and (optimizer := self._optimizer()) is not None:
+            held = {id(p) for p in held_by(optimizer)}
+            context.leaves_reductions |= any(id(p) in held for member in context.states for p in member.trained)
+
+    # -- the optimizer's hooks ---------------------------------------------------------------------------------------
+
+    @_disable_dynamo
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Make all parts of the step but the last, which is left to the step that follows."""
+        contexts = list(self._contexts)
+        self._contexts.clear()
+        updates.forget_step(optimizer)  # one that raised
+        is_plain = args[0] is optimizer and all(argument is None for argument in (*args[1:], *kwargs.values()))
+        if not (is_plain and self._is_last_hook(optimizer)):
+            finish_left()
+            return None
+        held = {id(p) for p in held_by(optimizer)}
+        first = {context: _gathered_first(context, held) for context in contexts}
+        early = {context: context.reduced_first(first[context]) for context in contexts if context.is_left}
+        *parts, rest = _split(optimizer, [_ids(early), _ids(first)])
+        if not any(rest) or not any(map(any, parts)):
+            finish_left()
+            view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
+            return None if view is None else ((view, *args[1:]), kwargs)
+        updates.begin_step(optimizer)
+        self._early.clear()
+        for context, members in early.items():
+            context.wait_for_gradients_of(members)
+        _step(optimizer, parts[0])
+        finish_left()
+        _step(optimizer, parts[1])
+        for context, members in first.items():
+            context.gather_early(members)
+            self._early.update(dict.fromkeys(members))
+        return (cheapest_view_of(optimizer, rest), *args[1:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Be the last hook before the next step."""
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        if self._before.id in hooks:
+            hooks.move_to_end(self._before.id)
+
+    def _is_last_hook(self, optimizer: Optimizer) -> bool:
+        return bool(next(reversed(optimizer._optimizer_step_pre_hooks)) == self._before.id)
+
+
+_keys = itertools.count()
+_active: dict[int, OverlapOptimizer] = {}
+
+
+def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> OverlapOptimizer:
+    """Let an optimizer's step hide the gathers that the next forward begins with.
+
+    `optimizer.step()` updates first what the next forward gathers first: the unit that it begins with, as a rule the
+    outermost one with embedding and head, and one more. These gathers then run while the optimizer updates the rest,
+    and forward need not wait for them. The training loop stays as it is. Weights, state and state dict are to the bit
+    those of the same training without this. Clipping, gradient scalers, step hooks and learning rate schedulers work
+    as before. A step with a closure, without a backward before it, or in a CUDA graph that is captured, is made as
+    without this; `remove()` what this returns before a forward is captured.
+
+    What was gathered is gathered again at the next forward if the weights changed since: by `load_state_dict`, `.to()`,
+    another optimizer, operations on the parameters. Say `mark_updated()`, on every rank, after writes that torch's
+    version counters do not show: through `.data`, by `torch._foreach_*` or a fused kernel on the parameters, in
+    inference mode, or into tensors from an earlier `state_dict()` (averages that are swapped in, checkpoints that are
+    loaded in place). After a write to a local shard (`to_local()`) without it, the next forward raises.
+
+    Args:
+        optimizer: Of `torch.optim`, or like those: it updates each parameter from its own gradient and state, and
+            counts steps a parameter. Its parameters may lie in any units, or in none; a unit is gathered inside its
+            step only if it has all of the unit's that train. Of several optimizers over one model, each may be given.
+            One that was built before `fully_shard` goes on with the shards.
+        late_gradients: Let a backward that hooks drive end without waiting for its last reductions. The step updates
+            what was reduced early, waits for the rest, and goes on. Whoever reads or changes `.grad` before the step
+            must call `model.wait_for_gradients()` first, on the same stream, or finds it half reduced without an error:
+            torch's own clipping, `GradScaler`, `optimizer.zero_grad(set_to_none=False)`, your code. Our
+            `clip_grad_norm_`, `find_nonfinite` and `parameter_norms`, the model's `zero_grad`, `state_dict` and `to`,
+            step hooks, steps of other `torch.optim` optimizers and the next forward wait by themselves. Gradients that
+            go to the CPU are not late.
+
+    Returns:
+        What ends this when its `remove()` is called.
+
+    Raises:
+        TypeError: Not a `torch.optim.Optimizer`.
+        ValueError: Two of its parameters that are stepped apart do not become what they become when stepped together,
+            as two small ones show on which it is tried; or it was given to this, or to `step_in_backward`, already.
+
+    Effects: tries two steps on parameters of four elements, with a host sync if they are on a GPU; not a collective.
+        In `optimizer.step()` the collectives of the next forward's first units, on the gather stream, which waits for
+        their updates; the optimizer's own step is called twice, with late gradients three times. From there to the next
+        forward the unsharded bytes of these two units are held; with late gradients, from backward to the step, the
+        unreduced gradients of the unit that was reduced last. No host sync.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if any(each._optimizer() is optimizer for each in _active.values()):
+        raise ValueError(
+            f"Expected {type(optimizer).__name__} once, got it again. remove() what overlap_optimizer returned first."
+        )
+    shard_optimizer(optimizer)
+    check_steps_apart(optimizer, overlap_optimizer.__name__)
+    claim(optimizer, overlap_optimizer.__name__)
+    return OverlapOptimizer(optimizer, late_gradients=late_gradients)
+
+
+def expect_step(context: Context) -> None:
+    """Tell optimizers that a tree of units has had its last backward."""
+    for each in _active.values() if _active else ():
+        each.expect_step(context)
+
+
+def waits_late() -> bool:
+    """Whether an optimizer's step waits for gradients in the place of the end of backward."""
+    return bool(_active) and any(each.waits_late for each in _active.values())
+
+
+def _gathered_first(context: Context, held: Container[int]) -> list[Member]:
+    """The units to gather inside a step: see Note [What is gathered inside a step]."""
+    chosen: list[Member] = []
+    if context.is_captured:
+        return chosen
+    for member in context.begins_next_forward():
+        if not member.may_be_early or any(id(p) not in held for p in member.trained):
+            break
+        chosen.append(member)
+    return chosen if any(member.trained for member in chosen) else []
+
+
+def _ids(members: Mapping[Context, Iterable[Member]]) -> set[int]:
+    return {id(p) for each in members.values() for member in each for p in member.trained}
+
+
+def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]:
+    """The optimizer's parameters by group: those of each kind, by their ids, and all others."""
+    wholes = [group["params"] for group in optimizer.param_groups]
+    parts = [[[p for p in whole if id(p) in kind] for whole in wholes] for kind in kinds]
+    others = [[p for p in whole if not any(id(p) in kind for kind in kinds)] for whole in wholes]
+    return [*parts, others]
+
+
+def _step(optimizer: Optimizer, part: Parts) -> None:
+    """Step some of an optimizer's parameters, if there are any."""
+    if any(part):
+        own_step(optimizer)(cheapest_view_of(optimizer, part))
+
+
+@_disable_dynamo
+def _finish_before_step(optimizer: Optimizer, *_: object) -> None:
+    """Have gradients there for whatever comes before a step, and for a step that does not wait for them itself."""
+    waits = any(each.waits_late and each._optimizer() is optimizer for each in _active.values()) if _active else False
+    if not waits or has_other_hooks(optimizer, than=1):
+        finish_left()
+
+
+register_optimizer_step_pre_hook(_finish_before_step)

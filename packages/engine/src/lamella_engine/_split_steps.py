@@ -1,0 +1,142 @@
+"""Steps that an optimizer makes in parts: some of its parameters first, and others later.
+
+The optimizer is not changed. Its own step is called with a *view* of it: an object of its class that has its state, and
+param groups with some of the parameters, or the plain tensors below those (`_plain_steps`). So nothing has to be put
+back, options are read when they are used, and nobody ever sees a narrowed group. What a step writes to its groups'
+options or to itself is lost with the view, and an optimizer that counts there would count each part: one that minds is
+found when it is given (`check_steps_apart`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lamella_engine._plain_steps import plain_view_of
+
+Opt = TypeVar("Opt", bound=Optimizer)
+
+# Who steps an optimizer in parts: one at a time can.
+_split: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+
+
+def claim(optimizer: Optimizer, way: str) -> None:
+    """Be the one that steps an optimizer in parts.
+
+    Args:
+        optimizer: Nobody else's, unless it is the same function's.
+        way: Which function of this package asks.
+
+    Raises:
+        ValueError: Another one does so already.
+    """
+    if (other := _split.get(optimizer, way)) != way:
+        raise ValueError(
+            f"Expected {type(optimizer).__name__} to be stepped in parts by one of the two, got {way}() after "
+            f"{other}(). remove() what {other} returned first."
+        )
+    _split[optimizer] = way
+
+
+def release(optimizer: Optimizer) -> None:
+    """Be it no more."""
+    _split.pop(optimizer, None)
+
+
+def cheapest_view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
+    """What an optimizer's own step takes for the optimizer: over plain tensors where that can be.
+
+    Args:
+        parts: Which of its parameters, by group.
+
+    Effects: none on a stream. Autograd takes the parameters for updated where they are plain.
+    """
+    view = plain_view_of(optimizer, parts)
+    return view_of(optimizer, parts) if view is None else view
+
+
+def own_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """The step of its class, without what torch wraps around it: hooks, and a range in profiles."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]], *, keep_empty: bool = False) -> Opt:
+    """What an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
+    view = object.__new__(type(optimizer))
+    vars(view).update(vars(optimizer))
+    # For a class that calls another's step, around which torch has put hooks again.
+    vars(view).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    groups = zip(optimizer.param_groups, parts, strict=True)
+    view.param_groups = [{**group, "params": part} for group, part in groups if part or keep_empty]
+    return view
+
+
+def check_steps_apart(optimizer: Optimizer, way: str) -> None:
+    """Refuse an optimizer that steps two parameters together otherwise than one after the other.
+
+    Args:
+        optimizer: To be stepped in parts.
+        way: Which function of this package was asked to do that.
+
+    Raises:
+        ValueError: So it is, as two parameters of four elements show on which it is tried for two steps.
+
+    Effects: a host sync if its parameters are on a GPU; not a collective.
+    """
+    if type(optimizer) is torch.optim.Adagrad:
+        return  # it makes its state when it is built, and so cannot be tried on other parameters
+    name = type(optimizer).__name__
+    expected = f"Expected an optimizer that updates each parameter from its own gradient and state, got {name}"
+    way_out = f"Leave {way} out."
+    try:
+        together, apart = (_try(optimizer, is_apart) for is_apart in (False, True))
+    except Exception as error:
+        raise ValueError(f"{expected}, which cannot be tried on two plain parameters: {error}. {way_out}") from error
+    if not _are_equal(together, apart):
+        raise ValueError(f"{expected}, whose parameters stepped apart differ from those stepped together. {way_out}")
+
+
+def _try(optimizer: Optimizer, is_apart: bool) -> object:
+    """Two steps of two small parameters in each group.
+
+    Returns:
+        What became of them, their state and their groups' options.
+    """
+    tried = view_of(optimizer, [group["params"] for group in optimizer.param_groups])
+    tried.state = defaultdict(dict)
+    tried.param_groups = groups = [_trial_group(group) for group in tried.param_groups]
+    wholes = [list(group["params"]) for group in groups]
+    parts = [[whole[i : i + 1] for whole in wholes] for i in range(2)] if is_apart else [wholes]
+    for scale in (1.0, -3.0):
+        for parameter in (parameter for whole in wholes for parameter in whole):
+            parameter.grad = torch.full_like(parameter, scale) + parameter.detach()
+        for part in parts:
+            own_step(tried)(view_of(tried, part) if is_apart else tried)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return wholes, [dict(tried.state[parameter]) for whole in wholes for parameter in whole], options
+
+
+def _trial_group(group: dict[str, Any]) -> dict[str, Any]:
+    options = pytree.tree_map_only(
+        torch.Tensor, torch.clone, {key: value for key, value in group.items() if key != "params"}
+    )
+    like = next((p for p in group["params"] if p.is_floating_point()), torch.empty(0))
+    device = like.device_mesh.device_type if like.is_meta and isinstance(like, DTensor) else like.device
+    values = torch.tensor([[0.5, -2.0], [1.0, 0.25]], dtype=like.dtype, device=device)
+    return {**options, "params": [torch.nn.Parameter(values * factor) for factor in (1.0, -0.5)]}
+
+
+def _are_equal(one: object, other: object) -> bool:
+    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(ones) != len(others):
+        return False
+    pairs = zip(ones, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in pairs)
