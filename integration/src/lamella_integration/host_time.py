@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,9 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamella_engine
-from lamella_buffers import CopyEngines, CopyEngineTransport, NcclTransport, WindowAllocator, _driver
-from lamella_buffers._windows import PeerWindow
-from lamella_engine import _parameter_group
+from lamella_buffers import CopyEngines, CopyEngineTransport, NcclTransport, PeerWindow, WindowAllocator
 from lamella_integration.backends import REDUCE_DTYPES
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 
@@ -110,8 +109,8 @@ def _host_with_copy_engines() -> Iterator[None]:
     """Have the engine take this host for one with copy engines. Nothing waits, and nothing is copied."""
     stream = SimpleNamespace(cuda_stream=2, wait_stream=lambda _: None)
     with (
-        patch.object(_parameter_group, "_engines", _engines_of),
-        patch.object(_driver, "_function", _idle_function),
+        patch("lamella_engine._parameter_group._engines", _engines_of),
+        patch("lamella_buffers._driver._function", _idle_function),
         patch.object(torch.cuda, "current_stream", lambda *_: stream),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
@@ -171,7 +170,8 @@ def _engines_of(axes: Any) -> CopyEngines | None:
 def _idle_function(name: str) -> Any:
     """A function of C's that takes the same arguments, and returns 0 for any two first ones that differ."""
     function = ctypes.CDLL(None)["pthread_equal"]
-    function.argtypes, function.restype = _driver._ARGUMENTS[name], ctypes.c_int
+    driver: Any = import_module("lamella_buffers._driver")
+    function.argtypes, function.restype = driver._ARGUMENTS[name], ctypes.c_int
     return function
 
 
@@ -201,7 +201,7 @@ def _training(name: str, config: LlamaConfig, reduce_dtype: torch.dtype) -> Trai
     torch.manual_seed(0)
     host = _host_with_copy_engines if name == "lamella_copy_engines" else nullcontext
     # By name, groups that move nothing are not NCCL's.
-    with host(), patch.object(_parameter_group, "transport_for", NcclTransport):
+    with host(), patch("lamella_engine._parameter_group.transport_for", NcclTransport):
         model = BACKENDS[name](config, init_device_mesh("cpu", (NUM_RANKS,)), reduce_dtype)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), [], host)
 

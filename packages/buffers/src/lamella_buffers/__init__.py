@@ -27,4 +27,5 @@ from lamella_buffers._transport import Pending as Pending
 from lamella_buffers._transport import ReduceOp as ReduceOp
 from lamella_buffers._transport import Transport as Transport
 from lamella_buffers._transport import transport_for as transport_for
+from lamella_buffers._windows import PeerWindow as PeerWindow
 from lamella_buffers._windows import WindowAllocator as WindowAllocator
