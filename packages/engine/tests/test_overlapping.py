@@ -1071,6 +1071,19 @@ def test_each_part_of_a_step_waits_for_its_own_gradients(
     run_ranks(check, 2**num_axes)
 
 
+def test_gradients_of_the_last_of_several_microbatches_are_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        late = _Late(monkeypatch)
+        for _ in range(2):
+            for _ in range(2):
+                assert late.backward() >= OUTER
+            late.optimizer.step()
+            assert late.missing() == set()
+            late.optimizer.zero_grad()
+
+    run_ranks(check, 2)
+
+
 def _clip(late: _Late) -> None:
     clip_grad_norm_(late.model.parameters(), 1.0)
 
