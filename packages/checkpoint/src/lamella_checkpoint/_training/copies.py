@@ -90,6 +90,7 @@ class Copies:
         self._samples = [
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
+        self._taken = list(self._samples)  # On the host later; those on devices are held until they have been copied.
         devices = {copy.source.device for copy in copies if copy.source.device.type != "cpu"}
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
@@ -147,9 +148,9 @@ class Copies:
             while not event.query():  # `synchronize` may keep a core busy.
                 time.sleep(_PAUSE_S)
         self._watch_no_longer()
-        for group, samples in self._samples:
+        for group, samples in self._taken:
             self._changed |= _differing(group, samples)
-        self._later, self._samples = [], []
+        self._later, self._samples, self._taken = [], [], []
         if self._changed:
             raise RuntimeError(_told(sorted(self._changed)))
 
@@ -162,7 +163,7 @@ class Copies:
                 if copy.source.device == device:
                     for source, target in _pieces(copy):
                         target.copy_(source, non_blocking=True)
-            self._samples = [(group, _on_its_way(samples, device)) for group, samples in self._samples]
+            self._taken = [(group, _on_its_way(samples, device)) for group, samples in self._taken]
             self._copied.append(_now_on(stream))
         for copy in self._later:
             if copy.source.device.type == "cpu":
