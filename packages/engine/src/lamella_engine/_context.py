@@ -439,7 +439,7 @@ class Context:
     def finish_backward(self) -> None:
         """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
 
-        Effects: those of the units' `reduce_gradients`; the compute stream waits for all reductions if this was the
+        Effects: those of `Gradients.reduce`, unit by unit; the compute stream waits for all reductions if this was the
             step's last backward, or when the last gradient that comes later has come.
         """
         for state in self.states:
