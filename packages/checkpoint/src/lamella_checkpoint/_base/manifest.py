@@ -141,9 +141,12 @@ class Manifest:
 
 def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     for param, slots in optimizer.state.items():
-        for slot, value in slots.items() if isinstance(param, DTensor) else ():
+        if not isinstance(param, DTensor):
+            continue
+        has_all = param._local_tensor.shape == param.shape  # Then the whole shape does not tell.
+        for slot, value in slots.items():
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if is_plain and value.ndim and value.shape != param.shape:
+            if is_plain and value.ndim and (has_all or value.shape != param.shape):
                 yield str(slot)
 
 
