@@ -90,6 +90,7 @@ class Copies:
         self._samples = [
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
+        self._on_devices: list[torch.Tensor] = []  # Samples that are on their way: until then their memory is theirs.
         devices = {copy.source.device for copy in copies if copy.source.device.type != "cpu"}
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
@@ -133,6 +134,7 @@ class Copies:
             self._copy()
         except BaseException as caught:  # noqa: BLE001  Told by the next call, and by no thread.
             error = caught
+        self._let_go()
         _in_flight.discard(self)
         end(error)
 
@@ -149,9 +151,13 @@ class Copies:
         self._watch_no_longer()
         for group, samples in self._samples:
             self._changed |= _differing(group, samples)
-        self._later, self._samples = [], []
         if self._changed:
             raise RuntimeError(_told(sorted(self._changed)))
+
+    def _let_go(self) -> None:
+        """Hold nothing of the state: the save that this is of may be the last, and is not forgotten."""
+        self._watch_no_longer()
+        self._later, self._samples, self._on_devices = [], [], []
 
     def _queue(self) -> None:
         for device, called in self._called.items():
@@ -162,6 +168,7 @@ class Copies:
                 if copy.source.device == device:
                     for source, target in _pieces(copy):
                         target.copy_(source, non_blocking=True)
+            self._on_devices += [samples for _, samples in self._samples if samples.device == device]
             self._samples = [(group, _on_its_way(samples, device)) for group, samples in self._samples]
             self._copied.append(_now_on(stream))
         for copy in self._later:
