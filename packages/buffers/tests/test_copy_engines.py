@@ -136,6 +136,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def _transport(folder: Path) -> tuple[CopyEngineTransport, SharedAllocator]:
@@ -221,6 +222,34 @@ def test_sums_wider_than_their_wire_add_up_every_ranks_piece(
                 torch.testing.assert_close(shard, expected, rtol=0.0, atol=0.0)
 
     run_ranks(check, num_ranks)
+
+
+def test_a_gather_that_was_captured_first_leaves_nothing_to_the_next_that_its_graph_has_yet_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.full
+    words: list[torch.Tensor] = []
+
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        words.append(real(*args, **options))
+        return words[-1]
+
+    def check() -> None:
+        transport, windows = _transport(tmp_path)
+        buffer = windows.create(2 * 300, torch.float32, CPU)
+        windows.free(buffer)
+        windows.allocate(buffer)
+        monkeypatch.setattr(torch, "full", full)
+        for captured in (True, False):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+            transport.all_gather([Payload(real((300,), float(dist.get_rank())), buffer)]).wait()
+            dist.barrier()
+            if captured:
+                assert words
+                torch._foreach_zero_(words)  # a graph that was captured has not run
+        assert torch.equal(buffer, torch.arange(2.0).repeat_interleave(300))
+
+    run_ranks(check, 2, timeout_s=60.0)
 
 
 def test_gathers_and_exchanges_interleave(tmp_path: Path) -> None:

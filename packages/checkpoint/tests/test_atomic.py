@@ -12,17 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamella_checkpoint import (
-    CheckpointDamaged,
-    CheckpointFailed,
-    _dcp_read,
-    _dcp_write,
-    _directories,
-    _manifest,
-    _save,
-    load,
-    save,
-)
+from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, load, save
+from lamella_checkpoint._base import directories as _directories
+from lamella_checkpoint._base import manifest as _manifest
+from lamella_checkpoint._formats import dcp_read as _dcp_read
+from lamella_checkpoint._formats import dcp_write as _dcp_write
+from lamella_checkpoint._training import save as _save
 from lamella_testing import RankFailure, run_ranks
 
 

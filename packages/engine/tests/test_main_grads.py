@@ -122,7 +122,7 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 def _assert_no_buffers(model: nn.Module) -> None:
     """Nothing that was written is alive, and nobody has a view of it."""
     for name, state in units(model):
-        for grads in state.main_grads:
+        for grads in state.gradients.main_grads:
             assert grads._buffer is None, f"{name} kept its buffer"
             assert all(b.flat.untyped_storage().nbytes() == 0 for b in grads._spare), f"{name} kept its buffer's bytes"
         for parameter in (p for group in state.groups for p in group.parameters):
@@ -170,7 +170,7 @@ def test_gradients_are_added_in_the_reduce_dtype_and_reduced_from_where_they_wer
         model = nn.Sequential(FusedLinear(4, 14), nn.Linear(14, 13))
         fuse(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
         ((_, state),) = units(model)
-        (group,), (grads,) = state.groups, state.main_grads
+        (group,), (grads,) = state.groups, state.gradients.main_grads
         group.transport = watching = _Watching(group.transport, grads)  # type: ignore[assignment]
         for _ in range(2):
             _backward(model, torch.ones(3, 4))
@@ -199,7 +199,7 @@ def test_microbatches_without_sync_add_to_one_buffer_and_those_with_get_another(
     def on_each_rank() -> None:
         reference, model = _pair()
         block = model.get_submodule("layers.0")
-        (grads,) = dict(units(model))["layers.0"].main_grads
+        (grads,) = dict(units(model))["layers.0"].gradients.main_grads
         with no_gradient_sync(model):
             _backward(model, rows_of_this_rank(X))
             kept = grads._buffer
@@ -288,7 +288,7 @@ def test_a_buffer_lives_from_its_units_backward_until_the_next_units_reduction_a
     def on_each_rank() -> None:
         model = FusedNet()
         _shard(model)
-        layers = {name: state.main_grads[0] for name, state in units(model) if state.main_grads}
+        layers = {name: state.gradients.main_grads[0] for name, state in units(model) if state.gradients.main_grads}
         made = {name: _keep_what_is_made(grads) for name, grads in layers.items()}
         alive: dict[str, list[str]] = {}
 
@@ -336,7 +336,7 @@ def test_bytes_come_from_the_units_allocator() -> None:
                 super().free(buffer)
 
         for _, state in units(model):
-            for grads in state.main_grads:
+            for grads in state.gradients.main_grads:
                 grads.group.allocator = Counting()
         _backward(model, X)
         assert calls.count("allocate") == 2

@@ -1185,6 +1185,22 @@ def test_steps_that_wait_for_gradients_are_the_same(name: str) -> None:
     run_ranks(check, 3)
 
 
+def test_units_that_are_reduced_in_two_microbatches_on_two_streams_are_waited_for_on_both() -> None:
+    """As of two groups, one of them cast: the last microbatch may use the other one alone."""
+
+    def check() -> None:
+        state = state_of(model := shard(Net()))
+        streams, context, works = fake_streams(model), state.context, []
+        for stream in (context.all_reduce_stream, context.reduce_scatter_stream):
+            with context.on(stream):
+                works.append(streams.work())
+            context.note_installed(state.index, {stream})
+        context.wait_for_gradients_of([state])
+        assert all(work.is_before(streams.current.seen) for work in works)
+
+    run_ranks(check, 1)
+
+
 # -- streams and graphs ----------------------------------------------------------------------------------------------
 
 
@@ -1252,3 +1268,29 @@ def test_a_step_that_is_captured_gathers_nothing_and_a_captured_forward_refuses_
         assert pair.step() == []
 
     run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
+def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
+    def check() -> None:
+        pair = Pair(optimizer=_of("SGD", lr=1e-2, momentum=0.9), late_gradients=True)
+        gathered: list[str] = []
+        graphs_of: list[list[object]] = []
+        for optimizer in pair.optimizers:
+            graphs: list[object] = []
+            optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[method-assign]
+            graphs_of.append(graphs)
+        for _ in range(4):
+            pair.backward()
+            gathered += pair.step()
+            assert not state_of(pair.model).context.is_left
+        assert gathered == []
+        assert len(graphs_of[0]) == len(graphs_of[1]) > 0
+        pair.assert_looks_alike()
+
+    run_ranks(check, 2)
+
+
+def _noted(graphs: list[object], graph: Any, inputs: Any) -> Any:
+    graphs.append(graph)
+    return graph.forward

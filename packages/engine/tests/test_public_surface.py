@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -168,16 +169,17 @@ def test_recurse_reaches_the_units_below_or_does_not() -> None:
         model = shard(Net())
         sharded, layer = unit(model), unit(model.layers[0])
         for setter, argument, flag in (
-            ("set_requires_gradient_sync", False, "requires_gradient_sync"),
+            ("set_requires_gradient_sync", False, "gradients.requires_sync"),
             ("set_reshard_after_forward", False, "reshard_after_forward"),
             ("set_reshard_after_backward", False, "reshard_after_backward"),
-            ("set_reduce_scatter_unused_params", True, "reduces_unused_parameters"),
+            ("set_reduce_scatter_unused_params", True, "gradients.reduces_unused_parameters"),
             ("set_reduce_scatter_max_input_buffers", 2, "max_reductions_in_flight"),
         ):
             root, inner = (module.__dict__["_lamella_state"] for module in (sharded, layer))
+            look = attrgetter(flag)
             getattr(sharded, setter)(argument, recurse=False)
-            assert getattr(root, flag) == argument != getattr(inner, flag)
+            assert look(root) == argument != look(inner)
             getattr(sharded, setter)(argument)
-            assert getattr(inner, flag) == argument
+            assert look(inner) == argument
 
     run_ranks(check, 1)

@@ -80,13 +80,15 @@ class _Channel:
         return _Move(stream.cuda_stream, signal)
 
     def _new_signal(self, name: int) -> _Signal:
-        # On this stream, which the next move's waits for.
+        # On this stream, which the next move's waits for. In a graph that is captured nothing is written until it is
+        # replayed: such a word is that graph's alone.
         word = torch.full((1,), name, dtype=torch.int32, device=self._device)
         mine = _FLAG_NBYTES * self._rank
         tells = [[(bases[i] + mine, word.data_ptr(), _FLAG_NBYTES) for i in self.peers] for bases in self._words]
         flags = [[bases[self._rank] + _FLAG_NBYTES * i for i in self.peers] for bases in self._words]
         signal = _Signal(word, [driver.Copies(each) for each in tells], [driver.FlagOps(each, name) for each in flags])
-        self._signals[name] = signal
+        if not torch.cuda.is_current_stream_capturing():
+            self._signals[name] = signal
         return signal
 
 

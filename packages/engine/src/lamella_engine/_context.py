@@ -216,7 +216,8 @@ class Context:
         self._reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
         self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
-        self._installed: dict[int, list[torch.Event]] = {}  # by unit, in the order in which they were reduced
+        # By unit, in the order in which they were reduced, and by stream.
+        self._installed: dict[int, dict[torch.Stream, torch.Event]] = {}
 
     @property
     def is_resting(self) -> bool:
@@ -438,7 +439,7 @@ class Context:
     def finish_backward(self) -> None:
         """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
 
-        Effects: those of the units' `reduce_gradients`; the compute stream waits for all reductions if this was the
+        Effects: those of `Gradients.reduce`, unit by unit; the compute stream waits for all reductions if this was the
             step's last backward, or when the last gradient that comes later has come.
         """
         for state in self.states:
@@ -561,8 +562,8 @@ class Context:
 
     def note_installed(self, unit: int, streams: Iterable[torch.Stream]) -> None:
         """Note that a unit's gradients will be there when these streams have come here."""
-        self._installed.pop(unit, None)
-        self._installed[unit] = [stream.record_event() for stream in streams]
+        earlier = self._installed.pop(unit, {})  # of other groups, or of a reduction that was not finished since
+        self._installed[unit] = {**earlier, **{stream: stream.record_event() for stream in streams}}
 
     def reduced_first(self, without: Container[Member]) -> list[Member]:
         """Of the units whose gradients were noted, the first half by bytes in the order of their reductions."""
@@ -579,7 +580,7 @@ class Context:
     def wait_for_gradients_of(self, members: Iterable[Member]) -> None:
         """Order the compute stream after these units' gradients, of those that were noted."""
         for member in members:
-            for event in self._installed.get(member.index, ()):
+            for event in self._installed.get(member.index, {}).values():
                 self.compute_stream.wait_event(event)
 
     def _retire_all_but(self, num_left: int) -> None:

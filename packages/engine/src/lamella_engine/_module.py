@@ -172,8 +172,8 @@ class FSDPModule(fsdp2.FSDPModule):
         state = state_of(self)
         _check_between_steps(state)
         delayed = _find(state, parameter)[1]
-        if delayed not in state.delayed.parameters:
-            state.delayed.add(delayed)
+        if delayed not in state.gradients.delayed.parameters:
+            state.gradients.delayed.add(delayed)
         ref = weakref.ref(state)  # who holds the callback may be held by the state
 
         def note() -> None:
@@ -206,9 +206,9 @@ class FSDPModule(fsdp2.FSDPModule):
         _check_between_steps(state)
         found = [_find(state, parameter) for parameter in parameters]
         made = main_grads_of(found, state.context)
-        for grads in state.main_grads:
+        for grads in state.gradients.main_grads:
             grads.unmark()
-        state.main_grads = made
+        state.gradients.main_grads = made
 
     def allocate_main_grads(self) -> None:
         """Make `main_grad` there for a backward that no hook begins; nothing if it is.
@@ -217,7 +217,7 @@ class FSDPModule(fsdp2.FSDPModule):
 
         Effects: allocates the buffer on the current stream, and zeroes it.
         """
-        for grads in state_of(self).main_grads:
+        for grads in state_of(self).gradients.main_grads:
             grads.offer()
 
     def reset_iter_state(self) -> None:
@@ -243,7 +243,7 @@ class FSDPModule(fsdp2.FSDPModule):
         Kept gradients are summed in the reduce dtype. They cost a whole unsharded gradient a parameter.
         """
         for state in states_of(self, recurse):
-            state.requires_gradient_sync = requires_gradient_sync
+            state.gradients.requires_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether the parameters go after forward and are gathered again for backward, from all ranks.
@@ -288,7 +288,7 @@ class FSDPModule(fsdp2.FSDPModule):
         A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
         """
         for state in states_of(self, recurse):
-            state.requires_all_reduce = requires_all_reduce
+            state.gradients.requires_all_reduce = requires_all_reduce
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
@@ -306,7 +306,7 @@ class FSDPModule(fsdp2.FSDPModule):
             error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
             error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
             raise error
-        state.all_reduce_hook, state.all_reduce_hook_stream = hook, stream
+        state.gradients.all_reduce_hook, state.gradients.all_reduce_hook_stream = hook, stream
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Let `comm` do this unit's gathers, in memory that it allocates; not for units below.
@@ -357,7 +357,7 @@ class FSDPModule(fsdp2.FSDPModule):
         run and take part in backward on every rank all the same.
         """
         for state in states_of(self, recurse):
-            state.reduces_unused_parameters = reduce_scatter_unused_params
+            state.gradients.reduces_unused_parameters = reduce_scatter_unused_params
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
         """Say which units to gather ahead when this one's forward begins, instead of the one that came next last time.
@@ -575,7 +575,7 @@ class FSDPModule(fsdp2.FSDPModule):
         state_of(self).context.finish_left()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in states_of(self, recurse=True):
-            state.drop_gradients()
+            state.gradients.drop(state)
             for parameter in (p.sharded for group in state.groups for p in group.parameters):
                 if set_to_none:
                     parameter.grad = None

@@ -44,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, finish_left
 from lamella_engine._optimizers import held_by, shard_optimizer
-from lamella_engine._plain_steps import has_other_hooks, plain_view_of
+from lamella_engine._plain_steps import has_other_hooks, is_compiled, plain_view_of
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
 
 Parts = list[list[torch.Tensor]]
@@ -91,9 +91,22 @@ class OverlapOptimizer:
 
     # -- the optimizer's hooks ---------------------------------------------------------------------------------------
 
-    @_disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Make all parts of the step but the last, which is left to the step that follows."""
+        # A view is another object each time, for which a compiler would compile the step again.
+        if is_compiled():
+            return self._leave_whole(optimizer)
+        return self._step_in_parts(optimizer, args, kwargs)
+
+    @_disable_dynamo
+    def _leave_whole(self, optimizer: Optimizer) -> None:
+        """Have the step that follows go over everything, with all gradients there."""
+        self._contexts.clear()
+        updates.forget_step(optimizer)  # one that raised
+        finish_left()
+
+    @_disable_dynamo
+    def _step_in_parts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         contexts = list(self._contexts)
         self._contexts.clear()
         updates.forget_step(optimizer)  # one that raised
@@ -142,8 +155,9 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     outermost one with embedding and head, and one more. These gathers then run while the optimizer updates the rest,
     and forward need not wait for them. The training loop stays as it is. Weights, state and state dict are to the bit
     those of the same training without this. Clipping, gradient scalers, step hooks and learning rate schedulers work
-    as before. A step with a closure, without a backward before it, or in a CUDA graph that is captured, is made as
-    without this; `remove()` what this returns before a forward is captured.
+    as before. A step with a closure, without a backward before it, that is compiled (`torch.compile`), or in a CUDA
+    graph that is captured, gathers nothing, and is made as without this; `remove()` what this returns before a forward
+    is captured.
 
     What was gathered is gathered again at the next forward if the weights changed since: by `load_state_dict`, `.to()`,
     another optimizer, operations on the parameters. Say `mark_updated()`, on every rank, after writes that torch's

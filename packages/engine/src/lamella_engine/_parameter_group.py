@@ -509,6 +509,16 @@ def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[to
     return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
 
 
+def by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
+    """The groups that travel together, in an order that follows from the program alone."""
+    if len(groups) == 1:
+        return [list(groups)]
+    together: dict[object, list[ParameterGroup]] = {}
+    for group in groups:
+        together.setdefault((group.axes, group.reduce_op), []).append(group)
+    return list(together.values())
+
+
 def _engines(axes: DataAxes) -> CopyEngines | None:
     """What gathers over the shard axis without multiprocessors; a group of NCCL's may have a mesh of CPUs too."""
     group = None if axes.mesh.device_type == "cpu" else axes.shard_group

@@ -164,11 +164,14 @@ def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Have the step made on a view, where it can be."""
+    return _for_compiler(optimizer) if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
+
+
+def is_compiled() -> bool:
+    """Whether a compiler traces what asks this, or what comes after it. Not to be asked where Dynamo is disabled."""
     # Dynamo answers the first question itself where it traces this. It leaves out a frame that has no operators, and is
     # then still there for the step's.
-    if is_dynamo_compiling() or get_eval_frame_callback() is not None:
-        return _for_compiler(optimizer)
-    return _stepping_on_view(optimizer, args, kwargs)
+    return is_dynamo_compiling() or get_eval_frame_callback() is not None
 
 
 @_disable_dynamo

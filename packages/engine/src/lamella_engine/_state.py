@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -13,16 +12,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
-from lamella_buffers import Done, Pending, all_gather, reduce_scatter
+from lamella_buffers import Done, Pending, all_gather
 from lamella_engine import _overlapping as overlapping
 from lamella_engine import _stepping as stepping
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, Reduction, label, log
-from lamella_engine._delayed import DelayedGradients
+from lamella_engine._context import Context, Member, label, log
 from lamella_engine._extended_group import split_extended
-from lamella_engine._main_grads import MainGrads
+from lamella_engine._gradients import Gradients
 from lamella_engine._offload import CPU
-from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_engine._parameter_group import ParameterGroup, by_axes
 from lamella_engine._placements import Strategy
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_precision import MixedPrecisionPolicy
@@ -52,7 +50,6 @@ _LEGAL = {
 
 
 _AS_FSDP2 = Strategy()
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class _Gather(NamedTuple):
@@ -66,8 +63,8 @@ class FSDPState:
     """A unit's parameters and what is happening to them.
 
     Life in a step: `unshard` and `wait_for_unshard` before forward and again before backward, `reshard` after each,
-    `reduce_gradients` after backward. The hooks of `fully_shard` call these at module boundaries; a schedule that never
-    calls `module.forward` may call them itself.
+    `end_backward_by_hand` after backward. The hooks of `fully_shard` do the same at module boundaries; a schedule that
+    never calls `module.forward` may call them itself. What becomes of the gradients is told in `_gradients`.
 
     Who unshards is a holder. Hooks and plain verbs count as one, and every `Hold` as another; the parameters go when
     the last holder lets go.
@@ -99,8 +96,6 @@ class FSDPState:
         self.reshard_after_forward = reshard_after_forward
         self.strategy = strategy
         self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.reduces_unused_parameters = False
         self.unshards_in_backward = True
         self.max_reductions_in_flight = 1
         self.forward_prefetch: tuple[weakref.ref[FSDPState], ...] = ()
@@ -116,15 +111,10 @@ class FSDPState:
         self._gathered: torch.Event | None = None
         self._holders: set[object] = set()
         self._readers: list[torch.Event] = []
-        self.delayed = DelayedGradients()
-        self.main_grads: tuple[MainGrads, ...] = ()
+        self.gradients = Gradients()
         self._gathered_at = -1
         self._expects_update = False
         self._early: list[tuple[int, int]] | None = None  # versions of what was gathered before the next forward
-        self._has_sums = False  # of microbatches, in the reduce dtype: on this rank, or on another
-        self.requires_all_reduce = True
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.all_reduce_hook_stream: torch.Stream | None = None
         context.add(self)
 
     @property
@@ -155,13 +145,11 @@ class FSDPState:
         Effects: none; not a collective.
         """
         other.drop_copy()
-        self.main_grads += other.main_grads
-        self.delayed.take_over(other.delayed)
+        self.gradients.take_over(other.gradients)
         for parameter in (p for group in other.groups for p in group.parameters):
             parameter.name = f"{other.name}.{parameter.name}"
         self.groups += other.groups
-        self._has_sums |= other._has_sums
-        other.groups, other.main_grads, other._reader = (), (), self
+        other.groups, other._reader = (), self
         self._gathered_at = -1
 
     @property
@@ -212,7 +200,7 @@ class FSDPState:
         found = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
         return list(dict.fromkeys(group for group in found if group is not None))
 
-    def _check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
+    def check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
         """Refuse a collective that other ranks are not about to begin, if that is checked.
 
         Effects: none unless it is; see `OrderCheck.before`.
@@ -275,7 +263,7 @@ class FSDPState:
             self.drop_copy()
         if is_offloaded := self.is_offloaded:
             self._check_at_home()
-        self._check_order("gather", lambda: self.unsharded_nbytes)
+        self.check_order("gather", lambda: self.unsharded_nbytes)
         if is_offloaded:
             context.note_shards_are_read()
         if stepping.is_stepped(self):
@@ -294,7 +282,7 @@ class FSDPState:
             Those that the host has to wait for.
         """
         try:
-            started = [_start_gather(same) for same in _by_axes(self.groups)]
+            started = [_start_gather(same) for same in by_axes(self.groups)]
             return [each for each in started if not isinstance(each, Done)]
         except BaseException:
             for group in self.groups:
@@ -312,7 +300,7 @@ class FSDPState:
         self._finish_gather()
         for group in self.groups:
             group.install_unsharded()
-        for grads in self.main_grads:
+        for grads in self.gradients.main_grads:
             grads.mark()
         self.residency = Residency.UNSHARDED
 
@@ -632,128 +620,7 @@ class FSDPState:
         """The units to gather ahead, so that their gathers overlap with this unit's compute."""
         return [state.unit for ref in asked if (state := ref()) is not None] if asked else learned
 
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def reduce_gradients(self) -> None:
-        """Reduce the gradients that backward left into the sharded parameters' `.grad`.
-
-        A group takes part if any member has a gradient here (or whatever happened, with
-        `reduces_unused_parameters`), and then with all of its members: one without a gradient sends zeros, and gets
-        none unless `reduces_unused_parameters`.
-
-        Effects: collective on the unit's shard axis, one for all groups on the same axes, on the reduce stream; the
-            compute stream waits for the unit reduced before, whose gradients are then freed. With replicas, another
-            collective on their axis, on its own stream. No host sync on CUDA.
-        """
-        groups = [g for g in self.groups if g.has_gradients or (self.reduces_unused_parameters and g.is_trainable)]
-        if not groups:
-            self._drop_main_grads()
-            return
-        self._check_unstepped(groups)
-        context = self.context
-        context.retire_reductions()
-        compute, stream = context.compute_stream, context.reduce_scatter_stream
-        self.delayed.join(compute)
-        parts = [(group, group.take_gradients(), self._wire_of(group)) for group in groups]
-        self._has_sums = False
-        self.delayed.release(compute)
-        self._check_order("reduce", lambda: sum(g.gradient_nbytes(taken, wire) for g, taken, wire in parts))
-        stream.wait_stream(compute)
-        with label("post_backward_reduce", self.name), _no_graph():
-            reads = [gradient for _, taken, _ in parts for gradient in taken.values() if gradient is not None]
-            with context.on(stream):
-                reduced, moves = {}, {}
-                for group, taken, wire in parts:
-                    made = group.new_reduced(taken, self._sum_dtype_of(group), self.reduces_unused_parameters)
-                    reduced[group], moves[group] = made, (taken, wire, made.shards)
-                for same in _by_axes(groups):
-                    transport = same[0].reduce_transport or same[0].transport
-                    reduce_scatter([moves[group] for group in same], transport, same[0].reduce_op).wait()
-                for group in groups:
-                    if group.partial is not None:
-                        reduced[group] = group.add_partial(reduced[group])
-                event = stream.record_event()
-                context.hold(self._reduction(event, reads, compute))
-                self._finish_reductions(reduced, event)
-
-    def _wire_of(self, group: ParameterGroup) -> torch.dtype:
-        """What a group's gradients travel in. Sums of microbatches, and what layers add up, are as wide as they get."""
-        if self._has_sums or (self.main_grads and any(grads.group is group for grads in self.main_grads)):
-            return group.reduce_dtype
-        return group.wire_dtype
-
-    def _sum_dtype_of(self, group: ParameterGroup) -> torch.dtype:
-        """What a group's gradients are added up in. A hook is shown what the policy says."""
-        return group.sum_dtype if self.all_reduce_hook is None else group.reduce_dtype
-
-    def _reduction(self, event: torch.Event, reads: list[torch.Tensor], compute: torch.Stream) -> Reduction:
-        """What keeps a reduction's gradients alive, wherever they were made."""
-        buffers = [taken for grads in self.main_grads if (taken := grads.take()) is not None]
-        streams = (compute, *self.delayed.take_streams(), *(stream for stream, _ in buffers))
-        return Reduction(event, reads, streams, tuple(free for _, free in buffers))
-
-    def _finish_reductions(self, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> None:
-        """Install what was reduced over all axes, and let optimizers step it that do so in backward.
-
-        The reduce stream must be current.
-        """
-        finished = {group: self._finish_reduction(group, part, event) for group, part in reduced.items()}
-        if overlapping.waits_late():
-            self.context.note_installed(self.index, {stream for stream in finished.values() if stream is not None})
-        if not (stepping.is_asked_for() and self._may_be_stepped):
-            return
-        streams = {group: stream for group, stream in finished.items() if stream is not None and _may_step(group)}
-        parameters = [p.sharded for group in streams for p in group.members(reduced[group].present)]
-        made_on = dict.fromkeys(streams.values())
-        with label("step_in_backward", self.name), self.context.on_updates(made_on):
-            freed = stepping.step(self, parameters)
-        self.context.hold_update(freed, made_on)
-
-    def _check_unstepped(self, groups: Sequence[ParameterGroup]) -> None:
-        """Refuse a part of a gradient that comes after an optimizer has used the rest."""
-        if stepping.is_stepped(self):
-            takes = self.reduces_unused_parameters
-            late = [p.sharded for group in groups for p in group.parameters if takes or p.has_gradient]
-            stepping.check_gradients_unused(late, f"another part of the gradients of {self.title}")
-
-    @property
-    def _may_be_stepped(self) -> bool:
-        """Whether nobody but backwards that are to come reads main weights: see Note [When a unit is stepped]."""
-        is_last = self.context.is_in_backward and self.context.is_last_backward
-        return is_last and not (self.num_holds or self.delayed.are_expected or self.is_unsharding)
-
-    def _finish_reduction(self, group: ParameterGroup, reduced: Reduced, event: torch.Event) -> torch.Stream | None:
-        """Reduce over the axes that are left, and install the gradients; or keep that for a later microbatch.
-
-        Returns:
-            The stream that they were installed on, if they were.
-        """
-        context = self.context
-        has_outer = group.replicas is not None or group.outer is not None
-        waits = self.strategy.reduces_outer_once and not context.is_last_backward
-        if has_outer and (waits or not self.requires_all_reduce):
-            group.partial = reduced
-            return None
-        stream = context.reduce_scatter_stream
-        if has_outer or self.all_reduce_hook is not None or reduced.shards.dtype != group.main_weight.dtype:
-            stream = self.all_reduce_hook_stream or context.all_reduce_stream
-            stream.wait_event(event)
-        if has_outer:
-            self._check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
-        with context.on(stream) if stream is not context.reduce_scatter_stream else _AS_IT_IS:
-            total = group.reduce_over_outer(reduced)
-            if self.all_reduce_hook is not None:
-                self.all_reduce_hook(total.shards.flat)
-            group.install_gradients(total)
-            hooks = group.hooks(total.present)
-            if group.offload is not None:
-                context.expect_gradients(hooks)
-            else:
-                for hook in hooks:
-                    hook()
-            if stream is not context.reduce_scatter_stream:
-                context.hold_all_reduce(Reduction(stream.record_event(), [reduced.shards.flat]))
-        return stream
+    # -- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Unshard for the unit's backward, and gather the next unit ahead."""
@@ -764,7 +631,7 @@ class FSDPState:
         self.awaits_backward_end = True
         if self._early is not None:
             self.drop_stale_weights()
-        for grads in self.main_grads:
+        for grads in self.gradients.main_grads:
             grads.offer()
         with label("pre_backward", self.name):
             ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
@@ -784,7 +651,7 @@ class FSDPState:
             with label("post_backward_reshard", self.name):
                 self.reshard()
         if is_complete:
-            self._use_gradients()
+            self.gradients.use(self)
 
     def end_backward_by_hand(self) -> None:
         """The same for a backward that no hook ends; who drives it reshards.
@@ -792,22 +659,23 @@ class FSDPState:
         Raises:
             RuntimeError: A hook will end it, or no gradient is there.
 
-        Effects: those of `reduce_gradients`, unless gradients are kept or still to come.
+        Effects: those of `Gradients.reduce`, unless gradients are kept or still to come.
         """
         if self.awaits_backward_end:
             raise RuntimeError(
                 f"Expected a unit whose backward no hook ends, got {self.title} in the middle of one. It is reduced "
                 "when that is over."
             )
-        self._settle_main_grads()
+        gradients = self.gradients
+        gradients.settle(self.context.compute_stream)
         trains = any(group.is_trainable for group in self.groups)
-        if trains and not (self.has_gradients or self.delayed.parameters or self.reduces_unused_parameters):
+        if trains and not (self.has_gradients or gradients.delayed.parameters or gradients.reduces_unused_parameters):
             raise RuntimeError(
                 f"Expected gradients to reduce in {self.title}, got none. Run its backward first; where some ranks "
                 "have none, call set_reduce_scatter_unused_params(True)."
             )
         if self._note_end():
-            self._use_gradients()
+            gradients.use(self)
 
     def note_gradient(self, parameter: ShardedParameter) -> None:
         """Note that a delayed gradient is there, made on the current stream.
@@ -817,40 +685,22 @@ class FSDPState:
 
         Effects: with the last one of a backward, those that the end of the backward was put off with.
         """
-        if not self.delayed.arrive(parameter, self.context.compute_stream):
+        delayed = self.gradients.delayed
+        if not delayed.arrive(parameter, self.context.compute_stream):
             return
-        if not self.delayed.num_due:
-            self.reshard(holder=self.delayed)
-        self._use_gradients()
+        if not delayed.num_due:
+            self.reshard(holder=delayed)
+        self.gradients.use(self)
         self.context.finish_awaited()
 
     def _note_end(self) -> bool:
         """Whether all gradients are there. If not, the modules hold the parameters that get them until they are."""
-        if not self.delayed.are_expected or self.delayed.end(self.context.compute_stream):
+        delayed = self.gradients.delayed
+        if not delayed.are_expected or delayed.end(self.context.compute_stream):
             return True
         if self._residency is Residency.UNSHARDED:
-            self._holders.add(self.delayed)
+            self._holders.add(delayed)
         return False
-
-    def _use_gradients(self) -> None:
-        """Reduce the gradients, or keep them for a later microbatch, or for one that still waits for delayed ones."""
-        self._settle_main_grads()
-        if self._waits_for_later or self.delayed.num_due:
-            self._has_sums = True
-            self.delayed.join(self.context.compute_stream)
-            for group in self.groups:
-                group.accumulate_gradients()
-            self.delayed.release(self.context.compute_stream)
-            return
-        self.reduce_gradients()
-        if self.context.is_last_backward:
-            self._expect_an_update()
-
-    @property
-    def _waits_for_later(self) -> bool:
-        """Whether gradients are kept for a later microbatch."""
-        reduces_once = self.strategy.reduces_once and not self.context.is_last_backward
-        return reduces_once or not self.requires_gradient_sync
 
     @property
     def has_gradients(self) -> bool:
@@ -860,7 +710,7 @@ class FSDPState:
     @property
     def awaits_gradients(self) -> bool:
         """Whether a backward of the unit ended, and some of its gradients come later."""
-        return self.delayed.num_due > 0
+        return self.gradients.delayed.num_due > 0
 
     def finish_backward(self) -> None:
         """End what autograd did not reach: inputs that need no gradient, a forward whose output was not used.
@@ -874,18 +724,7 @@ class FSDPState:
             self.end_backward()
         elif self.reshard_after_backward:
             self.reshard()
-        self._has_sums |= self._waits_for_later  # here too, if it is another rank that used the unit
-        if self.awaits_gradients or self.num_holds:
-            return
-        self._settle_main_grads()
-        if self.has_gradients:
-            self._use_gradients()
-        if not self.requires_gradient_sync or not self.context.is_last_backward:
-            return
-        self._drop_main_grads()
-        if self.requires_all_reduce:
-            self._reduce_partials()
-        self._expect_an_update()
+        self.gradients.finish(self)
 
     def check_ended(self) -> None:
         """Refuse to end a step that somebody holds the unit in, or that gradients are missing from.
@@ -893,67 +732,29 @@ class FSDPState:
         Raises:
             RuntimeError: So it is.
         """
-        if self.delayed.missing:
+        if missing := self.gradients.delayed.missing:
             raise RuntimeError(
                 f"Expected every delayed gradient of {self.title} at the end of a step, got none yet for "
-                f"{self.delayed.missing}. Compute them, and call the callback that `delay_gradient` gave for each."
+                f"{missing}. Compute them, and call the callback that `delay_gradient` gave for each."
             )
         self.check_not_held()
 
-    def _settle_main_grads(self) -> None:
-        if self.main_grads:  # which delayed gradients may be in, or be added to
-            self.delayed.join(self.context.compute_stream)
-        for grads in self.main_grads:
-            grads.settle()
-
-    def _drop_main_grads(self) -> None:
-        for grads in self.main_grads:
-            grads.drop()
-
-    def _expect_an_update(self) -> None:
+    def expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
         overlapping.expect_step(self.context)
         for group in self.groups:
             if self.strategy.keeps_copy or group.outer is not None:
                 self._expects_update = True
 
-    def _reduce_partials(self) -> None:
-        """Reduce over the outer axis what this backward added nothing to."""
-        groups = [group for group in self.groups if group.partial is not None]
-        if not groups:
-            return
-        stream = self.context.reduce_scatter_stream
-        stream.wait_stream(self.context.compute_stream)
-        with label("post_backward_reduce", self.name), torch.no_grad():
-            partials = {group: group.partial for group in groups if group.partial is not None}
-            for group in groups:
-                group.partial = None
-            with self.context.on(stream):
-                self._finish_reductions(partials, stream.record_event())
-
-    def drop_gradients(self) -> None:
-        """Forget gradients that were not reduced."""
-        self._has_sums = False
-        for group in self.groups:
-            group.partial = None
-            for parameter in group.parameters:
-                parameter.drop_gradient()
-        self._drop_main_grads()
-
     def abandon(self) -> None:
         """Drop this pass: gradients that were not reduced, and the unsharded parameters."""
         self._awaited.clear()
         self.awaits_backward_end = False
-        self.delayed.forget()
+        self.gradients.delayed.forget()
         stepping.forget(self)
-        self.drop_gradients()
+        self.gradients.drop(self)
         self._holders.clear()
         self.reshard()
-
-
-def _no_graph() -> AbstractContextManager[object]:
-    """Record no graph. As a rule autograd runs, which records none either, and torch's context costs 18 us."""
-    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 def _gather_ahead(members: Sequence[Member], direction: str) -> None:
@@ -962,22 +763,8 @@ def _gather_ahead(members: Sequence[Member], direction: str) -> None:
             member.unshard()
 
 
-def _may_step(group: ParameterGroup) -> bool:
-    return group.offload is None and not group.computes_with_main
-
-
 def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:
     first = groups[0]
     if first.parts is not None and first.neighbours is not None:
         return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
     return all_gather([group.prepare_gather() for group in groups], first.transport)
-
-
-def _by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
-    """The groups that travel together, in an order that follows from the program alone."""
-    if len(groups) == 1:
-        return [list(groups)]
-    together: dict[object, list[ParameterGroup]] = {}
-    for group in groups:
-        together.setdefault((group.axes, group.reduce_op), []).append(group)
-    return list(together.values())

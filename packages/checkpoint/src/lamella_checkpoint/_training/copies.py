@@ -90,7 +90,7 @@ class Copies:
         self._samples = [
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
-        self._on_devices: list[torch.Tensor] = []  # Samples that are on their way: until then their memory is theirs.
+        self._taken = list(self._samples)  # On the host later; those on devices are held until they have been copied.
         devices = {copy.source.device for copy in copies if copy.source.device.type != "cpu"}
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
@@ -149,7 +149,7 @@ class Copies:
             while not event.query():  # `synchronize` may keep a core busy.
                 time.sleep(_PAUSE_S)
         self._watch_no_longer()
-        for group, samples in self._samples:
+        for group, samples in self._taken:
             self._changed |= _differing(group, samples)
         if self._changed:
             raise RuntimeError(_told(sorted(self._changed)))
@@ -157,7 +157,7 @@ class Copies:
     def _let_go(self) -> None:
         """Hold nothing of the state: the save that this is of may be the last, and is not forgotten."""
         self._watch_no_longer()
-        self._later, self._samples, self._on_devices = [], [], []
+        self._later, self._samples, self._taken = [], [], []
 
     def _queue(self) -> None:
         for device, called in self._called.items():
@@ -168,8 +168,7 @@ class Copies:
                 if copy.source.device == device:
                     for source, target in _pieces(copy):
                         target.copy_(source, non_blocking=True)
-            self._on_devices += [samples for _, samples in self._samples if samples.device == device]
-            self._samples = [(group, _on_its_way(samples, device)) for group, samples in self._samples]
+            self._taken = [(group, _on_its_way(samples, device)) for group, samples in self._taken]
             self._copied.append(_now_on(stream))
         for copy in self._later:
             if copy.source.device.type == "cpu":
