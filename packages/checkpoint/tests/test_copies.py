@@ -1,8 +1,10 @@
 """The state of a save in the background is that of the call, whatever training does while it is being copied."""
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -255,6 +257,29 @@ def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(tmp_path, gate,
         handle.wait()
     saver.wait()
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("copy", [lambda _: [][0], lambda copies: copies._changed.add("model.weight")])
+def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path, saver, monkeypatch, copy):
+    monkeypatch.setattr(_copies.Copies, "_queue", copy)
+    model = large(1.0)
+    storages = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
+    handle = saver.save(tmp_path / "a", model=model)
+    with pytest.raises(CheckpointFailed):
+        handle.wait()
+    del model
+    gc.collect()  # Errors are in cycles with the frames that they went through.
+    assert handle._copies is not None
+    assert [storage() for storage in storages] == [None, None]
+
+
+def test_saves_inside_and_outside_of_inference_mode_use_one_memory(tmp_path):
+    with AsyncSaver() as saver:
+        with torch.inference_mode():
+            saver.save(tmp_path / "a", model=large(1.0))
+            saver.wait()
+        saver.save(tmp_path / "b", model=large(2.0))
+    assert [value_of(tmp_path / name) for name in "ab"] == [1.0, 2.0]
 
 
 def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp_path, gate):

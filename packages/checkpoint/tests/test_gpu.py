@@ -131,6 +131,22 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(kit, tmp_path, monkeypa
 
 
 @pytest.mark.gpu1
+def test_what_was_taken_in_the_call_keeps_its_memory_until_it_has_been_copied(tmp_path):
+    def save_and_reuse_memory():
+        model = torch.nn.Linear(16384, 16384, device="cuda")  # 1 GiB, which is copied before the samples are.
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "a", model=model).wait()
+            torch.cuda._sleep(500_000_000)  # About a quarter of a second.
+            handle = saver.save(tmp_path / "a", model=model)
+            handle._copies._are_queued.wait()
+            small = [torch.full((128,), -1, dtype=torch.int32, device="cuda") for _ in range(4096)]
+            handle.wait()
+        return len(small)
+
+    assert run_ranks(save_and_reuse_memory, 1, device="cuda") == [4096]
+
+
+@pytest.mark.gpu1
 def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goes_on(kit, tmp_path):
     def save_while_the_gpu_is_busy():
         model, optimizer = build(kit, fused=True)

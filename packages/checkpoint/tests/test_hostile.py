@@ -19,6 +19,7 @@ from lamella_checkpoint import (
     CheckpointDamaged,
     CheckpointMismatch,
     CheckpointUntrusted,
+    OptionConflict,
     convert,
     diff,
     inspect,
@@ -114,6 +115,25 @@ def test_so_is_a_configuration(path, harm):
 def test_manifests_that_make_no_sense_are_refused(path, file, change):
     (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
     refused(path / file, lambda: load(path, model=nn.Linear(2, 2)))
+
+
+def change_manifest(path, **changes):
+    file = path / "lamella.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"class": {}, "options": []},
+        {"class": "a", "options": [1, "lr"]},
+        {"class": "a", "options": [], "local_slots": [1, "b"]},
+    ],
+)
+def test_an_optimizers_names_are_text(path, kind):
+    change_manifest(path, optimizer=kind)
+    forget_checksums(path)
+    refused(path / "lamella.json", lambda: convert(path, path.parent / "b", to="dcp"), "expected names")
 
 
 def write_safetensors(file, header, data=b""):
@@ -478,6 +498,20 @@ def test_what_is_shown_is_text_on_lines_of_its_own(tmp_path):
     ]
     assert len(shown) > 8 and all(line.isprintable() for line in shown)
     assert any(r"a\n\x1b[2J\u202eb" in line for line in shown)
+
+
+def test_a_refused_load_shows_text_too(path):
+    torch.save({_ESCAPES: torch.ones(2)}, path.parent / "a.pt")
+    change_manifest(path, optimizer={"class": _ESCAPES, "options": [_ESCAPES]})
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for each in (path, path.parent / "a.pt"):
+        with pytest.raises(CheckpointMismatch) as info:
+            load(each, model=model, optimizer=optimizer, verify=False)
+        assert all(line.isprintable() for line in str(info.value).split("\n"))
+        assert r"a\n\x1b[2J\u202eb" in str(info.value)
+    conflict = OptionConflict(_ESCAPES, 0, "a", 1 << 100_000, _ESCAPES, 2)
+    assert "<int> for a" in str(conflict) and str(conflict).isprintable()
 
 
 def test_a_number_that_python_does_not_write_out_is_shown_as_one(tmp_path):

@@ -59,6 +59,11 @@ def over_all(values):
     return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
+def over_any(values):
+    """Also where a rank is alone, as `fully_shard` does."""
+    return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
 def over_two_axes(values):
     """Tensor parallelism cuts first, as Megatron-FSDP's meshes say, and there are two replicas of everything."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
@@ -119,7 +124,9 @@ def assert_holds_what_one_rank_has(path, num_steps):
             assert torch.equal(state[slot], value), (name, slot)
 
 
-@pytest.mark.parametrize(("make_sharded", "num_ranks"), [(over_all, 4), (over_all, 3), (over_two_axes, 8), (uneven, 3)])
+@pytest.mark.parametrize(
+    ("make_sharded", "num_ranks"), [(over_all, 4), (over_all, 3), (over_any, 1), (over_two_axes, 8), (uneven, 3)]
+)
 @pytest.mark.parametrize("flat", [False, True])
 def test_training_on_shards_resumes_on_other_ranks(tmp_path, make_sharded, num_ranks, flat):
     def train_and_save():

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from lamella_checkpoint._base.text import printable, short
+
 _LINES_SHOWN = 10
 
 
@@ -21,7 +23,7 @@ class NameDifference(NamedTuple):
     def __str__(self) -> str:
         saved = "absent from the checkpoint" if self.saved is None else f"{self.saved} in the checkpoint"
         live = "unknown here" if self.live is None else f"{self.live} here"
-        return f"{self.name}: {saved}, {live}"
+        return printable(f"{self.name}: {saved}, {live}")
 
 
 class OptionConflict(NamedTuple):
@@ -35,9 +37,10 @@ class OptionConflict(NamedTuple):
     second_value: object
 
     def __str__(self) -> str:
-        return (
-            f"{self.option}: {self.first_value!r} for {self.first} and {self.second_value!r} for {self.second}"
-            f" in the checkpoint, both in parameter group {self.group} here"
+        first, second = short(self.first_value), short(self.second_value)
+        return printable(
+            f"{self.option}: {first} for {self.first} and {second} for {self.second} in the checkpoint, "
+            f"both in parameter group {self.group} here"
         )
 
 
@@ -73,7 +76,7 @@ class Differences:
     def lines(self) -> Iterator[str]:
         """The differences as text, first differences first."""
         if self.kinds is not None:
-            yield f"optimizer: a {self.kinds[0]} in the checkpoint, a {self.kinds[1]} here"
+            yield printable(f"optimizer: a {self.kinds[0]} in the checkpoint, a {self.kinds[1]} here")
         yield from map(str, self.names)
         yield from map(str, self.conflicts)
 

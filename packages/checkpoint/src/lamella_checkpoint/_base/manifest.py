@@ -121,29 +121,34 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, content: Mapping[str, Any]) -> "Manifest":
-        kind = content["optimizer"]
         if not isinstance(content["extra"], dict):
             raise ValueError(f"expected extra to be a dict, got {type(content['extra']).__name__}")
         return cls(
             extra=content["extra"],
             num_ranks=content["num_ranks"],
-            optimizer=kind
-            and OptimizerKind(
-                class_name=kind["class"],
-                options=frozenset(kind["options"]),
-                local_slots=frozenset(kind.get("local_slots", ())),
-            ),
+            optimizer=content["optimizer"] and _kind_from_json(content["optimizer"]),
             checksums=content.get("checksums"),
             side_files=content.get("side_files"),
             save_id=content.get("save_id"),
         )
 
 
+def _kind_from_json(content: Mapping[str, Any]) -> OptimizerKind:
+    options, local_slots = content["options"], content.get("local_slots", [])
+    for value in (content["class"], *options, *local_slots):
+        if not isinstance(value, str):
+            raise ValueError(f"expected names of the optimizer's, got {short(value)}")
+    return OptimizerKind(class_name=content["class"], options=frozenset(options), local_slots=frozenset(local_slots))
+
+
 def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     for param, slots in optimizer.state.items():
-        for slot, value in slots.items() if isinstance(param, DTensor) else ():
+        if not isinstance(param, DTensor):
+            continue
+        has_all = param._local_tensor.shape == param.shape  # Then the whole shape does not tell.
+        for slot, value in slots.items():
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if is_plain and value.ndim and value.shape != param.shape:
+            if is_plain and value.ndim and (has_all or value.shape != param.shape):
                 yield str(slot)
 
 

@@ -134,6 +134,7 @@ class Copies:
             self._copy()
         except BaseException as caught:  # noqa: BLE001  Told by the next call, and by no thread.
             error = caught
+        self._let_go()
         _in_flight.discard(self)
         end(error)
 
@@ -150,9 +151,13 @@ class Copies:
         self._watch_no_longer()
         for group, samples in self._taken:
             self._changed |= _differing(group, samples)
-        self._later, self._samples, self._taken = [], [], []
         if self._changed:
             raise RuntimeError(_told(sorted(self._changed)))
+
+    def _let_go(self) -> None:
+        """Hold nothing of the state: the save that this is of may be the last, and is not forgotten."""
+        self._watch_no_longer()
+        self._later, self._samples, self._taken = [], [], []
 
     def _queue(self) -> None:
         for device, called in self._called.items():

@@ -27,7 +27,8 @@ class Slot(NamedTuple):
 class Memory:
     """Anonymous memory that other processes map by its descriptor; it lives as long as one of them has it.
 
-    No file of it is seen anywhere, and `/dev/shm` may be as small as it likes.
+    No file of it is seen anywhere, and `/dev/shm` may be as small as it likes. Its tensors are no inference tensors,
+    whoever asks for them: threads write to them, and later saves.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -57,6 +58,7 @@ class Memory:
             os.posix_fallocate(self.descriptor, 0, nbytes)
             self.map(nbytes)
 
+    @torch.inference_mode(mode=False)
     def map(self, nbytes: int) -> None:
         """See the first `nbytes`, which somebody has allocated."""
         if nbytes != self.nbytes:
@@ -84,6 +86,7 @@ class Memory:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @torch.inference_mode(mode=False)
     def tensor(self, slot: Slot) -> torch.Tensor:
         """A slot as a tensor, a view of the memory."""
         return self._bytes.narrow(0, slot.offset, _nbytes(slot)).view(slot.dtype).view(slot.sizes)
