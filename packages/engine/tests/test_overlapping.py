@@ -902,6 +902,24 @@ def test_a_unit_that_two_optimizers_share_is_not_gathered_in_the_step_of_either(
     run_ranks(check, 2)
 
 
+class _OwnAdamW(torch.optim.AdamW):
+    """Of torch's own the version counters of a step would show what was gathered too early."""
+
+
+def test_what_is_frozen_between_a_backward_and_its_step_is_updated_before_it_is_gathered() -> None:
+    def check() -> None:
+        pair = Pair(optimizer=lambda model: _OwnAdamW(model.parameters(), lr=1e-2, foreach=True))
+        pair.train()
+        pair.backward()
+        for model in pair.models:
+            for parameter in model.stem.parameters():
+                parameter.requires_grad_(False)
+        pair.step()
+        pair.assert_looks_alike()
+
+    run_ranks(check, 2)
+
+
 def test_frozen_units_are_gathered_with_those_that_train() -> None:
     def check() -> None:
         def apply(model: Net) -> None:
@@ -1069,6 +1087,19 @@ def test_each_part_of_a_step_waits_for_its_own_gradients(
             late.optimizer.zero_grad()
 
     run_ranks(check, 2**num_axes)
+
+
+def test_gradients_of_the_last_of_several_microbatches_are_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        late = _Late(monkeypatch)
+        for _ in range(2):
+            for _ in range(2):
+                assert late.backward() >= OUTER
+            late.optimizer.step()
+            assert late.missing() == set()
+            late.optimizer.zero_grad()
+
+    run_ranks(check, 2)
 
 
 def _clip(late: _Late) -> None:

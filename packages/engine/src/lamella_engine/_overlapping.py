@@ -58,7 +58,9 @@ class OverlapOptimizer:
         self._key = key = next(_keys)
         # Weak: it holds this, by its hooks.
         self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
-        self._contexts: weakref.WeakKeyDictionary[Context, None] = weakref.WeakKeyDictionary()
+        self._contexts: weakref.WeakKeyDictionary[Context, bool] = (
+            weakref.WeakKeyDictionary()
+        )  # and if gradients are late
         # Not a WeakSet: ranks must free in the same order.
         self._early: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
         self._before = optimizer.register_step_pre_hook(self._before_step)
@@ -82,12 +84,15 @@ class OverlapOptimizer:
 
     def expect_step(self, context: Context) -> None:
         """Note that a tree of units is at the end of its last backward: what comes next is a step."""
-        if context in self._contexts:
-            return
-        self._contexts[context] = None
-        if self.waits_late and (optimizer := self._optimizer()) is not None:
-            held = {id(p) for p in held_by(optimizer)}
-            context.leaves_reductions |= any(id(p) in held for member in context.states for p in member.trained)
+        if context not in self._contexts:
+            self._contexts[context] = self.waits_late and self._holds_some_of(context)
+        # Of every microbatch: one that another follows may not say so, and that one's forward finishes its reductions.
+        context.leaves_reductions |= self._contexts[context]
+
+    def _holds_some_of(self, context: Context) -> bool:
+        optimizer = self._optimizer()
+        held = set() if optimizer is None else {id(p) for p in held_by(optimizer)}
+        return any(id(p) in held for member in context.states for p in member.trained)
 
     # -- the optimizer's hooks ---------------------------------------------------------------------------------------
 

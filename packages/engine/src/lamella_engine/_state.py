@@ -417,8 +417,9 @@ class FSDPState:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The sharded forms that take gradients, of a unit at rest."""
-        return [p.sharded for group in self.groups for p in group.parameters if p.sharded.requires_grad]
+        """The sharded forms that take gradients, or have one that a step would still use, of a unit at rest."""
+        forms = (p.sharded for group in self.groups for p in group.parameters)
+        return [form for form in forms if form.requires_grad or form.grad is not None]
 
     def gather_early(self) -> None:
         """Start gathering for the next forward: whoever updates the parameters is done with them.
