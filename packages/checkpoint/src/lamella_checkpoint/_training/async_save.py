@@ -318,7 +318,7 @@ class AsyncSaver:
 
 
 class _Process:
-    """A process that runs `_async_process.serve`: begun by exec, since a fork could not live beside CUDA."""
+    """A process that runs `async_process.serve`: begun by exec, since a fork could not live beside CUDA."""
 
     def __init__(self, memory: Memory) -> None:
         self.connection, theirs = Pipe()
