@@ -19,7 +19,7 @@ from torch import nn
 from lamella_checkpoint import CheckpointDamaged, convert, diff, load, open_both, save, save_safetensors
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.safetensors import DTYPES, SafetensorsSource
-from lamella_checkpoint._tools.convert import SIDE_FILES
+from lamella_checkpoint._tools.plan import SIDE_FILES
 from lamella_checkpoint._translation.translate import rename
 
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]

@@ -27,7 +27,6 @@ from lamella_checkpoint._state.shards import LiveShard as LiveShard
 from lamella_checkpoint._state.shards import PiecesOfTensor as PiecesOfTensor
 from lamella_checkpoint._state.shards import written_pieces as written_pieces
 from lamella_checkpoint._tools.convert import Conversion as Conversion
-from lamella_checkpoint._tools.convert import Target as Target
 from lamella_checkpoint._tools.convert import convert as convert
 from lamella_checkpoint._tools.convert import open_both as open_both
 from lamella_checkpoint._tools.diff import Diff as Diff
@@ -35,6 +34,7 @@ from lamella_checkpoint._tools.diff import Difference as Difference
 from lamella_checkpoint._tools.diff import diff as diff
 from lamella_checkpoint._tools.inspect import Inspection as Inspection
 from lamella_checkpoint._tools.inspect import inspect as inspect
+from lamella_checkpoint._tools.plan import Target as Target
 from lamella_checkpoint._tools.verify import Problem as Problem
 from lamella_checkpoint._tools.verify import Verification as Verification
 from lamella_checkpoint._tools.verify import verify as verify
