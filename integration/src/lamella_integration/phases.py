@@ -13,8 +13,8 @@ from lamella_integration.report import Phases
 
 THIN_HEAD_DIM = 16
 THIN_NUM_TOKENS = 64
-NUM_HOST_STEPS = 10
-NUM_HOST_WARMUP_STEPS = 3  # In the first step units learn their order, and libraries load.
+NUM_HOST_STEPS = 40
+NUM_HOST_WARMUP_STEPS = 4  # In the first step units learn their order, and libraries load; in the fourth some capture.
 
 
 def phases_of(training: Training, tokens: torch.Tensor, labels: torch.Tensor) -> Phases:
@@ -46,24 +46,27 @@ def host_seconds(backend: Backend, workload: Workload) -> float:
 
     What it does for each unit (hooks, launches) does not depend on sizes, so it is timed on a thin model: the same
     layers and parameters, each so small that the device is done sooner than the host, from an idle device until
-    backward has returned. The median of `NUM_HOST_STEPS` steps, of which the optimizer's part is not counted. Budgets
-    in bytes hold more units of a thin model. On a CPU it is the whole time, computing included.
+    backward has returned. The mean of the fastest tenth of `NUM_HOST_STEPS` steps, since what else a host does only
+    adds to them. The optimizer's part is not counted, unless the step is captured: then all of it is one launch.
+    Budgets in bytes hold more units of a thin model. On a CPU it is the whole time, computing included.
 
     Every rank must call it.
     """
     thin = _thin(workload)
     training = backend(thin)
     tokens, labels = thin.batch(THIN_NUM_TOKENS)
+    launch = training.step if training.is_captured else training.accumulate
     seconds = []
     for _ in range(NUM_HOST_WARMUP_STEPS + NUM_HOST_STEPS):
         if workload.device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
-        training.accumulate(tokens, labels)
+        launch(tokens, labels)
         seconds.append(time.perf_counter() - begin)
-        training.optimizer_step()
-        training.zero_grad()
-    return statistics.median(seconds[NUM_HOST_WARMUP_STEPS:])
+        if not training.is_captured:
+            training.optimizer_step()
+            training.zero_grad()
+    return statistics.mean(sorted(seconds[NUM_HOST_WARMUP_STEPS:])[: NUM_HOST_STEPS // 10])
 
 
 def _thin(workload: Workload) -> Workload:

@@ -238,7 +238,9 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, wa
     def save_and_change():
         model = large(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()  # Loads its kernels: that may wait for every stream.
+        with torch.no_grad():
+            model.weight.fill_(1.0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             model.weight.data.add_(1.0)
