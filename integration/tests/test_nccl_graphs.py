@@ -1,58 +1,95 @@
 """On GPUs: a whole step captured as one CUDA graph and replayed."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, capture_step, fully_shard
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_testing import run_ranks
 
 ALL_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(num, marks=getattr(pytest.mark, f"gpu{num}")) for num in (1, 2, 4)]
 )
-NUM_STEPS = 6
+NUM_STEPS = 8
+
+
+class Loop:
+    """A sharded model of several units and a step over it, with clipping and a learning rate that falls."""
+
+    def __init__(self, reduce_dtype: torch.dtype | None) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.task = TASKS["llama"]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        self.model: nn.Module = shard(self.task.model(device=self.device), fully_shard, mp_policy=policy)
+        rate: Any = torch.tensor(3e-3, device=self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True, capturable=True)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.task.loss(self.model(tokens), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def losses(self, step: Any) -> list[float]:
+        found = []
+        for index in range(NUM_STEPS):
+            tokens, labels = self.task.batch(index)  # On the host: a captured step brings them to the device.
+            if step == self.step:
+                tokens, labels = tokens.to(self.device), labels.to(self.device)
+            found.append(step(tokens, labels))
+            self.scheduler.step()
+        return [loss.item() for loss in found]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: unsharded(parameter.detach()).cpu() for name, parameter in self.model.named_parameters()}
 
 
 @ALL_RANKS
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_a_captured_step_replays_as_the_eager_one(num_ranks: int, reduce_dtype: torch.dtype | None) -> None:
-    task = TASKS["llama"]
-
-    def weights_after(*, captured: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-        device = torch.device("cuda", torch.cuda.current_device())
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        model: nn.Module = shard(task.model(device=device), fully_shard, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True, capturable=True)
-        tokens, labels = (tensor.to(device) for tensor in task.batch(0))
-
-        def step() -> torch.Tensor:
-            loss = task.loss(model(tokens), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        losses = []
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            losses += [step().item() for _ in range(3)]
-        torch.cuda.current_stream().wait_stream(side)
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                loss = step()
-            for _ in range(NUM_STEPS):
-                graph.replay()
-                losses.append(loss.item())
-        else:
-            losses += [step().item() for _ in range(NUM_STEPS)]
-        return losses, {name: unsharded(p.detach()).cpu() for name, p in model.named_parameters()}
-
-    def both() -> tuple[object, object]:
-        return weights_after(captured=False), weights_after(captured=True)
+    def both() -> list[object]:
+        eager = Loop(reduce_dtype)
+        expected = eager.losses(eager.step), eager.weights()
+        loop = Loop(reduce_dtype)
+        step = capture_step(loop.step, loop.optimizer)
+        found = loop.losses(step), loop.weights()
+        assert step.is_captured
+        return [expected, found]
 
     for eager, captured in run_ranks(both, num_ranks, device="cuda"):
         torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.gpu1
+def test_hooks_that_wait_are_called_before_each_replay() -> None:
+    def num_waits() -> int:
+        loop = Loop(None)
+        waits: list[object] = []
+
+        def wait(*_: object) -> None:
+            waits.append(None)
+
+        setattr(wait, "only_waits", True)  # noqa: B010  Functions have no attributes that a checker knows.
+        loop.optimizer.register_step_pre_hook(wait)
+        step = capture_step(loop.step, loop.optimizer, num_eager_steps=2)
+        loop.losses(step)
+        return len(waits)
+
+    assert run_ranks(num_waits, 1, device="cuda") == [2 + 1 + (NUM_STEPS - 2)]  # eager, in the capture, before replays
+
+
+@pytest.mark.gpu1
+def test_an_optimizer_that_cannot_be_captured_is_refused_at_the_call() -> None:
+    def refuse() -> None:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2, device="cuda"))])
+        with pytest.raises(ValueError, match="AdamW built with `capturable=True`, got param group 0 without"):
+            capture_step(lambda: None, optimizer)
+
+    run_ranks(refuse, 1, device="cuda")

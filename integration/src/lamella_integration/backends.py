@@ -5,13 +5,11 @@ bf16, so that backends which are handed a bf16 model and derive their main weigh
 as those that keep fp32 throughout. Keyword arguments are what `variants` lets a command line choose.
 """
 
-import gc
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Literal, cast
 from unittest.mock import patch
@@ -24,10 +22,12 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import lamella_buffers as buffers
+import lamella_engine as engine
+from lamella_engine import CapturedStep, capture_step
 from lamella_integration.llama import Block, Head, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 
-NUM_STEPS_BEFORE_CAPTURE = 3  # Units learn their order in the first; optimizers make their state.
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -94,10 +94,6 @@ class Workload:
         return [Block] if self.units == "blocks" else [nn.Embedding, Block, Head]
 
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Tokens and labels to the mean loss."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A model that is ready to step.
@@ -141,47 +137,19 @@ class Training:
 class Captured(Training):
     """A training whose steps are one CUDA graph, captured after some eager ones and replayed: the host does nothing.
 
-    All steps must have the first one's batch, and the optimizer must be `capturable`.
+    Attributes:
+        optimizer: What `optimizer_step` steps; `capturable`.
     """
 
+    optimizer: torch.optim.Optimizer
     is_captured: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_steps", self._eager_then_replayed())
-
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        steps: Iterator[Step] = self._steps  # type: ignore[attr-defined]  # Set above, past the frozen fields.
-        return next(steps)(tokens, labels)
+        return self._captured(tokens, labels)
 
-    def _eager_then_replayed(self) -> Iterator[Step]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        eager_step = super().step
-
-        def eager(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # Backward, and later the capture, run where forward ran.
-                loss = eager_step(tokens, labels)
-            torch.cuda.current_stream().wait_stream(stream)
-            return loss
-
-        for _ in range(NUM_STEPS_BEFORE_CAPTURE):
-            yield eager
-        gc.collect()
-        torch.cuda.empty_cache()  # A graph's memory is its own: what eager steps left would lie beside it.
-        graph = torch.cuda.CUDAGraph()
-        losses: list[torch.Tensor] = []
-
-        def capture(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with torch.cuda.graph(graph, stream=stream):
-                losses.append(eager_step(tokens, labels))
-            return replay(tokens, labels)
-
-        def replay(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            graph.replay()
-            return losses[0].clone()  # The next replay writes it again.
-
-        yield capture
-        yield from repeat(replay)
+    @cached_property
+    def _captured(self) -> CapturedStep[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        return capture_step(super().step, self.optimizer)
 
 
 Backend = Callable[[Workload], Training]
@@ -205,9 +173,6 @@ def lamella(
     """`lamella_engine.fully_shard`, built on the meta device."""
     if graph and overlap_optimizer != "false":
         raise ValueError("Expected `overlap_optimizer` without `graph`, got both: a captured step gathers nothing.")
-    import lamella_buffers as buffers
-    import lamella_engine as engine
-
     allocators = {
         "caching": buffers.CachingAllocator,
         "mempool": buffers.MemPoolAllocator,
@@ -275,7 +240,7 @@ def ideal(workload: Workload, *, graph: bool = False) -> Training:
     share = nn.Parameter(torch.zeros(numel, device=workload.device))
     share.grad = torch.zeros_like(share)
     optimizer = _adamw([share], workload, capturable=graph)
-    kind = Captured if graph else Training
+    kind = partial(Captured, optimizer=optimizer) if graph else Training
     return kind(model=model, optimizer_step=optimizer.step, zero_grad=model.zero_grad, learns=False)
 
 
@@ -407,7 +372,7 @@ def _train_sharded(
         root.set_is_last_backward(is_last)
         return nullcontext()
 
-    kind = Captured if graph else Training
+    kind = partial(Captured, optimizer=optimizer) if graph else Training
     return kind(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
 
 

@@ -1,5 +1,7 @@
 """Fully sharded training: FSDP2's `fully_shard`, with nothing copied on the way."""
 
+from lamella_engine._captured_step import CapturedStep as CapturedStep
+from lamella_engine._captured_step import capture_step as capture_step
 from lamella_engine._clipping import clip_grad_norm_ as clip_grad_norm_
 from lamella_engine._diagnostics import NonFinite as NonFinite
 from lamella_engine._diagnostics import Spike as Spike

@@ -1,0 +1,227 @@
+"""A training step as one CUDA graph, for hosts that are slower than their GPUs.
+
+Note [What a replay sees]
+    A graph repeats kernels and copies at the addresses that they had. Weights, gradients and optimizer state stay where
+    they are, inputs are copied to where the captured ones lay, and generators of random numbers go on. Python does not
+    run: a number that it read is the number of every replay. So inputs that are no tensors, shapes, and what param
+    groups hold are compared with what was captured, and hooks before the optimizer's step are called if they only wait.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lamella_engine._optimizers import held_by, wait_before_update
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CapturedStep(Generic[P, R]):
+    """What `capture_step` returns: called as the step is.
+
+    Attributes:
+        is_on_cuda: Whether it is captured at some time.
+        is_captured: Whether it has been: the next call is a replay.
+    """
+
+    def __init__(self, step: Callable[P, R], optimizer: Optimizer, num_eager_steps: int) -> None:
+        self._step = step
+        self._optimizer = optimizer
+        self._num_eager_left = num_eager_steps
+        self._device = _device_of(optimizer)
+        self._inputs: list[Any] = []
+        self._tree: pytree.TreeSpec | None = None
+        self._options: list[dict[str, Any]] = []
+        self._recorded: tuple[Callable[[], object], R] | None = None
+        # Backward runs on the streams of forward: all on one, so that a capture finds nothing on another.
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_on_cuda(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._recorded is not None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._take(*pytree.tree_flatten((args, kwargs)))
+        if self._num_eager_left > 0:
+            self._num_eager_left -= 1
+            return self._run()
+        self._check_options()
+        if self._stream is None:
+            return self._run()
+        if self._recorded is None:
+            self._recorded = self._capture(self._stream)
+        replay, outputs = self._recorded
+        wait_before_update(self._optimizer)
+        replay()
+        return _own(outputs)
+
+    def _take(self, leaves: list[Any], tree: pytree.TreeSpec) -> None:
+        """Put the inputs where they are read: on CUDA always at the first ones' addresses."""
+        if self._tree is None:
+            self._tree = tree
+            self._inputs = [_held_on(self._device, leaf) for leaf in leaves]
+            return
+        if tree != self._tree:
+            raise ValueError(
+                f"Expected a captured step to be called as the first time, with {self._tree}, got {tree}. "
+                "Capture another one for it."
+            )
+        for index, (held, leaf) in enumerate(zip(self._inputs, leaves, strict=True)):
+            if not _is_alike(held, leaf):
+                raise ValueError(
+                    f"Expected input {index} of a captured step to be {_text(held)} in each call, got {_text(leaf)}. "
+                    "Pad batches to one shape, pass numbers as tensors, or capture another step for it."
+                )
+        if self._stream is None:
+            self._inputs = leaves
+            return
+        for held, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(held, torch.Tensor):
+                held.copy_(leaf.detach(), non_blocking=True)
+
+    def _call(self) -> R:
+        assert self._tree is not None
+        args, kwargs = pytree.tree_unflatten(self._inputs, self._tree)
+        return self._step(*args, **kwargs)
+
+    def _run(self) -> R:
+        if self._stream is None:
+            return _own(self._call())
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = _own(self._call())
+        current.wait_stream(self._stream)
+        return outputs
+
+    def _capture(self, stream: torch.cuda.Stream) -> tuple[Callable[[], object], R]:
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()  # A graph's memory is its own: what eager steps left would lie beside it.
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on, those that pin batches for one.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outputs = self._call()
+        return graph.replay, _without_history(outputs)
+
+    def _check_options(self) -> None:
+        """Refuse what a replay would not see."""
+        now = [{key: each for key, each in group.items() if key != "params"} for group in self._optimizer.param_groups]
+        self._options = self._options or now
+        if len(now) != len(self._options):
+            raise RuntimeError(
+                f"Expected the {len(self._options)} param groups that were captured, got {len(now)}. Capture another "
+                "step."
+            )
+        for index, (before, after) in enumerate(zip(self._options, now, strict=True)):
+            for key in {**before, **after}:
+                if not _is_same(before.get(key), after.get(key)):
+                    raise RuntimeError(
+                        f"Expected {key!r} of param group {index} to stay {before.get(key)} in a captured step, got "
+                        f"{after.get(key)}, which a replay does not see. Build the optimizer with a tensor on "
+                        f"{self._device} for it, and write into that, as schedulers do; or capture another step."
+                    )
+
+
+def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps: int = 3) -> CapturedStep[P, R]:
+    """Capture a whole training step in a CUDA graph and replay it: the host's part becomes one launch.
+
+    The first calls run as they are: units learn their order, optimizers make their state. The next one is captured.
+    What follows are replays, which compute what the step would have, bit by bit, wherever kernels are repeatable.
+
+    Args:
+        step: Forward, backward, `optimizer.step()` and `zero_grad()`, and whatever lies between them: clipping, several
+            microbatches. It must not ask the device for anything (`.item()`, a branch on a tensor's value), and must
+            make the same calls each time. What it takes and returns are nests of tensors and plain values.
+        optimizer: What it steps; over CUDA tensors built with `capturable=True` if its class has that. A learning rate
+            that changes is a tensor there. Nothing of its param groups may change otherwise.
+        num_eager_steps: Steps before the one that is captured.
+
+    Returns:
+        To be called in place of `step`, by every rank alike, with tensors of the first call's shapes and dtypes on any
+        device; they are copied to the parameters' device. It returns copies of what the step returned, without history.
+
+    Raises:
+        ValueError: Now: an optimizer that is not `capturable`, parameters on several devices, no eager step. In a call:
+            other inputs than in the first one, before anything has run.
+        RuntimeError: In a call: a param group has changed. From torch, in the call that captures: what the step does
+            cannot be captured.
+
+    Effects: eager steps run on a stream of their own, which the current one waits for; the capture waits for the
+        device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the
+        memory that the step needs. Call `remove()` of `overlap_optimizer`'s handle before. Over parameters on the CPU
+        all calls run as they are, and inputs and param groups are checked alike.
+    """
+    if num_eager_steps < 1:
+        raise ValueError(
+            f"Expected `num_eager_steps` of at least 1, since units learn their order in the first step, got "
+            f"{num_eager_steps}."
+        )
+    captured = CapturedStep(step, optimizer, num_eager_steps)
+    for index, group in enumerate(optimizer.param_groups):
+        if captured.is_on_cuda and group.get("capturable") is False:
+            raise ValueError(
+                f"Expected a {type(optimizer).__name__} built with `capturable=True`, got param group {index} without. "
+                "Its counts of steps must lie on the device."
+            )
+    return captured
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    devices = {parameter.device for parameter in held_by(optimizer)}
+    if len(devices) != 1:
+        raise ValueError(
+            f"Expected an `optimizer` of parameters on one device, got {sorted(map(str, devices))}. Capture a step of "
+            "each device's by itself."
+        )
+    return devices.pop()
+
+
+def _held_on(device: torch.device, leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor) or device.type == "cpu":
+        return leaf
+    return torch.empty_like(leaf, device=device, requires_grad=False).copy_(leaf.detach(), non_blocking=True)
+
+
+def _is_alike(held: object, leaf: object) -> bool:
+    if isinstance(held, torch.Tensor):
+        return isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (held.shape, held.dtype)
+    return _is_same(held, leaf)
+
+
+def _is_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    if isinstance(one, tuple) and isinstance(other, tuple):  # betas, which may be tensors
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def _text(leaf: object) -> str:
+    return f"{tuple(leaf.shape)} in {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _without_history(outputs: R) -> R:
+    result: R = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+    return result
+
+
+def _own(outputs: R) -> R:
+    """Outputs that the next call does not write again."""
+    result: R = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), outputs)
+    return result

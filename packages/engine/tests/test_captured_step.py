@@ -1,0 +1,140 @@
+"""`capture_step` where nothing is captured: on the CPU, where it runs the step and refuses what GPUs would."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine_models import Net, inputs, shard, twins
+from torch import nn
+
+from lamella_engine import CapturedStep, capture_step
+from lamella_testing import run_ranks
+
+NUM_STEPS = 6
+
+
+class Loop:
+    """A model, its optimizer and a step over both, which counts its calls."""
+
+    def __init__(self, model: nn.Module, num_eager_steps: int = 2) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.num_calls = 0
+        self.captured = capture_step(self.step, self.optimizer, num_eager_steps=num_eager_steps)
+
+    def step(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        self.num_calls += 1
+        loss = self.model(x).square().mean() * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss}
+
+
+def batches() -> Iterator[torch.Tensor]:
+    return (inputs(4, seed=seed) for seed in range(NUM_STEPS))
+
+
+def assert_refused(loop: Loop, error: type[Exception], message: str, x: torch.Tensor, **options: float) -> None:
+    """Before anything has run."""
+    weights = [parameter.clone() for parameter in loop.model.parameters()]
+    num_calls = loop.num_calls
+    with pytest.raises(error, match=re.escape(message)):
+        loop.captured(x, **options)
+    assert loop.num_calls == num_calls
+    assert all(map(torch.equal, weights, loop.model.parameters()))
+
+
+def test_sharded_it_takes_the_steps_of_the_plain_loop() -> None:
+    def train() -> None:
+        reference, sharded = twins(apply=shard)
+        expected, loop = Loop(reference), Loop(sharded)
+        for x in batches():
+            loss = loop.captured(x)["loss"]
+            torch.testing.assert_close(loss, expected.step(x)["loss"].detach())
+        assert loop.num_calls == NUM_STEPS
+        assert not loop.captured.is_on_cuda
+        assert not loop.captured.is_captured
+
+    run_ranks(train, 2)
+
+
+def test_what_comes_back_is_a_copy_without_history() -> None:
+    kept = torch.zeros(3)
+    captured = capture_step(lambda: (kept, "a name"), Loop(Net()).optimizer)
+    for _ in range(5):
+        tensor, name = captured()
+        tensor += 1
+        assert name == "a name"
+    assert not kept.any()
+    assert not Loop(Net()).captured(inputs(4))["loss"].requires_grad
+
+
+def test_no_batch_is_written_to() -> None:
+    loop = Loop(Net())
+    given = list(batches())
+    for x in given:
+        loop.captured(x)
+    assert all(map(torch.equal, given, batches()))
+
+
+@pytest.mark.parametrize("num_before", [1, 4])
+def test_other_inputs_are_refused_before_anything_runs(num_before: int) -> None:
+    loop = Loop(Net())
+    for _ in range(num_before):
+        loop.captured(inputs(4), scale=2.0)
+    assert_refused(loop, ValueError, "to be (4, 3) in torch.float32 in each call, got (5, 3)", inputs(5), scale=2.0)
+    assert_refused(loop, ValueError, "got (4, 3) in torch.float64. Pad batches", inputs(4).double(), scale=2.0)
+    assert_refused(loop, ValueError, "input 1 of a captured step to be 2.0 in each call, got 3.0", inputs(4), scale=3.0)
+    assert_refused(loop, ValueError, "to be called as the first time", inputs(4))
+
+
+def test_a_learning_rate_may_change_before_the_capture_and_not_after_it() -> None:
+    loop = Loop(Net())
+    [group] = loop.optimizer.param_groups
+    for lr in (0.1, 0.2, 0.3):
+        group["lr"] = lr
+        loop.captured(inputs(4))
+    group["lr"] = 0.4
+    assert_refused(loop, RuntimeError, "'lr' of param group 0 to stay 0.3 in a captured step, got 0.4", inputs(4))
+    group["lr"] = 0.3
+    group["momentum"] = 0.9
+    assert_refused(loop, RuntimeError, "'momentum' of param group 0 to stay 0", inputs(4))
+
+
+def test_a_learning_rate_that_is_a_tensor_may_change_and_not_be_replaced() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+
+    def step() -> float:
+        optimizer.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    captured = capture_step(step, optimizer, num_eager_steps=1)
+    rates = []
+    for _ in range(4):
+        rates.append(captured())
+        scheduler.step()
+    assert rates == sorted(set(rates))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(RuntimeError, match="'lr' of param group 0"):
+        captured()
+
+
+def test_another_param_group_is_refused() -> None:
+    loop = Loop(Net(), num_eager_steps=1)
+    for _ in range(2):
+        loop.captured(inputs(4))
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert_refused(loop, RuntimeError, "Expected the 1 param groups that were captured, got 2", inputs(4))
+
+
+def test_what_cannot_be_captured_is_refused_at_the_call() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
+    with pytest.raises(ValueError, match=re.escape("on one device, got ['cpu', 'meta']")):
+        capture_step(lambda: None, optimizer)
+    with pytest.raises(ValueError, match="`num_eager_steps` of at least 1"):
+        capture_step(lambda: None, Loop(Net()).optimizer, num_eager_steps=0)
+    assert isinstance(capture_step(lambda: None, Loop(Net()).optimizer), CapturedStep)
