@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def batches() -> Iterator[torch.Tensor]:
     return (inputs(4, seed=seed) for seed in range(NUM_STEPS))
 
 
-def assert_refused(loop: Loop, error: type[Exception], message: str, x: torch.Tensor, **options: float) -> None:
+def assert_refused(loop: Loop, error: type[Exception], message: str, x: object, **options: float) -> None:
     """Before anything has run."""
     weights = [parameter.clone() for parameter in loop.model.parameters()]
     num_calls = loop.num_calls
@@ -88,6 +89,34 @@ def test_other_inputs_are_refused_before_anything_runs(num_before: int) -> None:
     assert_refused(loop, ValueError, "got (4, 3) in torch.float64. Pad batches", inputs(4).double(), scale=2.0)
     assert_refused(loop, ValueError, "input 1 of a captured step to be 2.0 in each call, got 3.0", inputs(4), scale=3.0)
     assert_refused(loop, ValueError, "to be called as the first time", inputs(4))
+
+
+class Batch:
+    """Tensors that nobody sees who does not know the class."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Batch, Record])
+def test_inputs_that_may_hide_tensors_are_refused_before_anything_runs(kind: type) -> None:
+    loop = Loop(Net())
+    assert_refused(loop, ValueError, f"got {kind.__name__}, which may hold tensors", kind(inputs(4)))
+
+
+def test_outputs_are_seen_in_records_and_refused_where_they_may_hide() -> None:
+    kept = torch.zeros(3)
+    optimizer = Loop(Net()).optimizer
+    record = capture_step(lambda: Record(kept), optimizer)()
+    record.x += 1
+    assert not kept.any()
+    with pytest.raises(ValueError, match="what is returned by a captured step .* got Batch"):
+        capture_step(lambda: Batch(kept), optimizer)()
 
 
 def test_a_learning_rate_may_change_before_the_capture_and_not_after_it() -> None:

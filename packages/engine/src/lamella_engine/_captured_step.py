@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lamella_engine._optimizers import held_by, wait_before_update
+from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,6 +72,9 @@ class CapturedStep(Generic[P, R]):
     def _take(self, leaves: list[Any], tree: pytree.TreeSpec) -> None:
         """Put the inputs where they are read: on CUDA always at the first ones' addresses."""
         if self._tree is None:
+            for index, leaf in enumerate(leaves):
+                if not isinstance(leaf, torch.Tensor) and (hides_tensors(leaf) or tensors_in(leaf)):
+                    raise _unseen(f"input {index} of", leaf, "Pass what it holds: `dict(batch)`, say")
             self._tree = tree
             self._inputs = [_held_on(self._device, leaf) for leaf in leaves]
             return
@@ -95,7 +99,10 @@ class CapturedStep(Generic[P, R]):
     def _call(self) -> R:
         assert self._tree is not None
         args, kwargs = pytree.tree_unflatten(self._inputs, self._tree)
-        return self._step(*args, **kwargs)
+        outputs = self._step(*args, **kwargs)
+        if hides_tensors(outputs):
+            raise _unseen("what is returned by", outputs, "Return its tensors")
+        return map_tensors(torch.Tensor.detach, outputs)
 
     def _run(self) -> R:
         if self._stream is None:
@@ -115,7 +122,7 @@ class CapturedStep(Generic[P, R]):
         # Other threads may go on, those that pin batches for one.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = self._call()
-        return graph.replay, _without_history(outputs)
+        return graph.replay, outputs
 
     def _check_options(self) -> None:
         """Refuse what a replay would not see."""
@@ -155,8 +162,9 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
         device; they are copied to the parameters' device. It returns copies of what the step returned, without history.
 
     Raises:
-        ValueError: Now: an optimizer that is not `capturable`, parameters on several devices, no eager step. In a call:
-            other inputs than in the first one, before anything has run.
+        ValueError: Now: an optimizer that is not `capturable`, parameters on several devices, no eager step. In a call,
+            before anything has run: other inputs than in the first one, or an object that may hide tensors. After the
+            first step: such an object is what it returned.
         RuntimeError: In a call: a param group has changed. From torch, in the call that captures: what the step does
             cannot be captured.
 
@@ -216,12 +224,14 @@ def _text(leaf: object) -> str:
     return f"{tuple(leaf.shape)} in {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-def _without_history(outputs: R) -> R:
-    result: R = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-    return result
-
-
 def _own(outputs: R) -> R:
     """Outputs that the next call does not write again."""
-    result: R = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), outputs)
-    return result
+    return map_tensors(torch.Tensor.clone, outputs)
+
+
+def _unseen(what: str, found: object, way_out: str) -> ValueError:
+    """Its tensors would be the captured ones for ever."""
+    return ValueError(
+        f"Expected {what} a captured step to be tensors and plain values, in lists, tuples and dicts, got "
+        f"{type(found).__name__}, which may hold tensors that are not seen. {way_out}."
+    )
