@@ -15,11 +15,12 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.tensor._random
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from lamella_buffers import Payload, Pending, ReduceOp, Transport
-from lamella_engine import FSDPModule, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import find_state
 from lamella_engine._state import FSDPState, Residency
 from lamella_layout import mesh_region
@@ -38,6 +39,16 @@ else:  # torch before 2.12
 # Any: torch leaves `Tensor.backward` untyped.
 Forward = Callable[[nn.Module], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+# Stages by their names: the mesh that they are tested on, and `placements`.
+ONE_AXIS = {"DDP": DDP, "ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}
+EVERY_STAGE: dict[str, tuple[tuple[int, ...], Any]] = {
+    **{name: ((2,), placement) for name, placement in ONE_AXIS.items()},
+    **{f"HSDP, {name}": ((2, 2), (HSDP, ONE_AXIS[name])) for name in ("ZERO1", "ZERO2", "ZERO3")},
+    "HFSDP, ZERO3": ((2, 2), (HFSDP, ZERO3)),
+}
 
 
 class Residual(nn.Module):
@@ -74,6 +85,19 @@ class Net(nn.Module):
         return head
 
 
+class Routed(Net):
+    """Runs the layers it is told to, in the order it is told."""
+
+    route: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for i in self.route:
+            x = self.layers[i](x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
 def inputs(num_rows: int = 12, *, seed: int = 0) -> torch.Tensor:
     """(num_rows, 3). Twelve rows split evenly over one, two, three and four ranks."""
     return torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(seed))
@@ -84,11 +108,21 @@ def rows_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
     return rows[dist.get_rank()]
 
 
-def shard(model: Net) -> Net:
+def shard(model: Net, **options: Any) -> Net:
     """One unit a block, one for the rest."""
     for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """All ranks, along "inner" or along "outer" and "inner"."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def shard_on(shape: tuple[int, ...] = (2,), **options: Any) -> Callable[[Net], Net]:
+    """What shards a model so over a mesh of this shape."""
+    return lambda model: shard(model, mesh=mesh_of(shape), **options)
 
 
 def twins(
@@ -168,11 +202,12 @@ def descend(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                _local(parameter).sub_(_local(parameter.grad), alpha=0.2)
+                local(parameter).sub_(local(parameter.grad), alpha=0.2)
                 parameter.grad = None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -194,7 +229,7 @@ def assert_trains_alike(
         assert abs(got - expected) <= rtol * abs(expected), f"step {step}: expected loss {expected}, got {got}"
 
 
-# -- what units do --------------------------------------------------------------------------------------------------
+# -- what units do ---------------------------------------------------------------------------------------------------
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, FSDPState]]:
@@ -202,6 +237,11 @@ def units(model: nn.Module) -> Iterator[tuple[str, FSDPState]]:
     for name, module in model.named_modules():
         if (state := find_state(module)) is not None:
             yield name or "root", state
+
+
+def unsharded_nbytes(module: nn.Module) -> int:
+    """What a unit's parameters weigh unsharded."""
+    return dict(units(module))["root"].unsharded_nbytes
 
 
 def unit(module: nn.Module) -> FSDPModule:
@@ -298,6 +338,14 @@ def record(model: nn.Module) -> Log:
             group.transport = _LoggingTransport(name, real, log)
         _log_computation(name, model if name == "root" else model.get_submodule(name), log)
     return log
+
+
+def record_third_step(model: nn.Module, loss_of: Forward) -> Log:
+    """Take two steps, from which the units' order is known, drop their gradients, and log from now on."""
+    for _ in range(2):
+        loss_of(model).backward()
+    model.zero_grad()
+    return record(model)
 
 
 def _log_computation(name: str, module: nn.Module, log: Log) -> None:

@@ -28,6 +28,17 @@ class Stream:
         return Event(self._streams, dict(self.seen))
 
 
+class WaitingStream:
+    """Writes down what it is made to wait for: streams by themselves, events by the stream that recorded them."""
+
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+        self.wait_event = self.wait_stream = self.waited.append
+
+    def record_event(self) -> WaitingStream:
+        return self
+
+
 @dataclass
 class Event:
     streams: Streams

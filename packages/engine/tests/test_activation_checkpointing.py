@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from engine_models import Net, Residual, assert_trains_alike, case, inputs, mean_square, record, shard, twins
+from recomputing_models import KINDS, Around, Inside, Several, of_kind
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,63 +17,15 @@ from lamella_engine import fully_shard
 from lamella_testing import run_ranks
 
 X = inputs()
-KINDS = [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
-
-
-class _Around(Net):
-    """Each unit is recomputed as a whole."""
-
-    reentrant: bool
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        head: torch.Tensor = self.head(x)
-        return head
-
-
-class _RecomputedResidual(Residual):
-    reentrant: bool
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
-        return out
-
-
-class _Inside(Net):
-    """Each unit recomputes its own inside."""
-
-    reentrant: bool
-
-    def make_layer(self, dim: int) -> nn.Module:
-        layer = _RecomputedResidual(dim)
-        layer.reentrant = self.reentrant
-        return layer
-
-
-class _Several(Net):
-    """Two units are recomputed as one."""
-
-    reentrant: bool
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(lambda x: self.layers[1](self.layers[0](x)), self.stem(x), use_reentrant=self.reentrant)
-        head: torch.Tensor = self.head(self.layers[2](x))
-        return head
-
-
-def _of_kind(model: type[Net], reentrant: bool) -> type[Net]:
-    return type(model.__name__, (model,), {"reentrant": reentrant})
 
 
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_recomputed_units_train_as_the_unsharded_model_does(reentrant: bool) -> None:
     def check() -> None:
-        for model in (_Around, _Inside, _Several):
+        for model in (Around, Inside, Several):
             with case(model.__name__):
-                assert_trains_alike(*twins(_of_kind(model, reentrant)), mean_square(lambda net: net(X)))
+                assert_trains_alike(*twins(of_kind(model, reentrant)), mean_square(lambda net: net(X)))
 
     run_ranks(check, 2)
 
@@ -113,9 +66,9 @@ def test_units_without_a_root_can_be_recomputed(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", KINDS)
 def test_a_recomputed_forward_finds_its_unit_unsharded_and_gathers_nothing_more(reentrant: bool) -> None:
     def check() -> None:
-        for model in (_Around, _Inside):
+        for model in (Around, Inside):
             with case(model.__name__):
-                sharded = shard(_of_kind(model, reentrant)())
+                sharded = shard(of_kind(model, reentrant)())
                 sharded(X).mean().backward()
                 log = record(sharded)
                 sharded(X).mean().backward()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, inputs, rows_of_this_rank, twins, whole
+from engine_models import Net, inputs, mesh_of, rows_of_this_rank, twins, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +18,7 @@ X = inputs(24)
 
 
 def _on_three_meshes(model: Net) -> None:
-    one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    one, two = init_device_mesh("cpu", (4,)), mesh_of((2, 2))
     fully_shard(model.layers[0], mesh=two, placements=(HFSDP, ZERO3))
     fully_shard(model.layers[1], mesh=two)
     fully_shard(model.layers[2], mesh=one, placements=ZERO2)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from counted_collectives import Gather, Reduce, all_gather_single
 from engine_models import (
-    Net,
     ShardPlacementResult,
     assert_gradients_equal,
     assert_trains_alike,
     case,
     inputs,
     mean_square,
+    mesh_of,
     rows_of_this_rank,
     sgd,
+    shard,
     twins,
     unit,
     units,
@@ -37,55 +39,7 @@ from lamella_engine._custom_collectives import CustomAllGather, CustomReduceScat
 from lamella_testing import run_ranks
 
 X = inputs()
-# torch 2.13's names, and those of before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _square = mean_square(lambda model: model(X))
-
-
-@dataclass
-class Counted:
-    """What a custom collective was asked for."""
-
-    returns_work: bool = False
-    allocated: list[int] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.allocated.append(torch.Size(size).numel())
-        return torch.full(tuple(size), 77, dtype=dtype, device=device)
-
-    def _note(self, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-        assert not async_op
-        self.dtypes.append(tensor.dtype)
-        self.groups.append(group)
-
-    @property
-    def num_calls(self) -> int:
-        return len(self.groups)
-
-
-class Gather(Counted):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        self._note(output_tensor, group, async_op)
-        own = output_tensor.view(group.size(), -1)[group.rank()]
-        assert own.data_ptr() == input_tensor.data_ptr()  # in place, as FSDP2 calls it
-        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=self.returns_work)
-        return work
-
-
-class Reduce(Counted):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        self._note(output_tensor, group, async_op)
-        work: dist.Work | None = _reduce_scatter(
-            output_tensor, input_tensor, op=op, group=group, async_op=self.returns_work
-        )
-        return work
 
 
 def _bring(model: nn.Module, gather: Any, reduce: Any) -> None:
@@ -93,12 +47,6 @@ def _bring(model: nn.Module, gather: Any, reduce: Any) -> None:
     for _, module in [(name, model if name == "root" else model.get_submodule(name)) for name, _ in units(model)]:
         unit(module).set_custom_all_gather(gather)
         unit(module).set_custom_reduce_scatter(reduce)
-
-
-def _shard(model: Net, **options: Any) -> None:
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
 
 
 @pytest.mark.parametrize("returns_work", [False, True])
@@ -165,8 +113,8 @@ def test_torchs_own_collectives_are_taken() -> None:
 
 def test_replicas_are_reduced_over_by_the_engine_itself() -> None:
     def on_each_rank() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        reference, sharded = twins(apply=lambda model: _shard(model, mesh=mesh))
+        mesh = mesh_of((2, 2))
+        reference, sharded = twins(apply=lambda model: shard(model, mesh=mesh))
         gather, reduce = Gather(), Reduce()
         _bring(sharded, gather, reduce)
         optimizers = [sgd(list(model.parameters())) for model in (reference, sharded)]
@@ -185,7 +133,7 @@ def test_replicas_are_reduced_over_by_the_engine_itself() -> None:
 
 def test_neighbours_gather_from_each_other_with_the_same_collective() -> None:
     def on_each_rank() -> None:
-        reference, sharded = twins(apply=lambda model: _shard(model, reshard_after_forward=2))
+        reference, sharded = twins(apply=lambda model: shard(model, reshard_after_forward=2))
         gather = Gather()
         _bring(sharded, gather, Reduce())
         assert_trains_alike(reference, sharded, _square)
@@ -217,7 +165,7 @@ def test_parameters_of_several_dtypes_are_gathered_as_bytes_and_reduced_by_dtype
 
 def test_custom_collectives_move_the_policys_dtypes() -> None:
     def on_each_rank() -> None:
-        _, sharded = twins(apply=lambda m: _shard(m, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+        _, sharded = twins(apply=lambda m: shard(m, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
         gather, reduce = Gather(), Reduce()
         _bring(sharded, gather, reduce)
         sharded(X).square().mean().backward()
@@ -313,7 +261,7 @@ def test_what_cannot_be_called_as_fsdp2_calls_it_is_refused() -> None:
     def on_each_rank() -> None:
         model = unit(fully_shard(nn.Linear(4, 4)))
         with pytest.raises(TypeError, match="`comm` to be callable and to have a method `allocate`, got"):
-            model.set_custom_all_gather(_all_gather)
+            model.set_custom_all_gather(all_gather_single)
         with pytest.raises(TypeError, match="got DefaultAllocMixin"):
             model.set_custom_reduce_scatter(torchs.DefaultAllocMixin())  # type: ignore[arg-type]
 

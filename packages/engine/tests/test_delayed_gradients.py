@@ -11,6 +11,7 @@ from engine_models import (
     assert_at_rest,
     assert_gradients_equal,
     inputs,
+    mesh_of,
     no_gradient_sync,
     record,
     rows_of_this_rank,
@@ -19,6 +20,7 @@ from engine_models import (
     unit,
     units,
 )
+from fake_streams import WaitingStream
 from schedule_models import NUM_LAYERS, Block, Stack, backward_dw, delay
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -234,7 +236,7 @@ def test_the_caller_waits_for_reductions_when_the_last_gradient_is_there_and_not
 
 def test_replicas_are_reduced_with_the_late_gradients_too() -> None:
     def on_each_rank() -> None:
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+        mesh = mesh_of((2, 1))
         reference, model = twins(Stack, lambda model: _shard(model, mesh=mesh, placements=(HSDP, ZERO3)))
         for i, batch in enumerate(BATCHES):
             unit(model).set_is_last_backward(i == 1)
@@ -247,23 +249,12 @@ def test_replicas_are_reduced_with_the_late_gradients_too() -> None:
     run_ranks(on_each_rank, 2)
 
 
-class _Stream:
-    """Writes down what it is made to wait for: streams by themselves, events by the stream that recorded them."""
-
-    def __init__(self) -> None:
-        self.waited: list[object] = []
-        self.wait_event = self.wait_stream = self.waited.append
-
-    def record_event(self) -> _Stream:
-        return self
-
-
 def test_streams_that_made_gradients_and_those_that_use_them_wait_for_each_other() -> None:
     def on_each_rank(patch: pytest.MonkeyPatch) -> None:
         _, model, _ = _pair()
         context = dict(units(model))["root"].context
-        main, side, reduce = _Stream(), _Stream(), _Stream()
-        current: list[_Stream] = [main]
+        main, side, reduce = WaitingStream(), WaitingStream(), WaitingStream()
+        current: list[WaitingStream] = [main]
         patch.setattr(Context, "compute_stream", property(lambda _: current[-1]))
         context.__dict__["reduce_scatter_stream"] = reduce
         _backward(model, BATCHES[0])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, inputs, rows_of_this_rank, twins, unit
+from engine_models import Net, inputs, mesh_of, rows_of_this_rank, twins, unit
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,7 @@ def _expected_norms(reference: nn.Module) -> dict[str, float]:
     return {name: grad.double().norm().item() for name, grad in grads.items() if grad is not None}
 
 
-# -- norms ----------------------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -106,7 +106,7 @@ def test_several_meshes_and_placements_take_one_all_reduce_an_axis() -> None:
     whole = torch.arange(1.0, 36.0).view(5, 7)
 
     def check() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        mesh = mesh_of((2, 2))
         placements: dict[str, list[Placement]] = {
             "both": [Shard(0), Shard(1)],
             "same_dim": [Shard(0), Shard(0)],
@@ -191,7 +191,7 @@ def test_what_is_asked_for_must_be_known() -> None:
         find_nonfinite(Net(), of="grad")  # type: ignore[arg-type]
 
 
-# -- what is not finite ---------------------------------------------------------------------------------------------
+# -- what is not finite ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -253,7 +253,7 @@ def test_without_ranks_there_is_rank_0() -> None:
     assert find_nonfinite(model, of="weight") == [NonFinite("weight", 0, 1, "nan")]
 
 
-# -- what jumps -----------------------------------------------------------------------------------------------------
+# -- what jumps ------------------------------------------------------------------------------------------------------
 
 
 def test_a_norm_above_the_factor_times_the_median_is_a_spike() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_models import assert_at_rest, assert_weights_equal, case, inputs, mean_square, twins
+from optimizer_models import (
+    NO_DTENSOR_FUSED_KERNEL,
+    OPTIMIZERS,
+    WHOLE_MATRICES_BEFORE,
+    WHOLE_TENSORS_ONLY,
+    Short,
+    flavours_of,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,49 +25,8 @@ from lamella_engine import fully_shard
 from lamella_testing import run_ranks
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
-
 X = inputs()
 LOSS = mean_square(lambda model: model(X))
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    name: kind
-    for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-}
-
-# What torch itself cannot do with DTensors, whoever made them. Each raises at its first step, on every rank alike;
-# when one stops raising, it belongs among those that are compared.
-WHOLE_TENSORS_ONLY = {
-    "Adafactor": "scales by norms of rows and columns in place, and a DTensor's partial norm has no in-place power",
-    "LBFGS": "flattens all parameters into one vector, which DTensor refuses for chunks of unequal size",
-    "Muon": "orthogonalises whole matrices, and adds in place what DTensor has replicated to do so",
-    "Rprop": "writes through boolean indices, for which DTensor has no in-place strategy",
-    "SparseAdam": "takes sparse gradients only",
-}
-WHOLE_MATRICES_BEFORE = {"Muon": "2.12"}  # the torch since which it raises; before, DTensor gathered what it multiplied
-NO_DTENSOR_FUSED_KERNEL = {"Adagrad", "SGD"}
-
-
-class Short(nn.Module):
-    """Parameters of one, two and three rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.two = nn.Linear(3, 2)
-        self.three = nn.Linear(2, 3)
-        self.one = nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.one(torch.tanh(self.three(torch.tanh(self.two(x)))))
-        return out
-
-
-def _flavours(name: str) -> Iterator[dict[str, bool]]:
-    accepted = inspect.signature(OPTIMIZERS[name]).parameters
-    yield {}
-    for flavour in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-        if accepted.keys() >= flavour.keys() and not (flavour == {"fused": True} and name in NO_DTENSOR_FUSED_KERNEL):
-            yield flavour
 
 
 def _train(model: nn.Module, make_optimizer: partial[torch.optim.Optimizer]) -> None:
@@ -82,7 +48,7 @@ def test_every_optimizer_and_flavour_of_it_trains_short_parameters_as_unsharded(
     def check() -> set[str]:
         trained = sorted(OPTIMIZERS.keys() - WHOLE_TENSORS_ONLY.keys())
         for name in trained:
-            for flavour in _flavours(name):
+            for flavour in flavours_of(name):
                 with case(f"{name} {flavour}"):
                     reference, sharded = twins(Short, fully_shard)
                     for model in (reference, sharded):

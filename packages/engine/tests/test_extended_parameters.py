@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import gc
-import operator
 import weakref
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-import torch.utils._pytree as pytree
-from engine_models import Residual, assert_at_rest, case, inputs, record, rows_of_this_rank, unit, units
+from engine_models import Residual, assert_at_rest, case, inputs, mesh_of, record, rows_of_this_rank, unit, units
+from extended_models import Halves, Quantised, QuantisedUneven, Wrapper, give
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine import MixedPrecisionPolicy, Whole, describe, fully_shard
@@ -25,164 +24,6 @@ from lamella_engine._placements import DDP, ZERO1, ZERO2
 from lamella_testing import run_ranks
 
 X = inputs()
-aten = torch.ops.aten
-
-
-class _Wrapper(torch.Tensor):
-    """An fp32 tensor kept in tensors of other dtypes. Every operator runs on the fp32 values."""
-
-    names: ClassVar[list[str]]
-
-    @classmethod
-    def encode(cls, values: torch.Tensor) -> Self:
-        raise NotImplementedError
-
-    def decode(self) -> torch.Tensor:
-        raise NotImplementedError
-
-    @classmethod
-    def over(cls, *parts: torch.Tensor) -> Self:
-        shape, device = parts[0].shape, parts[0].device
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, parts[0].stride(), dtype=torch.float32, device=device)
-        vars(made).update(zip(cls.names, parts, strict=True))
-        return made
-
-    @property
-    def parts(self) -> list[torch.Tensor]:
-        return [getattr(self, name) for name in self.names]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _BY_PART:  # views, and what has no values: on each part, so that views stay views
-            return cls._by_part(func, args, kwargs)
-        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda t: t.decode(), (args, kwargs))
-        if func._schema.name.endswith("_") or func is aten.copy_.default:
-            # The first argument is written: its decoded values, and then its parts.
-            result = func(*plain_args, **plain_kwargs)
-            if not isinstance(args[0], cls):
-                return args[0]
-            for part, new in zip(args[0].parts, cls.encode(result).parts, strict=True):
-                part.copy_(new)
-            return args[0]
-        result = func(*plain_args, **plain_kwargs)
-        return pytree.tree_map_only(torch.Tensor, cls.encode, result) if func in _KEEP else result
-
-    @classmethod
-    def _by_part(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
-        of_each = [pytree.tree_map_only(cls, operator.attrgetter(name), args) for name in cls.names]
-        results = [func(*of_one, **kwargs) for of_one in of_each]
-        if isinstance(results[0], torch.Tensor):
-            return cls.over(*results)
-        return [cls.over(*parts) for parts in zip(*results, strict=True)]
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return self.names, None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: object) -> Self:
-        return cls.over(*(inner[name] for name in cls.names))
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({[tuple(part.shape) for part in self.parts]})"
-
-
-_BY_PART = {
-    *(aten.detach.default, aten.alias.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor),
-    *(aten.new_zeros.default, aten.empty_like.default, aten._to_copy.default, aten.clone.default),
-}
-_KEEP = {aten.mul.Tensor, aten.add.Tensor}
-
-
-class Pair(_Wrapper):
-    """Two bf16 tensors, whose sum is the value; both travel."""
-
-    names: ClassVar[list[str]] = ["high", "low"]
-    seen: ClassVar[list[tuple[Any, ...]]] = []  # of this process: ranks are processes
-
-    @classmethod
-    def encode(cls, values: torch.Tensor) -> Self:
-        high = values.bfloat16()
-        return cls.over(high, (values - high).bfloat16())
-
-    def decode(self) -> torch.Tensor:
-        high, low = self.parts
-        return high.float() + low.float()
-
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        self.seen.append((mesh.ndim, mesh.size(), outer_size, outer_stride, type(module), mp_policy.param_dtype))
-        return tuple(_padded(part, -(-outer_size[0] // mesh.size())) for part in self.parts), len(self)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> Any:
-        assert metadata == len(self)
-        high, low = all_gather_outputs
-        whole = high.to(param_dtype) + low.to(param_dtype)
-        return _give(whole, all_gather_outputs, out)
-
-
-class Quantised(_Wrapper):
-    """fp32, which travels as int8 with a scale a row. The short signature, and rows that divide."""
-
-    names: ClassVar[list[str]] = ["values"]
-
-    @classmethod
-    def encode(cls, values: torch.Tensor) -> Self:
-        return cls.over(values)
-
-    def decode(self) -> torch.Tensor:
-        (values,) = self.parts
-        return values
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        values = self.decode()
-        scale = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-9) / 127
-        return ((values / scale).round().to(torch.int8), scale), None
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> Any:
-        data, scale = all_gather_outputs
-        return _give((data * scale).to(param_dtype), all_gather_outputs, out)
-
-
-class QuantisedUneven(Quantised):
-    """The same with padding. FSDP2 refuses the scales, whose size is not the parameter's."""
-
-    def fsdp_pre_all_gather(  # type: ignore[override]
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        (data, scale), metadata = super().fsdp_pre_all_gather(mesh)
-        num_rows = -(-outer_size[0] // mesh.size())
-        return (_padded(data, num_rows), _padded(scale, num_rows)), metadata
-
-
-def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
-
-
-def _give(whole: torch.Tensor, gathered: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> Any:
-    if out is None:
-        return whole, (*gathered, whole)
-    with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(out):
-        out.copy_(whole[: len(out)])
-    return None
 
 
 class Rows(nn.Module):
@@ -200,7 +41,7 @@ class Rows(nn.Module):
         return x
 
 
-def _model(kind: type[_Wrapper] | None, dim: int = 7, hidden: int = 13) -> Rows:
+def _model(kind: type[Wrapper] | None, dim: int = 7, hidden: int = 13) -> Rows:
     torch.manual_seed(0)
     model = Rows(dim, hidden)
     for module in model.modules() if kind is not None else ():
@@ -218,7 +59,7 @@ def _shard(model: Rows, api: Any = fully_shard, **options: Any) -> Rows:
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return (local.decode() if isinstance(local, _Wrapper) else local).detach()
+    return (local.decode() if isinstance(local, Wrapper) else local).detach()
 
 
 def _descend(model: nn.Module) -> None:
@@ -254,7 +95,7 @@ def _assert_no_memory(model: nn.Module) -> None:
 def test_an_extended_parameter_trains_as_in_fsdp2(num_ranks: int) -> None:
     def on_each_rank() -> None:
         even = 2 * num_ranks
-        for kind, dim, hidden in ((Pair, 7, 13), (Pair, even, 2 * even), (Quantised, even, 2 * even)):
+        for kind, dim, hidden in ((Halves, 7, 13), (Halves, even, 2 * even), (Quantised, even, 2 * even)):
             for options in ({}, {"reshard_after_forward": False}):
                 with case((kind, dim, options)):
                     theirs = _shard(_model(kind, dim, hidden), fsdp2.fully_shard, **options)
@@ -278,11 +119,11 @@ def test_the_two_methods_are_told_what_fsdp2_tells_them() -> None:
     def on_each_rank() -> None:
         told = []
         for api, policy in ((fsdp2.fully_shard, fsdp2.MixedPrecisionPolicy), (fully_shard, MixedPrecisionPolicy)):
-            Pair.seen.clear()
-            model = _shard(_model(Pair), api, mp_policy=policy(param_dtype=torch.bfloat16))
+            Halves.seen.clear()
+            model = _shard(_model(Halves), api, mp_policy=policy(param_dtype=torch.bfloat16))
             output = model(X)
             output.sum().backward()
-            names = [(*rest, kind.__name__, dtype) for *rest, kind, dtype in Pair.seen]
+            names = [(*rest, kind.__name__, dtype) for *rest, kind, dtype in Halves.seen]
             told.append((names, output.dtype, [p.grad.dtype for p in model.parameters() if p.grad is not None]))
         assert told[0][0] and told[0] == told[1]
 
@@ -324,9 +165,9 @@ def test_what_the_first_method_returns_is_all_that_travels() -> None:
 
 def test_extended_parameters_accumulate_and_are_reduced_over_replicas() -> None:
     def on_each_rank() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        Pair.seen.clear()
-        models = [_shard(_model(Pair), fsdp2.fully_shard, mesh=mesh), _shard(_model(Pair), mesh=mesh)]
+        mesh = mesh_of((2, 2))
+        Halves.seen.clear()
+        models = [_shard(_model(Halves), fsdp2.fully_shard, mesh=mesh), _shard(_model(Halves), mesh=mesh)]
         for model in models:
             model.set_requires_gradient_sync(False)  # type: ignore[operator]
             model(rows_of_this_rank(X)).sum().backward()
@@ -334,7 +175,7 @@ def test_extended_parameters_accumulate_and_are_reduced_over_replicas() -> None:
             model(rows_of_this_rank(2 * X)).sum().backward()
             _descend(model)
         _assert_same_models(*models)
-        assert {told[:2] for told in Pair.seen} == {(1, 2)}
+        assert {told[:2] for told in Halves.seen} == {(1, 2)}
 
     run_ranks(on_each_rank, 4)
 
@@ -342,15 +183,15 @@ def test_extended_parameters_accumulate_and_are_reduced_over_replicas() -> None:
 @pytest.mark.parametrize("stage", [ZERO1, ZERO2])
 def test_a_copy_that_is_kept_is_made_once_a_gather(stage: Any) -> None:
     def on_each_rank() -> None:
-        reference, sharded = _shard(_model(Pair)), _shard(_model(Pair), placements=stage)
+        reference, sharded = _shard(_model(Halves)), _shard(_model(Halves), placements=stage)
         for _ in range(2):
             for microbatch in range(2):
                 for model in (reference, sharded):
                     unit(model).set_is_last_backward(microbatch == 1)
                     if model is sharded:
-                        Pair.seen.clear()
+                        Halves.seen.clear()
                     model(X * (microbatch + 1)).square().mean().backward()
-                assert len(Pair.seen) == (0 if microbatch else 5)
+                assert len(Halves.seen) == (0 if microbatch else 5)
             for model in (reference, sharded):
                 _descend(model)
             _assert_same_models(reference, sharded)
@@ -360,7 +201,7 @@ def test_a_copy_that_is_kept_is_made_once_a_gather(stage: Any) -> None:
 
 def test_a_first_pass_in_inference_mode_leaves_parameters_that_train() -> None:
     def on_each_rank() -> None:
-        reference, sharded = _shard(_model(Pair)), _shard(_model(Pair))
+        reference, sharded = _shard(_model(Halves)), _shard(_model(Halves))
         with torch.inference_mode():
             sharded(X)
         for model in (reference, sharded):
@@ -373,7 +214,7 @@ def test_a_first_pass_in_inference_mode_leaves_parameters_that_train() -> None:
 
 def test_a_gather_that_nobody_used_is_no_modification() -> None:
     def on_each_rank() -> None:
-        reference, sharded = _shard(_model(Pair)), _shard(_model(Pair))
+        reference, sharded = _shard(_model(Halves)), _shard(_model(Halves))
         losses = [model(X).square().mean() for model in (reference, sharded)]
         layer = unit(sharded.layers[0])
         handle = layer.unshard(async_op=True)
@@ -390,7 +231,7 @@ def test_a_gather_that_nobody_used_is_no_modification() -> None:
 
 def test_loaded_shards_are_taken_over() -> None:
     def on_each_rank() -> None:
-        source, sharded = _shard(_model(Pair)), _shard(_model(Pair))
+        source, sharded = _shard(_model(Halves)), _shard(_model(Halves))
         sharded(X).sum().backward()
         source(2 * X).square().mean().backward()
         _descend(source)
@@ -409,13 +250,13 @@ def test_loaded_shards_are_taken_over() -> None:
 
 def test_extended_parameters_on_meta_are_made_by_to_empty() -> None:
     def on_each_rank() -> None:
-        reference = _shard(_model(Pair))
+        reference = _shard(_model(Halves))
         with torch.device("meta"):
             sharded = _model(None)
         for module in sharded.modules():
             if isinstance(module, nn.Linear):
                 meta = torch.empty(module.weight.shape, dtype=torch.bfloat16, device="meta")
-                module.weight = nn.Parameter(Pair.over(meta, meta.clone()))
+                module.weight = nn.Parameter(Halves.over(meta, meta.clone()))
         _shard(sharded)
         with pytest.raises(RuntimeError, match="still on meta device"):
             sharded(X)
@@ -432,7 +273,7 @@ def test_extended_parameters_on_meta_are_made_by_to_empty() -> None:
 def test_a_deleted_model_of_extended_parameters_is_freed_at_once() -> None:
     def on_each_rank() -> None:
         gc.disable()
-        sharded = _shard(_model(Pair))
+        sharded = _shard(_model(Halves))
         sharded(X).sum().backward()
         tensors = [t for group in _extended(sharded) for e in group._extensions for t in e.tensors]
         locals_: list[Any] = [p.shard for group in _extended(sharded) for p in group.parameters]
@@ -451,7 +292,7 @@ def _attach(local: Any) -> None:
         return (local.bfloat16(),), None
 
     def after(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
-        return _give(outputs[0].to(dtype), outputs, out)
+        return give(outputs[0].to(dtype), outputs, out)
 
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
 
@@ -484,7 +325,7 @@ def test_methods_may_come_after_sharding() -> None:
 
 def test_a_replacement_without_the_methods_is_refused() -> None:
     def on_each_rank() -> None:
-        sharded = _shard(_model(Pair))
+        sharded = _shard(_model(Halves))
         plain = {name: value.detach().clone() for name, value in _shard(_model(None)).state_dict().items()}
         with pytest.raises(TypeError, match="to define fsdp_pre_all_gather as before, got Tensor"):
             sharded.load_state_dict(plain, assign=True)
@@ -503,14 +344,19 @@ class _OddSignature(Quantised):
 
 def test_what_an_extended_parameter_cannot_is_refused() -> None:
     def on_each_rank() -> None:
-        refusals: list[tuple[type[_Wrapper], dict[str, Any], type[Exception], str]] = [
+        refusals: list[tuple[type[Wrapper], dict[str, Any], type[Exception], str]] = [
             (_OneMethod, {}, MisuseError, "fsdp_pre_all_gather and fsdp_post_all_gather should be defined"),
             (_OddSignature, {}, MisuseError, "Invalid fsdp_pre_all_gather"),
-            (Pair, {"reshard_after_forward": 2}, NotImplementedError, "`reshard_after_forward`"),
-            (Pair, {"placements": DDP}, NotImplementedError, "`placements`"),
-            (Pair, {"keep": Whole()}, NotImplementedError, "`keep`"),
-            (Pair, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, NotImplementedError, "dim 0"),
-            (Pair, {"mp_policy": MixedPrecisionPolicy(main_dtype=torch.float64)}, NotImplementedError, "`main_dtype`"),
+            (Halves, {"reshard_after_forward": 2}, NotImplementedError, "`reshard_after_forward`"),
+            (Halves, {"placements": DDP}, NotImplementedError, "`placements`"),
+            (Halves, {"keep": Whole()}, NotImplementedError, "`keep`"),
+            (Halves, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, NotImplementedError, "dim 0"),
+            (
+                Halves,
+                {"mp_policy": MixedPrecisionPolicy(main_dtype=torch.float64)},
+                NotImplementedError,
+                "`main_dtype`",
+            ),
         ]
         for kind, options, error, message in refusals:
             with case((kind, options)), pytest.raises(error, match=message):
@@ -521,7 +367,7 @@ def test_what_an_extended_parameter_cannot_is_refused() -> None:
 
 def test_a_rank_that_sends_too_few_rows_says_so() -> None:
     def on_each_rank() -> None:
-        class Short(Pair):
+        class Short(Halves):
             def fsdp_pre_all_gather(
                 self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
             ) -> Any:
@@ -539,11 +385,11 @@ def test_a_rank_that_sends_too_few_rows_says_so() -> None:
 
 def test_a_subclass_is_moved_to_the_meshs_device_with_what_it_holds() -> None:
     module = nn.Linear(2, 3, bias=False)
-    module.weight = nn.Parameter(Pair.encode(module.weight.detach()))
+    module.weight = nn.Parameter(Halves.encode(module.weight.detach()))
     before: Any = module.weight
     move_to([module], torch.device("meta"), torch.device("meta"), set())
     moved: Any = module.weight
-    assert moved is before and type(moved).__name__ == "Pair" and moved._is_param
+    assert moved is before and type(moved).__name__ == "Halves" and moved._is_param
     assert moved.requires_grad and moved.device.type == "meta"
     assert all(part.device.type == "meta" for part in moved.parts)
 
@@ -551,7 +397,7 @@ def test_a_subclass_is_moved_to_the_meshs_device_with_what_it_holds() -> None:
 def test_marks_of_a_subclass_do_not_keep_the_whole_parameter() -> None:
     def on_each_rank() -> None:
         layer = nn.Linear(3, 4, bias=False)
-        layer.weight = nn.Parameter(Pair.encode(layer.weight.detach()))
+        layer.weight = nn.Parameter(Halves.encode(layer.weight.detach()))
         layer.weight.sequence_parallel = True  # type: ignore[attr-defined]
         fully_shard(layer)
         assert layer.weight.sequence_parallel  # type: ignore[attr-defined]
@@ -565,7 +411,7 @@ def test_marks_of_a_subclass_do_not_keep_the_whole_parameter() -> None:
 
 def test_extended_parameters_can_be_described() -> None:
     def on_each_rank() -> None:
-        text = describe(_shard(_model(Pair)))
+        text = describe(_shard(_model(Halves)))
         assert "2 groups" in text and "up.weight" in text
 
     run_ranks(on_each_rank, 2)

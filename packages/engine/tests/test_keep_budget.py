@@ -9,15 +9,17 @@ import torch
 from engine_models import (
     Log,
     Net,
+    Routed,
     assert_at_rest,
     assert_trains_alike,
     inputs,
     mean_square,
-    record,
+    record_third_step,
     shard,
     twins,
     unit,
     units,
+    unsharded_nbytes,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -35,11 +37,8 @@ def _kept(model: Any) -> list[str]:
 
 def _learned(model: Any, num_blocks: float) -> tuple[Any, Log]:
     """A model whose order is known, whose budget holds so many blocks."""
-    unit(model).set_keep_budget(int(num_blocks * dict(units(model))["layers.0"].unsharded_nbytes))
-    for _ in range(2):
-        LOSS(model).backward()
-    model.zero_grad()
-    return model, record(model)
+    unit(model).set_keep_budget(int(num_blocks * unsharded_nbytes(model.layers[0])))
+    return model, record_third_step(model, LOSS)
 
 
 @pytest.mark.parametrize(("num_blocks", "num_kept"), [(0, 0), (0.9, 0), (1, 1), (2.5, 2), (100, 5)])
@@ -101,16 +100,6 @@ def test_a_unit_that_is_too_large_is_left_out_for_smaller_ones() -> None:
 
 
 def test_several_forwards_before_their_backward_share_the_budget() -> None:
-    class Routed(Net):
-        route: tuple[int, ...] = (0, 1, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            for i in self.route:
-                x = self.layers[i](x)
-            head: torch.Tensor = self.head(x)
-            return head
-
     def check() -> None:
         model, _ = _learned(shard(Routed()), 1)
         losses = []

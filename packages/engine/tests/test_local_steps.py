@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from engine_models import Net, assert_at_rest, assert_weights_equal, inputs, shard, twins, whole
-from test_every_optimizer import OPTIMIZERS, Short
+from optimizer_models import OPTIMIZERS, Short
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from engine_models import (
-    Net,
     assert_at_rest,
     assert_gradients_equal,
     inputs,
+    mesh_of,
     no_gradient_sync,
     record,
     rows_of_this_rank,
@@ -23,8 +23,8 @@ from engine_models import (
     units,
 )
 from fake_streams import fake_streams
+from fused_models import DIM, Block, FusedLinear, FusedNet, fuse
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_buffers import CachingAllocator, UnshardedBuffer
 from lamella_engine import DDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
@@ -32,76 +32,7 @@ from lamella_engine._main_grads import MainGrads
 from lamella_testing import run_ranks
 
 X = inputs()
-DIM = 8
 Options = dict[str, Any]
-
-
-class FusedLinear(nn.Linear):
-    """Adds its weight's gradient to `main_grad` and returns a dummy, as fused kernels do; or is as any other layer."""
-
-    fuses = False
-    asks = True  # for the buffer, rather than read the attribute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.fuses:
-            return super().forward(x)
-        fused: torch.Tensor = _FusedLinear.apply(x, self.weight, self.bias, self.asks)  # type: ignore[no-untyped-call]
-        return fused
-
-
-class _FusedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: torch.Tensor, asks: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        ctx.get = weight.get_main_grad if asks and weight.__fsdp_param__ else lambda: weight.main_grad
-        return x @ weight.detach().T + bias
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        if not ctx.needs_input_grad[1]:
-            return gradient @ weight, None, gradient.sum(0), None
-        buffer: torch.Tensor = ctx.get()
-        made = (gradient.T @ x).to(buffer.dtype)
-        if weight.overwrite_main_grad:
-            buffer.copy_(made)
-        else:
-            buffer.add_(made)
-        weight.grad_added_to_main_grad = True
-        dummy = torch.full_like(weight, 99.0)
-        if getattr(weight, "zero_out_wgrad", False):
-            dummy.zero_()
-        return gradient @ weight, dummy, gradient.sum(0), None
-
-
-class Block(nn.Module):
-    """Two weights that are added to buffers, one that is not, and biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = FusedLinear(DIM, 13)
-        self.plain = nn.Linear(13, 13)
-        self.down = FusedLinear(13, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.plain(self.up(x))))
-
-
-class FusedNet(Net):
-    def __init__(self) -> None:
-        super().__init__(num_layers=2, dim=DIM)
-
-    def make_layer(self, dim: int) -> nn.Module:
-        return Block()
-
-
-def fuse(module: nn.Module, *, asks: bool = True) -> None:
-    """Make a sharded unit's fused layers use the buffers that it gives them."""
-    fused = [layer for layer in module.modules() if isinstance(layer, FusedLinear)]
-    unit(module).set_main_grads([layer.weight for layer in fused])
-    for layer in fused:
-        layer.fuses, layer.asks = True, asks
 
 
 def _shard(model: nn.Module, *, asks: bool = True, **options: Any) -> None:
@@ -145,7 +76,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool
     shape, placements = STAGES[stage]
 
     def on_each_rank() -> None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        mesh = mesh_of(shape)
         reference, model = _pair(mesh=mesh, placements=placements, asks=asks)
         optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
         for _ in range(2):

@@ -12,6 +12,7 @@ from engine_models import (
     assert_shard_equals,
     assert_weights_equal,
     inputs,
+    mesh_of,
     record,
     rows_of_this_rank,
     sgd,
@@ -19,9 +20,9 @@ from engine_models import (
     unit,
     units,
 )
+from fake_streams import WaitingStream
 from schedule_models import NUM_LAYERS, Block, Microbatch, Stack, backward_dw, delay, in_turns
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, fully_shard
@@ -40,7 +41,7 @@ BATCHES = [inputs(8, seed=1), inputs(8, seed=2)]
 
 def _shard(model: nn.Module, stage: str) -> None:
     shape, placements = STAGES[stage]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    mesh = mesh_of(shape)
     for module in (*model.get_submodule("layers").children(), model):
         fully_shard(module, mesh=mesh, placements=placements)
     delay(model)
@@ -406,19 +407,11 @@ def test_a_gather_at_rest_waits_for_who_wrote_the_shards_and_for_every_reader_be
 
 
 def test_every_stream_that_waits_for_a_hold_waits_for_the_gather() -> None:
-    class Stream:
-        def __init__(self) -> None:
-            self.waited: list[object] = []
-            self.wait_event = self.wait_stream = self.waited.append
-
-        def record_event(self) -> Stream:
-            return self
-
     def on_each_rank(patch: pytest.MonkeyPatch) -> None:
         model = Stack()
         _shard(model, "ZERO3")
         context = dict(units(model))["root"].context
-        gathers, first, second = Stream(), Stream(), Stream()
+        gathers, first, second = WaitingStream(), WaitingStream(), WaitingStream()
         context.__dict__["all_gather_stream"] = gathers
         holds = []
         for stream in (first, second):

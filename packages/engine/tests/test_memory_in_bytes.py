@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, Residual, assert_at_rest, unit, units
+from engine_models import BF16, Net, Residual, assert_at_rest, unit, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -27,7 +27,6 @@ from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
 
 DIM, HIDDEN = 64, 256
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class _Block(Residual):

@@ -14,6 +14,7 @@ from engine_models import (
     ShardPlacementResult,
     case,
     inputs,
+    mesh_of,
     record,
     rows_of_this_rank,
     twins,
@@ -49,10 +50,6 @@ def _sharded(**options: Any) -> Apply:
     return apply
 
 
-def _two_by_two() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-
-
 def _assert_equal(reference: nn.Module, sharded: nn.Module) -> None:
     for (name, expected), (other, got) in zip(reference.named_parameters(), sharded.named_parameters(), strict=True):
         assert name == other
@@ -78,12 +75,12 @@ def _assert_trains(
     return sharded
 
 
-# -- replicas -------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_sharded_on_one_axis_and_replicated_on_another_trains_as_unsharded() -> None:
     def on_each_rank() -> None:
-        model = _assert_trains(_sharded(mesh=_two_by_two()))
+        model = _assert_trains(_sharded(mesh=mesh_of((2, 2))))
         assert isinstance(model.stem.weight, DTensor)
         assert model.stem.weight.placements == (Replicate(), Shard(0))
         assert model.stem.weight.to_local().shape == (4, 3)
@@ -93,7 +90,7 @@ def test_a_model_sharded_on_one_axis_and_replicated_on_another_trains_as_unshard
 
 def test_replicas_may_be_reduced_over_once_for_several_microbatches() -> None:
     def on_each_rank() -> None:
-        reference, sharded = twins(_net, _sharded(mesh=_two_by_two()))
+        reference, sharded = twins(_net, _sharded(mesh=mesh_of((2, 2))))
         num_all_reduces = 0
         for group in (group for _, state in units(sharded) for group in state.groups):
             assert group.replicas is not None
@@ -125,7 +122,7 @@ def test_replicas_may_be_reduced_over_once_for_several_microbatches() -> None:
 def test_clearing_gradients_forgets_what_was_kept_for_the_replicas() -> None:
     def on_each_rank() -> None:
         sharded = _net()
-        _sharded(mesh=_two_by_two())(sharded)
+        _sharded(mesh=mesh_of((2, 2)))(sharded)
         unit(sharded).set_requires_all_reduce(False)
         sharded(rows_of_this_rank(X)).sum().backward()
         sharded.zero_grad()
@@ -139,7 +136,7 @@ def test_mixed_precision_with_replicas_equals_fsdp2(reduce_dtype: torch.dtype | 
     def losses_of(shard: Any) -> list[float]:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         torch.manual_seed(0)
-        model, mesh = _net(), _two_by_two()
+        model, mesh = _net(), mesh_of((2, 2))
         for unit_of in (*model.layers, model):
             shard(unit_of, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +158,7 @@ def test_mixed_precision_with_replicas_equals_fsdp2(reduce_dtype: torch.dtype | 
 @pytest.mark.parametrize("num_axes", [1, 2])
 def test_a_hook_may_reduce_gradients_further(num_axes: int) -> None:
     def on_each_rank() -> None:
-        mesh = init_device_mesh("cpu", (2,) if num_axes == 1 else (1, 2), mesh_dim_names=("outer", "inner")[-num_axes:])
+        mesh = mesh_of((2,) if num_axes == 1 else (1, 2))
         plain, hooked = _net(), _net()
         hooked.load_state_dict(plain.state_dict())
         for model in (plain, hooked):
@@ -180,7 +177,7 @@ def test_a_hook_may_reduce_gradients_further(num_axes: int) -> None:
 def test_sums_that_are_divided_afterwards_are_the_means() -> None:
     def on_each_rank() -> None:
         def apply(model: Net) -> None:
-            _sharded(mesh=_two_by_two())(model)
+            _sharded(mesh=mesh_of((2, 2)))(model)
             for module in (model, *model.layers):
                 unit(module).set_force_sum_reduction_for_comms(True)
 
@@ -189,7 +186,7 @@ def test_sums_that_are_divided_afterwards_are_the_means() -> None:
     run_ranks(on_each_rank, 4)
 
 
-# -- dims and meshes of single parameters ---------------------------------------------------------------------------
+# -- dims and meshes of single parameters ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -216,7 +213,7 @@ def test_parameters_may_be_sharded_along_any_dim_that_divides(dtype: torch.dtype
 
 def test_parameters_of_one_unit_may_lie_on_different_meshes() -> None:
     def on_each_rank() -> None:
-        one, two = init_device_mesh("cpu", (4,)), _two_by_two()
+        one, two = init_device_mesh("cpu", (4,)), mesh_of((2, 2))
         everywhere, pairs = (
             FSDPMeshInfo(one, shard_mesh_dim=0),
             HSDPMeshInfo(two, shard_mesh_dim=1, replicate_mesh_dim=0),
@@ -258,7 +255,7 @@ def test_what_a_placement_function_may_not_say_is_refused_by_name(
     run_ranks(on_each_rank, 2)
 
 
-# -- beside other kinds of parallelism ------------------------------------------------------------------------------
+# -- beside other kinds of parallelism -------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -321,7 +318,7 @@ class _WideNet(Net):
 )
 def test_the_data_axes_of_a_whole_mesh_can_be_named(dims: DataParallelMeshDims, placements: tuple[object, ...]) -> None:
     def on_each_rank() -> None:
-        mesh = _two_by_two()
+        mesh = mesh_of((2, 2))
 
         def apply(model: Net) -> None:
             for module in model.modules():
@@ -369,7 +366,7 @@ def test_meshes_that_name_no_data_axes_are_refused() -> None:
     run_ranks(on_each_rank, 1)
 
 
-# -- a smaller group between forward and backward -------------------------------------------------------------------
+# -- a smaller group between forward and backward --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
@@ -377,7 +374,7 @@ def test_backward_may_gather_from_a_few_neighbours(mesh_shape: tuple[int, ...]) 
     neighbours = mesh_shape[-1] // 2 if len(mesh_shape) == 1 else 2
 
     def on_each_rank() -> None:
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+        mesh = mesh_of(mesh_shape)
         _assert_trains(_sharded(mesh=mesh, reshard_after_forward=neighbours))
 
     run_ranks(on_each_rank, 4)

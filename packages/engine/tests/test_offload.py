@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from counted_collectives import Gather, Reduce
 from engine_models import (
+    BF16,
     Net,
     adamw,
     assert_at_rest,
@@ -25,16 +27,16 @@ from engine_models import (
     record,
     rows_of_this_rank,
     sgd,
+    shard_on,
     twins,
     unit,
     units,
     whole,
 )
+from extended_models import Halves
 from fake_streams import Streams, Work, fake_streams
-from test_custom_collectives import Gather, Reduce
-from test_extended_parameters import Pair
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamella_buffers import ShardedBuffer
@@ -60,7 +62,6 @@ from lamella_testing import run_ranks
 
 X = inputs(24)
 OFFLOAD = CPUOffloadPolicy()
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "one rank": ((1,), {}),
     "as FSDP2": ((2,), {}),
@@ -78,14 +79,8 @@ WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-def _offloaded(shape: tuple[int, ...] = (2,), **options: Any) -> Callable[[nn.Module], None]:
-    def apply(model: nn.Module) -> None:
-        assert isinstance(model, Net)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, offload_policy=OFFLOAD, **options)
-
-    return apply
+def _offloaded(shape: tuple[int, ...] = (2,), **options: Any) -> Callable[[Net], Net]:
+    return shard_on(shape, offload_policy=OFFLOAD, **options)
 
 
 def _net() -> Net:
@@ -232,7 +227,7 @@ def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
         assert isinstance(model, Net)
         for layer in model.layers:
             assert isinstance(layer.up, nn.Linear)
-            layer.up.weight = nn.Parameter(Pair.encode(layer.up.weight.detach()))
+            layer.up.weight = nn.Parameter(Halves.encode(layer.up.weight.detach()))
         _offloaded()(model)
         for _, state in units(model):
             assert all(group.offload is not None for group in state.groups)

@@ -6,12 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_models import (
+    EVERY_STAGE,
     Net,
     assert_at_rest,
     assert_weights_equal,
@@ -20,6 +20,7 @@ from engine_models import (
     mean_square,
     rows_of_this_rank,
     shard,
+    shard_on,
     whole,
 )
 from torch import nn
@@ -28,18 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-from lamella_engine import (
-    DDP,
-    HFSDP,
-    HSDP,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    fully_shard,
-    shard_optimizer,
-)
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_optimizer
 from lamella_testing import run_ranks
 
 Optimize = Callable[..., torch.optim.Optimizer]
@@ -203,23 +193,12 @@ def test_tied_and_frozen_parameters_go_on_too() -> None:
     run_ranks(check, 2)
 
 
-STAGES: dict[str, tuple[tuple[int, ...], Any]] = {
-    **{name: ((2,), stage) for name, stage in {"DDP": DDP, "ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}.items()},
-    "HSDP": ((2, 2), (HSDP, ZERO3)),
-    "HFSDP": ((2, 2), (HFSDP, ZERO3)),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_state_lies_as_the_main_weights_do_at_every_stage(stage: str) -> None:
-    shape, placements = STAGES[stage]
-
-    def apply(model: Net) -> None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, placements=placements)
+    shape, placements = EVERY_STAGE[stage]
 
     def check() -> None:
+        apply = shard_on(shape, placements=placements)
         reference, sharded, optimizer = _pair(apply=apply, make=partial(Net, dim=8))
         for expected, got in zip(reference.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(whole(got), expected.detach(), rtol=1e-5, atol=1e-6)

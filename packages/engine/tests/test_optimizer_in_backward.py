@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_models import (
+    BF16,
     Net,
     assert_at_rest,
     assert_weights_equal,
@@ -21,7 +22,6 @@ from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_testing import run_ranks
 
 LOSS = mean_square(lambda model: model(inputs()))
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _step_in_backward(model: nn.Module) -> list[torch.Tensor]:

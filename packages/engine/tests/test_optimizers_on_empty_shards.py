@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_at_rest, assert_weights_equal, case, inputs, twins
-from test_every_optimizer import OPTIMIZERS
+from engine_models import assert_at_rest, assert_weights_equal, case, inputs, mesh_of, twins
+from optimizer_models import OPTIMIZERS
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import HFSDP, ZERO3, RaggedDTensor, Rows, Whole, _flat_group, fully_shard
@@ -126,7 +125,7 @@ def test_one_optimizer_steps_both_layouts(variant: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_main_weights_that_two_axes_cut_take_the_unsharded_steps(name: str) -> None:
     def check() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        mesh = mesh_of((2, 2))
         apply = partial(fully_shard, keep=Rows(1), mesh=mesh, placements=(HFSDP, ZERO3))
         for variant in ({"foreach": True}, {"fused": True}):
             reference, sharded = twins(Ragged, apply)

@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from engine_models import (
     Net,
+    Routed,
     assert_at_rest,
     assert_trains_alike,
     inputs,
     mean_square,
     rows_of_this_rank,
     shard,
+    shard_on,
     twins,
     unit,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_engine import HSDP, ZERO3, fully_shard
 from lamella_testing import run_ranks
@@ -29,17 +30,6 @@ X = inputs()
 LOSS = mean_square(lambda model: model(X))
 # Long enough for a rank on a busy machine; nothing waits for it but where a rank stays away.
 PATIENCE, IMPATIENCE = 60.0, 2.0
-
-
-class _Routed(Net):
-    route: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for i in self.route:
-            x = self.layers[i](x)
-        head: torch.Tensor = self.head(x)
-        return head
 
 
 def _step(model: nn.Module) -> None:
@@ -55,7 +45,7 @@ def _error(model: nn.Module, run: Callable[[nn.Module], None]) -> str:
     return str(caught.value)
 
 
-def _checked(make: Callable[[], Any] = _Routed, timeout_s: float = PATIENCE) -> Any:
+def _checked(make: Callable[[], Any] = Routed, timeout_s: float = PATIENCE) -> Any:
     model = shard(make())
     unit(model).set_order_check(True, timeout_s=timeout_s)
     for _ in range(2):
@@ -119,7 +109,7 @@ def test_a_rank_that_validates_alone_is_found(num_ranks: int) -> None:
 
 def test_a_swap_that_sends_nothing_is_found_at_the_end_of_the_pass() -> None:
     def check() -> str:
-        model = _Routed()
+        model = Routed()
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=False)
@@ -154,11 +144,7 @@ def test_ranks_of_other_groups_are_told_too() -> None:
     """Rows of two ranks each: the second row agrees in itself, and would wait for the first in the all-reduce."""
 
     def check() -> str:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        model = _Routed()
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, placements=(HSDP, ZERO3))
-        fully_shard(model, mesh=mesh, placements=(HSDP, ZERO3))
+        model: Any = shard_on((2, 2), placements=(HSDP, ZERO3))(Routed())
         unit(model).set_order_check(timeout_s=PATIENCE)
         _step(model)
         if dist.get_rank() == 1:
@@ -185,7 +171,7 @@ def test_a_rank_that_trains_another_part_of_the_block_is_found_before_the_reduct
 def test_ranks_that_agree_get_the_same_to_the_bit(num_ranks: int) -> None:
     def train(checked: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = shard(_Routed())
+        model = shard(Routed())
         unit(model).set_order_check(checked)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for route in ((0, 1, 2), (0, 2), (2, 0, 0)):
@@ -208,7 +194,7 @@ def test_the_environment_asks_for_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LAMELLA_DEBUG", "something,order")
 
     def check() -> str:
-        model = shard(_Routed())
+        model = shard(Routed())
         if _the_odd_one():
             model.route = (0, 2)  # type: ignore[assignment]
         return _error(model, _step)

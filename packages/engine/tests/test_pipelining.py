@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Residual, assert_at_rest, assert_shard_equals
+from engine_models import assert_at_rest, assert_shard_equals
+from pipeline_models import rows_of, shard_stage, stage_loss, stages_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
@@ -20,50 +21,30 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import fully_shard, share_comm_ctx
+from lamella_engine import share_comm_ctx
 from lamella_testing import run_ranks
 
 NUM_MICROBATCHES = 4
-NUM_ROWS = 8
-
-
-def _stages(num: int) -> list[nn.Sequential]:
-    torch.manual_seed(0)
-    return [nn.Sequential(Residual(), Residual()) for _ in range(num)]
-
-
-def _loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (out - target).square().mean()
-
-
-def _rows(seed: int) -> torch.Tensor:
-    return torch.randn(NUM_ROWS, 7, generator=torch.Generator().manual_seed(seed))
-
-
-def _sharded(stage: nn.Sequential, mesh: Any, reshard_after_forward: bool | None) -> nn.Sequential:
-    for block in stage:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return fully_shard(stage, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
 def _check(make_schedule: Callable[..., Any], num_local: int, reshard_after_forward: bool | None = None) -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pipeline", "data"))
     place, num_stages = mesh["pipeline"].get_local_rank(), 2 * num_local
-    references, stages = _stages(num_stages), _stages(num_stages)
+    references, stages = stages_of(num_stages), stages_of(num_stages)
     mine = range(place, num_stages, 2)
     for i in mine:
-        _sharded(stages[i], mesh["data"], reshard_after_forward)
+        shard_stage(stages[i], mesh["data"], reshard_after_forward)
     share_comm_ctx([stages[i] for i in mine])  # type: ignore[misc]
     group = mesh["pipeline"].get_group()
     pipeline = [PipelineStage(stages[i], i, num_stages, torch.device("cpu"), group=group) for i in mine]
-    schedule = make_schedule(pipeline if num_local > 1 else pipeline[0], NUM_MICROBATCHES, loss_fn=_loss)
+    schedule = make_schedule(pipeline if num_local > 1 else pipeline[0], NUM_MICROBATCHES, loss_fn=stage_loss)
 
     for step in range(2):
-        x, target = _rows(2 * step), _rows(2 * step + 1)
+        x, target = rows_of(2 * step), rows_of(2 * step + 1)
         for model in (*references, *(stages[i] for i in mine)):
             model.zero_grad()
         schedule.step(*([x] if place == 0 else []), target=target)
-        loss: Any = _loss(nn.Sequential(*references)(x), target)
+        loss: Any = stage_loss(nn.Sequential(*references)(x), target)
         loss.backward()
         for i in mine:
             assert_at_rest(stages[i])

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_models import assert_weights_equal, case, inputs, twins
-from test_every_optimizer import OPTIMIZERS, Short, _flavours
+from optimizer_models import OPTIMIZERS, Short, flavours_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -116,7 +116,7 @@ def _check_alike(pair: list[tuple[nn.Module, Optimizer]], before_step: Change = 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != DTENSORS_CANNOT])
 def test_every_one_takes_the_steps_that_it_takes_on_dtensors(name: str) -> None:
     def check() -> None:
-        for flavour in _flavours(name):
+        for flavour in flavours_of(name):
             with case(f"{name} {flavour}"):
                 on_dtensors, below = _check_alike(_pair(name, **flavour))
                 assert on_dtensors > 0

@@ -10,6 +10,7 @@ from engine_models import (
     Log,
     Net,
     Residual,
+    Routed,
     assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
@@ -24,19 +25,6 @@ from torch import nn
 from lamella_testing import run_ranks
 
 X = inputs()
-
-
-class Routed(Net):
-    """Runs the layers it is told to, in the order it is told."""
-
-    route: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for i in self.route:
-            x = self.layers[i](x)
-        head: torch.Tensor = self.head(x)
-        return head
 
 
 def _gathers(log: Log) -> list[str]:

@@ -13,11 +13,12 @@ from engine_models import (
     assert_trains_alike,
     inputs,
     mean_square,
-    record,
+    record_third_step,
     shard,
     twins,
     unit,
     units,
+    unsharded_nbytes,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,18 +31,11 @@ X = inputs()
 LOSS = mean_square(lambda model: model(X))
 
 
-def _weight(module: Any) -> int:
-    nbytes: int = dict(units(module))["root"].unsharded_nbytes
-    return nbytes
-
-
 def _learned(model: Any, num_blocks: float | None) -> tuple[Net, Log]:
     """A model whose order is known, whose budget holds so many blocks."""
-    budget = None if num_blocks is None else int(num_blocks * _weight(model.layers[0]))
+    budget = None if num_blocks is None else int(num_blocks * unsharded_nbytes(model.layers[0]))
     unit(model).set_prefetch_budget(budget)
-    for _ in range(2):
-        LOSS(model).backward()
-    return model, record(model)
+    return model, record_third_step(model, LOSS)
 
 
 def test_as_many_units_are_ahead_as_fit_in_forward_and_in_backward() -> None:
@@ -98,7 +92,6 @@ def test_training_is_the_unsharded_models_with_every_budget(num_blocks: float | 
     def check() -> None:
         reference, model = twins()
         _learned(model, num_blocks)
-        model.zero_grad()
         assert_trains_alike(reference, model, LOSS, num_steps=3)
 
     run_ranks(check, 2)
@@ -144,7 +137,6 @@ def test_a_unit_whose_backward_needs_no_weights_takes_no_room_there() -> None:
         reference, model = twins(make)
         unit(model.get_submodule("layers.1")).set_unshard_in_backward(False)
         _, log = _learned(model, 1)
-        model.zero_grad()
         loss = LOSS(model)
         log.clear()
         loss.backward()
@@ -165,7 +157,6 @@ def test_a_block_that_runs_twice_is_gathered_ahead_twice() -> None:
     def check() -> None:
         reference, model = twins(Twice)
         _, log = _learned(model, 3)
-        model.zero_grad()
         log.clear()
         LOSS(model)
         assert log.order == [
@@ -224,7 +215,7 @@ def test_what_a_unit_weighs_is_what_it_allocates() -> None:
             layer = fully_shard(Net().layers[0], mp_policy=policy)
             (group,) = dict(units(layer))["root"].groups
             unit(layer).unshard()
-            assert _weight(layer) == group.unsharded_weight.flat.untyped_storage().nbytes() > 0
+            assert unsharded_nbytes(layer) == group.unsharded_weight.flat.untyped_storage().nbytes() > 0
 
     run_ranks(check, 2)
 
@@ -238,7 +229,7 @@ def test_tensor_parallel_ranks_with_unequal_parts_count_alike() -> None:
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
         (group,) = dict(units(model))["root"].groups
         unit(model).unshard()
-        return _weight(model), group.unsharded_weight.flat.untyped_storage().nbytes()
+        return unsharded_nbytes(model), group.unsharded_weight.flat.untyped_storage().nbytes()
 
     results = run_ranks(check, 4)
     weights, allocated = {weight for weight, _ in results}, {nbytes for _, nbytes in results}

@@ -15,6 +15,7 @@ from engine_models import (
     assert_trains_alike,
     inputs,
     mean_square,
+    mesh_of,
     shard,
     twins,
     unit,
@@ -75,7 +76,7 @@ def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int, monke
     real = ParameterGroup.install_gradients
 
     def check() -> None:
-        mesh = init_device_mesh("cpu", (2,) * num_axes, mesh_dim_names=("outer", "inner")[-num_axes:])
+        mesh = mesh_of((2,) * num_axes)
         _, model = twins(apply=lambda model: fully_shard(model.layers[0], mesh=mesh) and fully_shard(model, mesh=mesh))
         streams = fake_streams(model)
 

@@ -10,7 +10,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, assert_at_rest, no_gradient_sync, record, unit, units, whole
+from engine_models import Net, assert_at_rest, mesh_of, no_gradient_sync, record, unit, units, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -165,7 +165,7 @@ def test_training_takes_the_steps_of_a_wide_wire(setting: str, reduces_each: boo
     shape, options, prepare = SETTINGS[setting]
 
     def check() -> None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        mesh = mesh_of(shape)
 
         def trained() -> tuple[list[float], list[torch.Tensor]]:
             torch.manual_seed(0)

@@ -1,0 +1,99 @@
+"""What the tests of optimizers share: torch's own by name, some as users write them, and parameters of few rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+
+# What torch itself cannot do with DTensors, whoever made them. Each raises at its first step, on every rank alike;
+# when one stops raising, it belongs among those that are compared.
+WHOLE_TENSORS_ONLY = {
+    "Adafactor": "scales by norms of rows and columns in place, and a DTensor's partial norm has no in-place power",
+    "LBFGS": "flattens all parameters into one vector, which DTensor refuses for chunks of unequal size",
+    "Muon": "orthogonalises whole matrices, and adds in place what DTensor has replicated to do so",
+    "Rprop": "writes through boolean indices, for which DTensor has no in-place strategy",
+    "SparseAdam": "takes sparse gradients only",
+}
+WHOLE_MATRICES_BEFORE = {"Muon": "2.12"}  # the torch since which it raises; before, DTensor gathered what it multiplied
+NO_DTENSOR_FUSED_KERNEL = {"Adagrad", "SGD"}
+
+
+class Short(nn.Module):
+    """Parameters of one, two and three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Linear(3, 2)
+        self.three = nn.Linear(2, 3)
+        self.one = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.one(torch.tanh(self.three(torch.tanh(self.two(x)))))
+        return out
+
+
+def flavours_of(name: str) -> Iterator[dict[str, bool]]:
+    accepted = inspect.signature(OPTIMIZERS[name]).parameters
+    yield {}
+    for flavour in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        if accepted.keys() >= flavour.keys() and not (flavour == {"fused": True} and name in NO_DTENSOR_FUSED_KERNEL):
+            yield flavour
+
+
+class Lion(Optimizer):
+    """As many write their own: no hooks, no flavours, state by hand."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.lerp_(p.grad, 1 - group["beta"])
+                    p.add_(average.sign(), alpha=-group["lr"])
+
+
+class CountsInItsGroups(Lion):
+    """Corrects for a number of steps that each group counts."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        super().step()
+
+
+class CountsItself(Lion):
+    """Slows down with a number of steps that it counts itself."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.1 / self.num_steps)
+
+
+class NormsOverAll(Lion):
+    """Looks at all gradients before it updates any."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for p in parameters)
+        for p in parameters:
+            p.sub_(p.grad / norm)

@@ -1,0 +1,185 @@
+"""A model that is trained in the ordinary way, and its twin whose optimizer steps otherwise, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from engine_models import Log, Net, assert_at_rest, inputs, local, mean_square, record, rows_of_this_rank, shard, unit
+from optimizer_models import OPTIMIZERS
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lamella_engine import overlap_optimizer, step_in_backward
+from lamella_engine._attached import state_of
+
+X = inputs(24)
+LOSS = mean_square(lambda model: model(rows_of_this_rank(X)).float())
+
+Make = Callable[[nn.Module], Optimizer]
+Act = Callable[[nn.Module], None]
+
+
+def named(name: str, **options: Any) -> Make:
+    """What makes one of torch's optimizers over a model's parameters."""
+    return lambda model: OPTIMIZERS[name](model.parameters(), **options)
+
+
+ADAMW = named("AdamW", lr=1e-2)
+
+
+def run_backward(model: nn.Module) -> None:
+    LOSS(model).backward()
+
+
+def two_microbatches(model: nn.Module, *, reduces_each: bool) -> None:
+    for is_last in (False, True):
+        unit(model).set_is_last_backward(is_last)
+        unit(model).set_requires_gradient_sync(is_last or reduces_each)
+        (LOSS(model) * (1 + is_last)).backward()
+
+
+def do_nothing(model: nn.Module) -> None:
+    return
+
+
+def assert_same_state(expected: dict[str, Any], got: dict[str, Any]) -> None:
+    """Two state dicts say the same, in the same structure, to the bit."""
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys()
+    for key, state in expected["state"].items():
+        assert list(got["state"][key]) == list(state)
+        for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(got["state"][key]), strict=True):
+            assert type(a) is type(b)
+            assert torch.equal(local(a), local(b)) if isinstance(a, torch.Tensor) else a == b
+
+
+def assert_same_weights(expected: nn.Module, got: nn.Module) -> None:
+    """This rank's parts are equal to the bit."""
+    for (name, a), b in zip(expected.named_parameters(), got.parameters(), strict=True):
+        assert torch.equal(local(a), local(b)), name
+
+
+class Pair:
+    """The two models, and the optimizer of each: first the ordinary one."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module] = Net,
+        apply: Callable[..., object] = shard,
+        optimizer: Make = ADAMW,
+        backward: Act = run_backward,
+    ) -> None:
+        self.models, self.optimizers = [], []
+        for _ in range(2):
+            torch.manual_seed(0)
+            self.models.append(model := make())
+            apply(model)
+            self.optimizers.append(optimizer(model))
+        self._backward = backward
+
+    @property
+    def model(self) -> nn.Module:
+        """The twin."""
+        return self.models[1]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The twin's."""
+        return self.optimizers[1]
+
+    def assert_equal(self) -> None:
+        """Weights, gradients and state dicts are the same to the bit."""
+        assert_same_weights(*self.models)
+        for (name, expected), got in zip(self.models[0].named_parameters(), self.model.parameters(), strict=True):
+            assert (got.grad is None) == (expected.grad is None), name
+            if got.grad is not None and expected.grad is not None:
+                assert torch.equal(local(got.grad), local(expected.grad)), name
+        assert_same_state(*(optimizer.state_dict() for optimizer in self.optimizers))
+
+    def _step(self, set_to_none: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.assert_equal()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+class SteppedInBackward(Pair):
+    """The twin's optimizer steps inside backward."""
+
+    def __init__(self, *args: Any, free_gradients: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.handle = step_in_backward(self.optimizer, free_gradients=free_gradients)
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def backward(self) -> set[str]:
+        """The names of the parameters that were stepped inside."""
+        for model in self.models:
+            self._backward(model)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {self.names[id(parameter)] for parameter in self.handle.stepped(held)}
+
+    def step(self, *, set_to_none: bool = True) -> None:
+        self._step(set_to_none)
+
+    def train(self, num_steps: int = 3, *, set_to_none: bool = True) -> set[str]:
+        """The names of the parameters that were stepped inside the last backward."""
+        for _ in range(num_steps):
+            stepped = self.backward()
+            self.step(set_to_none=set_to_none)
+        if all(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            assert_at_rest(self.model)
+        return stepped
+
+    def all_names(self) -> set[str]:
+        return set(self.names.values())
+
+
+class Overlapped(Pair):
+    """The twin's optimizer hides gathers; what the units of both communicate is logged, unless nobody looks."""
+
+    def __init__(self, *args: Any, looks: bool = True, late_gradients: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.handle = overlap_optimizer(self.optimizer, late_gradients=late_gradients)
+        self.logs: list[Log] = [record(model) if looks else Log() for model in self.models]
+
+    def backward(self) -> None:
+        for model, log in zip(self.models, self.logs, strict=True):
+            log.clear()
+            self._backward(model)
+
+    def step(self, *, set_to_none: bool = True) -> list[str]:
+        """The units that the step has gathered."""
+        for log in self.logs:
+            log.clear()
+        self._step(set_to_none)
+        ordinary, gathered = (log.units_of("gather") for log in self.logs)
+        assert ordinary == []
+        return gathered
+
+    def train(self, num_steps: int = 3, *, set_to_none: bool = True, between: Act = do_nothing) -> list[str]:
+        """The units that the last step has gathered."""
+        for _ in range(num_steps):
+            self.backward()
+            gathered = self.step(set_to_none=set_to_none)
+            for model in self.models:
+                between(model)
+        return gathered
+
+    def assert_looks_alike(self) -> None:
+        with torch.no_grad():
+            assert torch.equal(*(model(X) for model in self.models))
+
+
+def held_nbytes(model: nn.Module) -> dict[str, int]:
+    """The bytes that units hold unsharded."""
+    states = {name or "root": state_of(module) for name, module in model.named_modules() if hasattr(module, "unshard")}
+    return {
+        name: nbytes
+        for name, state in states.items()
+        if (nbytes := sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in state.groups))
+    }

@@ -1,0 +1,140 @@
+"""Models whose modules read parameters below them without a call, and how they are sharded when they say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from engine_models import Net, inputs, mean_square, record, units
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lamella_engine import declare_reads, fully_shard
+
+X = inputs()
+LOSS = mean_square(lambda model: model(X))
+
+
+class _Kernel(torch.autograd.Function):
+    """A fused kernel: takes the weights themselves, and looks at them again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(weight, DTensor)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        assert weight.untyped_storage().nbytes() > 0, "the weight is not there in backward"
+        return gradient @ weight, gradient.T @ x, gradient.sum(0)
+
+
+class Mixer(nn.Module):
+    """Reads the weights of its convolution (of width one) and never calls it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv1d = nn.Linear(dim, dim)
+        self.gate = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = _Kernel.apply(x, self.conv1d.weight, self.conv1d.bias)  # type: ignore[no-untyped-call]
+        return self.gate * mixed
+
+
+class CallingMixer(Mixer):
+    """Reads the weights, and calls the convolution too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) + self.conv1d(x)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, mixer: Callable[[int], nn.Module] = Mixer) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+        self.mixer = mixer(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.mixer(torch.tanh(self.up(x)))
+        return out
+
+
+class Model(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block(dim)
+
+
+class CallingModel(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block(dim, CallingMixer)
+
+
+class Recomputed(Net):
+    use_reentrant = False
+
+    def make_layer(self, dim: int) -> nn.Module:
+        return Block(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = cast(torch.Tensor, checkpoint(layer, x, use_reentrant=self.use_reentrant))
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+class RecomputedByReentry(Recomputed):
+    use_reentrant = True
+
+
+class RecomputedInside(Net):
+    """What runs again is inside the unit."""
+
+    def make_layer(self, dim: int) -> nn.Module:
+        class Inside(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                mixed = checkpoint(self.mixer, torch.tanh(self.up(x)), use_reentrant=False)
+                return x + cast(torch.Tensor, mixed)
+
+        return Inside(dim)
+
+
+def mixers_of(model: nn.Module) -> Iterator[Mixer]:
+    return (module for module in model.modules() if isinstance(module, Mixer))
+
+
+def convs_of(model: nn.Module) -> list[nn.Linear]:
+    return [mixer.conv1d for mixer in mixers_of(model)]
+
+
+def shard_declared(model: Any, *, inner: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Every convolution a unit, every block, and the model; the mixers, which are none, say what they read."""
+    for mixer in mixers_of(model):
+        declare_reads(mixer, "conv1d.*")
+        fully_shard(mixer.conv1d, **(options if inner is None else inner))
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+OWN_UNITS = ["root", "layers.0", "layers.1", "layers.2"]
+
+
+def states_by_name(model: nn.Module) -> dict[str, Any]:
+    """The states by the names of their own modules."""
+    return {state.name or "root": state for _, state in units(model)}
+
+
+def record_by_name(model: nn.Module) -> Any:
+    log = record(model)
+    for name, state in states_by_name(model).items():
+        for group in state.groups:
+            group.transport._name = name  # the last module of a unit named it, which is one that is read
+    return log

@@ -1,0 +1,140 @@
+"""Steps that hide gathers, where several optimizers or several models train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from engine_models import Net, local, record, rows_of_this_rank, shard
+from optimizer_pairs import Overlapped, X, assert_same_weights, held_nbytes, run_backward
+from torch import nn
+from torch.optim import Optimizer
+
+from lamella_engine import overlap_optimizer
+from lamella_testing import run_ranks
+
+
+def _train_with(optimizers: Sequence[Optimizer], model: nn.Module, num_steps: int = 3) -> list[list[str]]:
+    """The units that each optimizer's last step has gathered."""
+    log = record(model)
+    for _ in range(num_steps):
+        run_backward(model)
+        gathered = []
+        for optimizer in optimizers:
+            log.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            gathered.append(log.units_of("gather"))
+    log.clear()
+    run_backward(model)
+    gathered.append(log.units_of("gather"))
+    return gathered
+
+
+@pytest.mark.parametrize("overlapped", [(True, True), (True, False), (False, True)])
+def test_each_of_several_optimizers_gathers_the_units_that_are_all_its_own(overlapped: tuple[bool, bool]) -> None:
+    def check() -> None:
+        models, found = [], []
+        for overlaps in (False, True):
+            torch.manual_seed(0)
+            models.append(model := shard(Net()))
+            inner = [p for layer in model.layers for p in layer.parameters()]
+            outer = [p for p in model.parameters() if not any(p is other for other in inner)]
+            optimizers = [torch.optim.AdamW([*outer, *inner[4:8]]), torch.optim.SGD([*inner[:4], *inner[8:]], lr=0.1)]
+            for optimizer, wanted in zip(optimizers, overlapped, strict=True):
+                if overlaps and wanted:
+                    overlap_optimizer(optimizer)
+            found.append(_train_with(optimizers, model))
+        assert_same_weights(*models)
+        first, second, forward = found[1]
+        assert first == (["root"] if overlapped[0] else [])  # layers.0 is the other's
+        assert second == []  # it has not the first unit, which is gathered before others
+        assert first + second + forward == found[0][-1]  # what one has gathered outlives the other's step
+
+    run_ranks(check, 2)
+
+
+def test_a_unit_that_two_optimizers_share_is_not_gathered_in_the_step_of_either() -> None:
+    def check() -> None:
+        model = shard(Net())
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim <= 1]
+        optimizers = [torch.optim.AdamW(parameters) for parameters in (matrices, others)]
+        for optimizer in optimizers:
+            overlap_optimizer(optimizer)
+        *gathered, _ = _train_with(optimizers, model)
+        assert gathered == [[], []]
+
+    run_ranks(check, 2)
+
+
+class _OwnAdamW(torch.optim.AdamW):
+    """Of torch's own the version counters of a step would show what was gathered too early."""
+
+
+def test_what_is_frozen_between_a_backward_and_its_step_is_updated_before_it_is_gathered() -> None:
+    def check() -> None:
+        pair = Overlapped(optimizer=lambda model: _OwnAdamW(model.parameters(), lr=1e-2, foreach=True))
+        pair.train()
+        pair.backward()
+        for model in pair.models:
+            for parameter in model.stem.parameters():
+                parameter.requires_grad_(False)
+        pair.step()
+        pair.assert_looks_alike()
+
+    run_ranks(check, 2)
+
+
+def test_frozen_units_are_gathered_with_those_that_train() -> None:
+    def check() -> None:
+        def apply(model: Net) -> None:
+            for parameter in (*model.stem.parameters(), *model.head.parameters()):
+                parameter.requires_grad_(False)
+            shard(model)
+
+        assert Overlapped(apply=apply).train() == ["root", "layers.0"]
+
+    run_ranks(check, 2)
+
+
+class _Residuals(Net):
+    """Takes what it gives, so that another can follow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, :3]
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_generator_and_its_discriminator_train_as_before(freezes: bool) -> None:
+    def check() -> None:
+        weights = []
+        for overlaps in (False, True):
+            torch.manual_seed(0)
+            generator, critic = shard(_Residuals()), shard(Net())
+            steps = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (generator, critic)]
+            log = record(critic)
+            if overlaps:
+                for optimizer in steps:
+                    overlap_optimizer(optimizer)
+            for _ in range(3):
+                critic.requires_grad_(not freezes)
+                critic(generator(rows_of_this_rank(X))).square().mean().backward()
+                log.clear()
+                steps[0].step()
+                assert log.units_of("gather") == []  # none of the critic's
+                critic.zero_grad()
+                generator.zero_grad()
+                critic.requires_grad_(True)
+                critic(generator(rows_of_this_rank(X)).detach()).square().mean().neg().backward()
+                steps[1].step()
+                critic.zero_grad()
+            weights.append([local(p) for model in (generator, critic) for p in model.parameters()])
+            if overlaps:
+                assert set(held_nbytes(generator)) == {"root"}  # for a backward that might follow its last forward
+                assert set(held_nbytes(critic)) == {"root", "layers.0"}
+        for expected, got in zip(*weights, strict=True):
+            assert torch.equal(expected, got)
+
+    run_ranks(check, 2)

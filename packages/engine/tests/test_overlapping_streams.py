@@ -1,0 +1,111 @@
+"""What a step that hides gathers puts on which stream, and what becomes of it in a graph."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from engine_models import Net, shard, unit
+from fake_streams import fake_streams
+from optimizer_models import Lion
+from optimizer_pairs import Overlapped, X, named, run_backward
+
+from lamella_engine import overlap_optimizer
+from lamella_engine._attached import state_of
+from lamella_engine._context import Context
+from lamella_engine._parameter_group import ParameterGroup
+from lamella_testing import run_ranks
+
+
+def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = ParameterGroup.prepare_gather
+
+    def check() -> None:
+        model = shard(Net())
+        streams = fake_streams(model)
+        seen: list[dict[Any, int]] = []
+
+        def prepare(group: ParameterGroup) -> Any:
+            seen.append(dict(streams.current.seen))
+            return real(group)
+
+        monkeypatch.setattr(ParameterGroup, "prepare_gather", prepare)
+        optimizer: Any = _TracedOnStreams(model.parameters())
+        optimizer.streams, optimizer.work = streams, {}
+        overlap_optimizer(optimizer)
+        for step in range(3):
+            run_backward(model)
+            if step == 2:  # left from a step before: it says nothing of this one
+                state_of(model).context.post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
+            optimizer.work.clear()
+            seen.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(seen) == 2
+        for name, parameter in model.named_parameters():
+            is_late = name.startswith(("layers.1", "layers.2"))
+            for each in seen:
+                assert optimizer.work[id(parameter)].is_before(each) != is_late, name
+
+    run_ranks(check, 2)
+
+
+class _TracedOnStreams(Lion):
+    """Puts something on the current stream for each parameter."""
+
+    streams: Any = None
+    work: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.streams is not None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                self.work[id(p)] = self.streams.work()
+        super().step()
+
+
+def test_a_step_that_is_captured_gathers_nothing_and_a_captured_forward_refuses_what_was_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check() -> None:
+        pair = Overlapped()
+        pair.train()
+        monkeypatch.setattr(Context, "is_captured", True)
+        with pytest.raises(RuntimeError, match=r"remove\(\) what overlap_optimizer returned before the capture"):
+            pair.model(X)
+        for model in pair.models:
+            unit(model).reset_iter_state()
+        pair.backward()
+        assert pair.step() == []
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
+def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
+    def check() -> None:
+        pair = Overlapped(optimizer=named("SGD", lr=1e-2, momentum=0.9), late_gradients=True)
+        gathered: list[str] = []
+        graphs_of: list[list[object]] = []
+        for optimizer in pair.optimizers:
+            graphs: list[object] = []
+            optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[method-assign]
+            graphs_of.append(graphs)
+        for _ in range(4):
+            pair.backward()
+            gathered += pair.step()
+            assert not state_of(pair.model).context.is_left
+        assert gathered == []
+        assert len(graphs_of[0]) == len(graphs_of[1]) > 0
+        pair.assert_looks_alike()
+
+    run_ranks(check, 2)
+
+
+def _noted(graphs: list[object], graph: Any, inputs: Any) -> Any:
+    graphs.append(graph)
+    return graph.forward
