@@ -78,6 +78,35 @@ def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
     run_ranks(check, num_ranks, device="cuda")
 
 
+@pytest.mark.gpu2
+def test_a_gather_that_was_captured_first_leaves_the_next_nothing_that_its_graph_has_yet_to_write() -> None:
+    """An eager gather into the same place comes before the first replay: peers would wait for a word for ever."""
+    numel = 1 << 20
+
+    def check() -> None:
+        engines, ring = _engines(), NcclTransport(dist.group.WORLD)  # type: ignore[arg-type]
+        shard, wanted = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in (numel, 2 * numel))
+        buffer = engines.allocator.create(2 * numel, torch.bfloat16, torch.device("cuda"))
+        engines.allocator.free(buffer)
+        engines.allocator.allocate(buffer)
+
+        def gather() -> None:
+            engines.transport.all_gather([Payload(shard, buffer)])
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gather()
+        for turn, run in enumerate((gather, graph.replay, gather, graph.replay)):
+            (made,) = _shards([numel], turn)
+            shard.copy_(made)
+            buffer.zero_()
+            run()
+            ring.all_gather([Payload(shard, wanted)])
+            torch.testing.assert_close(buffer, wanted, rtol=0.0, atol=0.0)
+
+    run_ranks(check, 2, device="cuda")
+
+
 @MANY_RANKS
 def test_its_memory_is_an_allocator_like_any_other(num_ranks: int) -> None:
     def check() -> None:
