@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,12 +101,24 @@ class Pair:
                 assert torch.equal(local(got.grad), local(expected.grad)), name
         assert_same_state(*(optimizer.state_dict() for optimizer in self.optimizers))
 
+    def compile_steps(self) -> list[list[object]]:
+        """Have both optimizers' steps compiled from now on; returns the graphs of each, which are added as it is."""
+        graphs_of: list[list[object]] = [[], []]
+        for optimizer, graphs in zip(self.optimizers, graphs_of, strict=True):
+            optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[method-assign]
+        return graphs_of
+
     def _step(self, set_to_none: bool) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
         self.assert_equal()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
+
+
+def _noted(graphs: list[object], graph: Any, _: object) -> Any:
+    graphs.append(graph)
+    return graph.forward
 
 
 class SteppedInBackward(Pair):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -90,11 +89,7 @@ def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
     def check() -> None:
         pair = Overlapped(optimizer=named("SGD", lr=1e-2, momentum=0.9), late_gradients=True)
         gathered: list[str] = []
-        graphs_of: list[list[object]] = []
-        for optimizer in pair.optimizers:
-            graphs: list[object] = []
-            optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[method-assign]
-            graphs_of.append(graphs)
+        graphs_of = pair.compile_steps()
         for _ in range(4):
             pair.backward()
             gathered += pair.step()
@@ -104,8 +99,3 @@ def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
         pair.assert_looks_alike()
 
     run_ranks(check, 2)
-
-
-def _noted(graphs: list[object], graph: Any, inputs: Any) -> Any:
-    graphs.append(graph)
-    return graph.forward

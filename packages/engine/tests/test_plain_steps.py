@@ -11,16 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import assert_weights_equal, case, inputs, twins
+from engine_models import Net, assert_weights_equal, case, inputs, shard, twins
 from optimizer_models import OPTIMIZERS, Short, flavours_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_engine import Rows, fully_shard, step_in_backward
+from lamella_engine import Rows, fully_shard, overlap_optimizer, step_in_backward
 from lamella_engine._plain_steps import _ELEMENTWISE
 from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._sharding import local_of
@@ -387,6 +387,31 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
                 assert vars(optimizer)["note"] == len(noted)
 
     run_ranks(check, 1)
+
+
+def test_hooks_after_a_step_are_given_the_optimizer_that_they_were_registered_on() -> None:
+    def check() -> None:
+        for make in (lambda _: None, step_in_backward, overlap_optimizer):
+            model = shard(Net())
+            scale = nn.Parameter(torch.ones(()))  # in no unit: something is left for the step, whoever steps before
+            optimizer = torch.optim.NAdam([*model.parameters(), scale])
+            seen: list[list[object]] = []
+
+            def note(stepped: Optimizer, args: Any, kwargs: Any, seen: Any = seen) -> None:
+                seen.append([stepped, *args, *kwargs.values()])
+
+            optimizer.register_step_post_hook(note)
+            make(optimizer)
+            optimizer.register_step_post_hook(note)
+            handle = register_optimizer_step_post_hook(note)
+            for _ in range(3):
+                (model(X).square().mean() * scale).backward()
+                optimizer.step()
+                assert [[each is optimizer for each in given] for given in seen] == [[True, True]] * 3
+                seen.clear()
+            handle.remove()
+
+    run_ranks(check, 2)
 
 
 def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:

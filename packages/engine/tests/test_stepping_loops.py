@@ -143,6 +143,25 @@ def test_hooks_that_only_wait_are_called_before_each_update_of_weights() -> None
     run_ranks(check, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_step_that_is_compiled_is_compiled_as_often_as_without(name: str) -> None:
+    def check() -> None:
+        pair = SteppedInBackward(_Odd, _shard_odd, named(name, lr=1e-2))
+        graphs_of = pair.compile_steps()
+        for _ in range(5):
+            assert pair.backward()
+            for optimizer in pair.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if name == "SGD":  # compiled, AdamW's arithmetic is another than what it steps with inside
+                pair.assert_equal()
+        ordinary, ours = graphs_of
+        assert len(ours) == len(ordinary)
+
+    run_ranks(check, 2)
+
+
 def test_groups_may_be_added_and_state_dicts_loaded() -> None:
     def check() -> None:
         def some(model: nn.Module) -> Optimizer:

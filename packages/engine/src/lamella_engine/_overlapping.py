@@ -44,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member, finish_left
 from lamella_engine._optimizers import held_by, shard_optimizer
-from lamella_engine._plain_steps import has_other_hooks, is_compiled, plain_view_of
+from lamella_engine._plain_steps import has_other_hooks, is_compiled, plain_view_of, step_on
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
 
 Parts = list[list[torch.Tensor]]
@@ -126,7 +126,7 @@ class OverlapOptimizer:
         if not any(rest) or not any(map(any, parts)):
             finish_left()
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
-            return None if view is None else ((view, *args[1:]), kwargs)
+            return None if view is None else step_on(view, optimizer, args, kwargs)
         updates.begin_step(optimizer)
         self._early.clear()
         for context, members in early.items():
@@ -137,7 +137,7 @@ class OverlapOptimizer:
         for context, members in first.items():
             context.gather_early(members)
             self._early.update(dict.fromkeys(members))
-        return (cheapest_view_of(optimizer, rest), *args[1:]), kwargs
+        return step_on(cheapest_view_of(optimizer, rest), optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Be the last hook before the next step."""

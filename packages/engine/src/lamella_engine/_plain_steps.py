@@ -31,7 +31,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -190,17 +189,33 @@ def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
     if has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
         return None
     view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
-    return None if view is None else ((view, *args[1:]), kwargs)
+    return None if view is None else step_on(view, optimizer, args, kwargs)
+
+
+def step_on(view: Opt, optimizer: Opt, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """What a hook before an optimizer's step returns to have the step made on a view.
+
+    Hooks after the step see the optimizer and not the view: one of ours is the first of them.
+    """
+    after = optimizer._optimizer_step_post_hooks
+    if next(iter(after), None) != _FIRST:
+        after[_FIRST] = _leave_view
+        after.move_to_end(_FIRST, last=False)  # type: ignore[attr-defined]
+    return [view, *args[1:]], kwargs  # a list, in which the optimizer can be put back
+
+
+_FIRST = -1  # torch's keys for hooks begin at 0
 
 
 @_disable_dynamo
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Put what the step has noted on a view of the optimizer, beside parameters and state, on the optimizer."""
-    if not args or not isinstance(states := getattr(args[0], "state", None), _States):
-        return
-    given, noted = states.given, vars(args[0])
-    ours = ("param_groups", "state")
-    vars(optimizer).update({key: noted[key] for key in noted if noted[key] is not given.get(key) and key not in ours})
+def _leave_view(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Give hooks that follow the optimizer, with what the step has noted on a view beside parameters and state."""
+    if not isinstance(args, list):
+        return  # a step that was made on no view
+    view, args[0] = args[0], optimizer
+    if isinstance(states := view.state, _States):
+        given, noted, ours = states.given, vars(view), ("param_groups", "state")
+        vars(optimizer).update({k: noted[k] for k in noted if noted[k] is not given.get(k) and k not in ours})
 
 
 def has_other_hooks(optimizer: Optimizer, *, than: int = 0) -> bool:
@@ -218,4 +233,3 @@ def has_other_hooks(optimizer: Optimizer, *, than: int = 0) -> bool:
 
 # After the one of `_optimizers`, which exchanges parameters.
 register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

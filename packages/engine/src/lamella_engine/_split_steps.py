@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,15 +68,19 @@ def own_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]], *, keep_empty: bool = False) -> Opt:
+def view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
     """What an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
     view = object.__new__(type(optimizer))
+    show(view, optimizer, [(group, part) for group, part in zip(optimizer.param_groups, parts, strict=True) if part])
+    return view
+
+
+def show(view: Opt, optimizer: Opt, parts: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+    """Let a view be of the optimizer as it is now, with these groups and the parameters of each."""
     vars(view).update(vars(optimizer))
     # For a class that calls another's step, around which torch has put hooks again.
     vars(view).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-    groups = zip(optimizer.param_groups, parts, strict=True)
-    view.param_groups = [{**group, "params": part} for group, part in groups if part or keep_empty]
-    return view
+    view.param_groups = [{**group, "params": part} for group, part in parts]
 
 
 def check_steps_apart(optimizer: Optimizer, way: str) -> None:

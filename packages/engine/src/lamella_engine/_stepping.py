@@ -34,7 +34,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from lamella_engine._optimizers import held_by, shard_optimizer, wait_before_update
-from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release, view_of
+from lamella_engine._plain_steps import step_on
+from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release, show
 
 
 @dataclass
@@ -58,6 +59,8 @@ class StepInBackward:
         self._stepped: set[int] = set()  # ids of parameters, which the optimizer keeps alive
         self._group_of: dict[int, int] = {}
         self._indexed: list[tuple[int, int]] = []
+        # A view of what is left for the step. Always the same object: a compiler would compile the step for each anew.
+        self._rest: Optimizer | None = None
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -167,12 +170,17 @@ class StepInBackward:
                 f"Expected {self._name} to hold the {len(self._stepped)} parameters that were stepped inside backward, "
                 "got others in its param groups: they would be stepped again. Change groups between steps."
             )
-        return (view_of(optimizer, rest, keep_empty=True), *args[1:]), kwargs
+        if type(self._rest) is not type(optimizer):
+            self._rest = object.__new__(type(optimizer))
+        show(self._rest, optimizer, zip(optimizer.param_groups, rest, strict=True))
+        return step_on(self._rest, optimizer, args, kwargs)
 
     def _after_step(self, *_: object) -> None:
         """Begin anew. Not before the step: one that raises may be called again, for what is left."""
         self._stepped.clear()
         self._uses.clear()
+        if self._rest is not None:
+            vars(self._rest).clear()  # what somebody lets go of between steps is freed
 
 
 _keys = itertools.count()
