@@ -317,7 +317,7 @@ def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
         task = TASKS["llama"]
         model = shard(task.model(device=_cuda()), fully_shard)
         tokens, labels = (tensor.to(_cuda()) for tensor in task.batch(0))
-        with patch("lamella_engine._context.record_function", note), torch.autograd.profiler.emit_nvtx():
+        with patch("lamella_engine._labels.record_function", note), torch.autograd.profiler.emit_nvtx():
             task.loss(model(tokens), labels).backward()
         return opened
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import find_state
-from lamella_engine._state import FSDPState, Residency
+from lamella_engine._residency import Residency
+from lamella_engine._state import FSDPState
 from lamella_layout import mesh_region
 
 if TYPE_CHECKING or hasattr(_fsdp_common, "ShardPlacementResult"):

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lamella_engine import declare_reads, fully_shard
 from lamella_engine._attached import find_state
-from lamella_engine._state import Residency
+from lamella_engine._residency import Residency
 from lamella_testing import run_ranks
 
 

@@ -53,7 +53,7 @@ from lamella_engine import (
     register_fsdp_forward_method,
 )
 from lamella_engine._attached import find_state
-from lamella_engine._state import Residency
+from lamella_engine._residency import Residency
 from lamella_testing import run_ranks
 
 

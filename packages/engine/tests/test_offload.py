@@ -54,7 +54,7 @@ from lamella_engine import (
     describe,
     fully_shard,
 )
-from lamella_engine import _context as context
+from lamella_engine import _streams as engine_streams
 from lamella_engine._offload import Offload
 from lamella_engine._sharded_parameter import dtensor_for
 from lamella_engine._sharding import DataAxes, Sharding
@@ -130,7 +130,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
 
     monkeypatch.setattr(Offload, "to_host", to_host)
     monkeypatch.setattr(Offload, "add_", add_)
-    monkeypatch.setattr(context, "_wait_on_host", late.arrive)
+    monkeypatch.setattr(engine_streams, "_wait_on_host", late.arrive)
     yield late
     monkeypatch.undo()
 

@@ -44,7 +44,7 @@ def test_phases_have_fsdp2s_names_and_the_units() -> None:
 def test_without_a_profiler_no_range_is_opened() -> None:
     def check() -> None:
         model = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        with patch("lamella_engine._context.record_function", side_effect=AssertionError):
+        with patch("lamella_engine._labels.record_function", side_effect=AssertionError):
             model(X).mean().backward()
 
     run_ranks(check, 1)

@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
-from lamella_engine._state import FSDPState, Residency
+from lamella_engine._residency import Residency
+from lamella_engine._state import FSDPState
 from lamella_testing import run_ranks
 
 NUM_STEPS, NUM_BLOCKS = 12, 5

@@ -27,8 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_engine import fully_shard, share_comm_ctx
 from lamella_engine._attached import find_state
-from lamella_engine._context import Context, Reduction
+from lamella_engine._context import Context
 from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_engine._streams import Reduction
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import find_state
-from lamella_engine._state import Residency
+from lamella_engine._residency import Residency
 from lamella_testing import run_ranks
 
 X = inputs()

@@ -20,11 +20,13 @@ import torch
 from lamella_buffers import reduce_scatter
 from lamella_engine import _overlapping as overlapping
 from lamella_engine import _stepping as stepping
-from lamella_engine._context import Context, Reduction, label
+from lamella_engine._context import Context
 from lamella_engine._delayed import DelayedGradients
+from lamella_engine._labels import label
 from lamella_engine._main_grads import MainGrads
 from lamella_engine._parameter_group import ParameterGroup, Reduced, by_axes
 from lamella_engine._placements import Strategy
+from lamella_engine._streams import Reduction
 
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 

@@ -32,7 +32,7 @@ import torch
 import torch.nn as nn
 from torch._compile import _disable_dynamo
 
-from lamella_engine._context import label
+from lamella_engine._labels import label
 from lamella_engine._state import FSDPState
 from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
 

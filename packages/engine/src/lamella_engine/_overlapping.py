@@ -42,10 +42,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member, finish_left
+from lamella_engine._context import Context, Member
 from lamella_engine._optimizers import held_by, shard_optimizer
 from lamella_engine._plain_steps import has_other_hooks, is_compiled, plain_view_of, step_on
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
+from lamella_engine._streams import finish_left
 
 Parts = list[list[torch.Tensor]]
 

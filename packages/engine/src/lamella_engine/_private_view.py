@@ -15,9 +15,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamella_engine._parameter_group import ParameterGroup, dtypes_of
+from lamella_engine._residency import Residency
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._sharding import DataAxes
-from lamella_engine._state import FSDPState, Residency
+from lamella_engine._state import FSDPState
 
 
 class _LackedError(NotImplementedError, AttributeError):
