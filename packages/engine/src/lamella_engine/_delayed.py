@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._sharded_parameter import ShardedParameter
+from lamella_engine._step_hooks import held_by
 
 # Those that somebody waits for: an optimizer must not step without them.
 _unfinished: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()
@@ -98,7 +99,10 @@ class DelayedGradients:
             self.num_due -= 1
             for parameter in self._num_arrived:
                 self._num_arrived[parameter] -= 1
-        (_unfinished.add if self.num_due else _unfinished.discard)(self)
+        if self.num_due:
+            _unfinished.add(self)
+        else:
+            _unfinished.discard(self)
         return is_complete
 
     def join(self, stream: torch.Stream) -> None:
@@ -135,7 +139,7 @@ class DelayedGradients:
 def _refuse_to_step_without(optimizer: Optimizer, *_: object) -> None:
     if not _unfinished:
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = set(map(id, held_by(optimizer)))
     missing = [
         name for each in _unfinished if any(id(p.sharded) in held for p in each.parameters) for name in each.missing
     ]

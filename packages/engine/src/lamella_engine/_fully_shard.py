@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from lamella_engine._extended_group import new_group
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule
 from lamella_engine._offload import CPU, Offload
-from lamella_engine._placements import AxisPlacement, strategy_of
+from lamella_engine._placements import AxisPlacement, Strategy, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharded_parameter import Candidate
@@ -125,11 +125,7 @@ def fully_shard(
     axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
     axes, strategy = strategy_of(placements, axes)
     keep_fn = as_keep_fn(keep)
-    if strategy.keeps_copy and reshard_after_forward:
-        raise ValueError(
-            f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
-            f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
-        )
+    _check_stage(strategy, reshard_after_forward)
     policy = _as_policy(mp_policy)
     _check_allocator(allocator)
     owners = [inner for _, inner in own_modules(modules)]
@@ -157,18 +153,9 @@ def fully_shard(
     del candidates  # the originals: their bytes go before the unsharded buffers take theirs
     for group in groups:
         group.build_unsharded()
-    keeps_all = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
-    flag = None if reshard_after_forward is None else bool(reshard_after_forward) and not keeps_all
-    state = FSDPState(groups, context, policy, flag, strategy)
-    for below, name in inner.items():
-        below.name = name
-        below.become_inner()
-        if below not in read:
-            context.add(below)
+    state = FSDPState(groups, context, policy, _as_flag(reshard_after_forward), strategy)
     taken = [each for below in read for each in _modules_of(below, modules)]
-    for below in read:
-        state.take_over(below)
-
+    _put_inside(state, inner, read)
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
@@ -205,6 +192,17 @@ def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
     return {state: ", ".join(found) for state, found in names.items()}
 
 
+def _put_inside(outer: FSDPState, inner: dict[FSDPState, str], read: Collection[FSDPState]) -> None:
+    """Make units the inner ones of another, under their names; those that it reads are its own from now on."""
+    for below, name in inner.items():
+        below.name = name
+        below.become_inner()
+        if below not in read:
+            outer.context.add(below)
+    for below in read:
+        outer.take_over(below)
+
+
 def _modules_of(state: FSDPState, modules: list[nn.Module]) -> list[nn.Module]:
     return [inner for module in modules for inner in module.modules() if find_state(inner) is state]
 
@@ -225,6 +223,14 @@ def _check_arguments(
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
+        )
+
+
+def _check_stage(strategy: Strategy, reshard_after_forward: bool | int | None) -> None:
+    if strategy.keeps_copy and reshard_after_forward:
+        raise ValueError(
+            f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
+            f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
         )
 
 
@@ -257,6 +263,13 @@ def _check_allocator(allocator: Allocator | None) -> None:
             f"Expected `allocator` to be an Allocator or None, got {type(allocator).__name__}. It needs the methods "
             "create, allocate and free."
         )
+
+
+def _as_flag(reshard_after_forward: bool | int | None) -> bool | None:
+    """Whether the parameters go after forward: not if one rank is to keep them whole."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    return reshard_after_forward != 1
 
 
 def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from lamella_engine._optimizers import held_by
 from lamella_engine._plain_steps import laid_out
 from lamella_engine._sharding import local_of
+from lamella_engine._step_hooks import held_by
 
 # Their kernels take the address of a DTensor's shard and the size of the whole, and write past the shard's end.
 _LIBRARIES_OF_KERNELS = {"apex", "transformer_engine"}

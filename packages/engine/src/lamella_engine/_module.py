@@ -51,6 +51,8 @@ class FSDPModule(fsdp2.FSDPModule):
         made.__init__(*args, **kwargs)
         return cast(Self, made)
 
+    # -- verbs -------------------------------------------------------------------------------------------------------
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; not those of units below.
 
@@ -146,6 +148,38 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         _outermost(self, "wait_for_gradients").context.end_step()
 
+    def reset_iter_state(self) -> None:
+        """Return the whole tree to rest after an exception in forward or backward; that step's gradients are lost.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+
+        Effects: waits for what was started; not a collective.
+        """
+        _outermost(self, "reset_iter_state").context.reset()
+
+    def mark_updated(self) -> None:
+        """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
+
+        Needed only where something outlives a pass: units that stay unsharded, and copies that `placements` keep (DDP,
+        ZERO1, ZERO2, and HFSDP's shards in the compute dtype). Others are gathered anew each time.
+        """
+        updates.note()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""
+        state_of(self).context.finish_left()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for state in states_of(self, recurse=True):
+            state.gradients.drop(state)
+            for parameter in (p.sharded for group in state.groups for p in group.parameters):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    # -- gradients that layers make themselves, or later -------------------------------------------------------------
+
     def delay_gradient(self, parameter: nn.Parameter) -> Callable[[], None]:
         """Say that a parameter's gradient comes after its unit's backward, from now on; not for units below.
 
@@ -220,15 +254,7 @@ class FSDPModule(fsdp2.FSDPModule):
         for grads in state_of(self).gradients.main_grads:
             grads.offer()
 
-    def reset_iter_state(self) -> None:
-        """Return the whole tree to rest after an exception in forward or backward; that step's gradients are lost.
-
-        Raises:
-            RuntimeError: This is not the outermost unit.
-
-        Effects: waits for what was started; not a collective.
-        """
-        _outermost(self, "reset_iter_state").context.reset()
+    # -- what happens when -------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the step's last: only then the compute stream waits for all reductions.
@@ -266,98 +292,13 @@ class FSDPModule(fsdp2.FSDPModule):
         for state in states_of(self, recurse):
             state.reshard_after_backward = reshard_after_backward
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of the ranks' gradients by `factor` instead of by their number; not for units below.
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward needs this unit's parameters; not for units below.
 
-        Raises:
-            ValueError: Not a positive number.
+        An embedding's backward makes a gradient without looking at the weight. A forward that is recomputed inside
+        backward gathers them all the same.
         """
-        if not factor > 0:
-            raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
-        for group in state_of(self).groups:
-            group.divisor = float(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce with sums only and divide after, at the cost of a pass over the shards; not for units below."""
-        for group in state_of(self).groups:
-            group.sums_only = enable
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward reduces gradients over the replicas (HSDP) too, or keeps each replica's own sum.
-
-        A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
-        """
-        for state in states_of(self, recurse):
-            state.gradients.requires_all_reduce = requires_all_reduce
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
-
-        Args:
-            hook: Given the flat shards of a group of parameters, in the reduce dtype, to change in place.
-            stream: Where it runs. None means the stream of the all-reduces.
-
-        Raises:
-            ValueError: The unit's parameters lie on several meshes, or it has replicas and a stream was given.
-        """
-        state = state_of(self)
-        _check_one_mesh(state, "what the hook is given")
-        if stream is not None and any(group.replicas or group.outer for group in state.groups):
-            error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
-            error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
-            raise error
-        state.gradients.all_reduce_hook, state.gradients.all_reduce_hook_stream = hook, stream
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Let `comm` do this unit's gathers, in memory that it allocates; not for units below.
-
-        Costs a copy of the parameters on both sides, which the gathers of this package do not make.
-
-        Args:
-            comm: FSDP2's `AllGather`. It is given one flat tensor for all parameters, and this rank's part of it; bytes
-                if their dtypes differ. `async_op` is False, the current stream keeps the order: a Work that it returns
-                all the same is waited for at once. Not called where a single rank holds the parameters.
-
-        Raises:
-            ValueError: The unit's parameters lie on several meshes.
-            TypeError: It is not callable, or has no `allocate`.
-        """
-        check_collective(comm)
-        state = state_of(self)
-        _check_one_mesh(state, "the group that `comm` is called with")
-        for group in state.groups:
-            group.transport = with_all_gather(group.transport, comm)
-            if group.neighbours is not None:
-                group.neighbours = with_all_gather(group.neighbours, comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Let `comm` do this unit's gradient reductions, in memory that it allocates; not for units below.
-
-        Costs a copy of the gradients before, and of the shards after. Reductions over replicas are not `comm`'s.
-
-        Args:
-            comm: FSDP2's `ReduceScatter`, called once a reduce dtype; else as for `set_custom_all_gather`.
-
-        Raises:
-            ValueError: The unit's parameters lie on several meshes.
-            TypeError: It is not callable, or has no `allocate`.
-        """
-        check_collective(comm)
-        state = state_of(self)
-        _check_one_mesh(state, "the group that `comm` is called with")
-        for group in state.groups:
-            group.reduce_transport = with_reduce_scatter(group.reduce_transport or group.transport, comm)
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Say whether a parameter without a gradient here gets the other ranks'.
-
-        False (the default) is right when every rank uses the same parameters: `.grad` stays None as without
-        sharding. Where use differs between ranks, True installs what comes back for the zeros that were sent. Left
-        False there, parts of a weight train and parts do not: an error on CPU, unnoticed on a GPU. The unit itself must
-        run and take part in backward on every rank all the same.
-        """
-        for state in states_of(self, recurse):
-            state.gradients.reduces_unused_parameters = reduce_scatter_unused_params
+        state_of(self).unshards_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
         """Say which units to gather ahead when this one's forward begins, instead of the one that came next last time.
@@ -421,37 +362,6 @@ class FSDPModule(fsdp2.FSDPModule):
         _check_nbytes(nbytes)
         _outermost(self, "set_keep_budget").context.kept.budget = nbytes
 
-    def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
-
-        Ranks that differ each get an error that names both orders, before the collective: nothing hangs, and nothing is
-        added up that does not belong together. Without it, a rank that leaves out a unit makes the others wait or
-        receive another unit's parameters. `LAMELLA_DEBUG=order` in the environment does the same for every tree. Slow:
-        for finding out. Results are the same to the bit.
-
-        Args:
-            enable: Every rank must say the same, between steps.
-            timeout_s: How long a rank may take to come before the others give it up.
-
-        Raises:
-            RuntimeError: This is not the outermost unit.
-            ValueError: The time is not positive.
-
-        Effects: from now on each collective of this tree blocks the host until all its ranks have come, for about a
-            millisecond on one host and more on many, through the store of the default process group. No GPU sync.
-        """
-        if not timeout_s > 0:
-            raise ValueError(f"Expected `timeout_s` to be a positive number of seconds, got {timeout_s!r}.")
-        _outermost(self, "set_order_check").context.order_check = OrderCheck(timeout_s) if enable else None
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether backward needs this unit's parameters; not for units below.
-
-        An embedding's backward makes a gradient without looking at the weight. A forward that is recomputed inside
-        backward gathers them all the same.
-        """
-        state_of(self).unshards_in_backward = unshard_in_backward
-
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's gathers wait for an event, not for all that was put on the compute stream before.
 
@@ -485,6 +395,126 @@ class FSDPModule(fsdp2.FSDPModule):
             raise ValueError(f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}.")
         for state in states_of(self, recurse):
             state.max_reductions_in_flight = max_input_buffers
+
+    def set_order_check(self, enable: bool = True, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Compare, before each collective and at the end of each pass, the order in which ranks run this tree's units.
+
+        Ranks that differ each get an error that names both orders, before the collective: nothing hangs, and nothing is
+        added up that does not belong together. Without it, a rank that leaves out a unit makes the others wait or
+        receive another unit's parameters. `LAMELLA_DEBUG=order` in the environment does the same for every tree. Slow:
+        for finding out. Results are the same to the bit.
+
+        Args:
+            enable: Every rank must say the same, between steps.
+            timeout_s: How long a rank may take to come before the others give it up.
+
+        Raises:
+            RuntimeError: This is not the outermost unit.
+            ValueError: The time is not positive.
+
+        Effects: from now on each collective of this tree blocks the host until all its ranks have come, for about a
+            millisecond on one host and more on many, through the store of the default process group. No GPU sync.
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"Expected `timeout_s` to be a positive number of seconds, got {timeout_s!r}.")
+        _outermost(self, "set_order_check").context.order_check = OrderCheck(timeout_s) if enable else None
+
+    # -- what gradients are reduced to -------------------------------------------------------------------------------
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by `factor` instead of by their number; not for units below.
+
+        Raises:
+            ValueError: Not a positive number.
+        """
+        if not factor > 0:
+            raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
+        for group in state_of(self).groups:
+            group.divisor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce with sums only and divide after, at the cost of a pass over the shards; not for units below."""
+        for group in state_of(self).groups:
+            group.sums_only = enable
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients over the replicas (HSDP) too, or keeps each replica's own sum.
+
+        A kept sum costs a sharded gradient in the reduce dtype; it is added to the next that is reduced.
+        """
+        for state in states_of(self, recurse):
+            state.gradients.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
+
+        Args:
+            hook: Given the flat shards of a group of parameters, in the reduce dtype, to change in place.
+            stream: Where it runs. None means the stream of the all-reduces.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes, or it has replicas and a stream was given.
+        """
+        state = state_of(self)
+        _check_one_mesh(state, "what the hook is given")
+        if stream is not None and any(group.replicas or group.outer for group in state.groups):
+            error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
+            error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
+            raise error
+        state.gradients.all_reduce_hook, state.gradients.all_reduce_hook_stream = hook, stream
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Say whether a parameter without a gradient here gets the other ranks'.
+
+        False (the default) is right when every rank uses the same parameters: `.grad` stays None as without
+        sharding. Where use differs between ranks, True installs what comes back for the zeros that were sent. Left
+        False there, parts of a weight train and parts do not: an error on CPU, unnoticed on a GPU. The unit itself must
+        run and take part in backward on every rank all the same.
+        """
+        for state in states_of(self, recurse):
+            state.gradients.reduces_unused_parameters = reduce_scatter_unused_params
+
+    # -- what collectives are made of --------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Let `comm` do this unit's gathers, in memory that it allocates; not for units below.
+
+        Costs a copy of the parameters on both sides, which the gathers of this package do not make.
+
+        Args:
+            comm: FSDP2's `AllGather`. It is given one flat tensor for all parameters, and this rank's part of it; bytes
+                if their dtypes differ. `async_op` is False, the current stream keeps the order: a Work that it returns
+                all the same is waited for at once. Not called where a single rank holds the parameters.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes.
+            TypeError: It is not callable, or has no `allocate`.
+        """
+        check_collective(comm)
+        state = state_of(self)
+        _check_one_mesh(state, "the group that `comm` is called with")
+        for group in state.groups:
+            group.transport = with_all_gather(group.transport, comm)
+            if group.neighbours is not None:
+                group.neighbours = with_all_gather(group.neighbours, comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Let `comm` do this unit's gradient reductions, in memory that it allocates; not for units below.
+
+        Costs a copy of the gradients before, and of the shards after. Reductions over replicas are not `comm`'s.
+
+        Args:
+            comm: FSDP2's `ReduceScatter`, called once a reduce dtype; else as for `set_custom_all_gather`.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes.
+            TypeError: It is not callable, or has no `allocate`.
+        """
+        check_collective(comm)
+        state = state_of(self)
+        _check_one_mesh(state, "the group that `comm` is called with")
+        for group in state.groups:
+            group.reduce_transport = with_reduce_scatter(group.reduce_transport or group.transport, comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give gradient reductions a communicator of their own, so that they need not take turns with gathers.
@@ -546,6 +576,8 @@ class FSDPModule(fsdp2.FSDPModule):
                     "place, in ordinary memory."
                 )
 
+    # -- what torch calls, or once called so -------------------------------------------------------------------------
+
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
         warnings.warn("Call set_gradient_divide_factor(factor) instead.", DeprecationWarning, stacklevel=2)
@@ -561,26 +593,6 @@ class FSDPModule(fsdp2.FSDPModule):
     def _get_fsdp_state(self) -> Any:
         """What torch's methods begin with: one that a later torch has and this class has not finds nothing to set."""
         return view_of(self)
-
-    def mark_updated(self) -> None:
-        """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
-
-        Needed only where something outlives a pass: units that stay unsharded, and copies that `placements` keep (DDP,
-        ZERO1, ZERO2, and HFSDP's shards in the compute dtype). Others are gathered anew each time.
-        """
-        updates.note()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""
-        state_of(self).context.finish_left()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for state in states_of(self, recurse=True):
-            state.gradients.drop(state)
-            for parameter in (p.sharded for group in state.groups for p in group.parameters):
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from lamella_engine._sharded_parameter import ShardedParameter, any_sharded_originals, shard_like, sharded_from
+from lamella_engine._step_hooks import held_by
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -55,27 +56,6 @@ def shard_optimizer(optimizer: Opt) -> Opt:
 def _replaced(optimizer: Optimizer) -> dict[torch.Tensor, ShardedParameter]:
     """The parameters that became something else."""
     return {held: became for held in held_by(optimizer) if (became := sharded_from(held)) is not None}
-
-
-def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters of all groups, in their order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def only_waits(hook: object) -> bool:
-    """Whether a hook before an optimizer's step says that it changes nothing which the step finds.
-
-    Such a hook has an attribute of this name, that is true. It lets the current stream or the host wait until something
-    else has read the parameters: a copy for a checkpoint, say. It has to be called before every update of some of them.
-    """
-    return getattr(hook, "only_waits", False) is True
-
-
-def wait_before_update(optimizer: Optimizer) -> None:
-    """Call those of an optimizer's hooks that only wait. Effects: theirs, on the current stream or the host."""
-    for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-        if only_waits(hook):
-            hook(optimizer, (optimizer,), {})
 
 
 def _check_single(optimizer: Optimizer, replaced: dict[torch.Tensor, ShardedParameter]) -> None:

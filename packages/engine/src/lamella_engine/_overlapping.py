@@ -43,9 +43,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member
-from lamella_engine._optimizers import held_by, shard_optimizer
-from lamella_engine._plain_steps import has_other_hooks, is_compiled, plain_view_of, step_on
+from lamella_engine._optimizers import shard_optimizer
+from lamella_engine._plain_steps import plain_view_of, step_on
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
+from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
 from lamella_engine._streams import finish_left
 
 Parts = list[list[torch.Tensor]]
@@ -59,9 +60,8 @@ class OverlapOptimizer:
         self._key = key = next(_keys)
         # Weak: it holds this, by its hooks.
         self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
-        self._contexts: weakref.WeakKeyDictionary[Context, bool] = (
-            weakref.WeakKeyDictionary()
-        )  # and if gradients are late
+        # Trees whose last backward is over, or nearly, and whether their gradients are late.
+        self._ended: weakref.WeakKeyDictionary[Context, bool] = weakref.WeakKeyDictionary()
         # Not a WeakSet: ranks must free in the same order.
         self._early: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
         self._before = optimizer.register_step_pre_hook(self._before_step)
@@ -85,10 +85,10 @@ class OverlapOptimizer:
 
     def expect_step(self, context: Context) -> None:
         """Note that a tree of units is at the end of its last backward: what comes next is a step."""
-        if context not in self._contexts:
-            self._contexts[context] = self.waits_late and self._holds_some_of(context)
+        if context not in self._ended:
+            self._ended[context] = self.waits_late and self._holds_some_of(context)
         # Of every microbatch: one that another follows may not say so, and that one's forward finishes its reductions.
-        context.leaves_reductions |= self._contexts[context]
+        context.leaves_reductions |= self._ended[context]
 
     def _holds_some_of(self, context: Context) -> bool:
         optimizer = self._optimizer()
@@ -107,14 +107,14 @@ class OverlapOptimizer:
     @_disable_dynamo
     def _leave_whole(self, optimizer: Optimizer) -> None:
         """Have the step that follows go over everything, with all gradients there."""
-        self._contexts.clear()
+        self._ended.clear()
         updates.forget_step(optimizer)  # one that raised
         finish_left()
 
     @_disable_dynamo
     def _step_in_parts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        contexts = list(self._contexts)
-        self._contexts.clear()
+        contexts = list(self._ended)
+        self._ended.clear()
         updates.forget_step(optimizer)  # one that raised
         is_plain = args[0] is optimizer and all(argument is None for argument in (*args[1:], *kwargs.values()))
         if not (is_plain and self._is_last_hook(optimizer)):
@@ -254,7 +254,7 @@ def _step(optimizer: Optimizer, part: Parts) -> None:
 @_disable_dynamo
 def _finish_before_step(optimizer: Optimizer, *_: object) -> None:
     """Have gradients there for whatever comes before a step, and for a step that does not wait for them itself."""
-    waits = any(each.waits_late and each._optimizer() is optimizer for each in _active.values()) if _active else False
+    waits = any(each.waits_late and each._optimizer() is optimizer for each in _active.values())
     if not waits or has_other_hooks(optimizer, than=1):
         finish_left()
 

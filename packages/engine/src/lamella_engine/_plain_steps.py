@@ -22,22 +22,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
-from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lamella_engine._optimizers import held_by, only_waits
 from lamella_engine._ragged import RaggedDTensor, dtensor_over
 from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._sharding import local_of
+from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
@@ -166,13 +161,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return _for_compiler(optimizer) if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
 
 
-def is_compiled() -> bool:
-    """Whether a compiler traces what asks this, or what comes after it. Not to be asked where Dynamo is disabled."""
-    # Dynamo answers the first question itself where it traces this. It leaves out a frame that has no operators, and is
-    # then still there for the step's.
-    return is_dynamo_compiling() or get_eval_frame_callback() is not None
-
-
 @_disable_dynamo
 def _for_compiler(optimizer: Optimizer) -> None:
     """Make gradients such as Dynamo can trace a step on: there a DTensor must have its local tensor's offset."""
@@ -216,19 +204,6 @@ def _leave_view(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(states := view.state, _States):
         given, noted, ours = states.given, vars(view), ("param_groups", "state")
         vars(optimizer).update({k: noted[k] for k in noted if noted[k] is not given.get(k) and k not in ours})
-
-
-def has_other_hooks(optimizer: Optimizer, *, than: int = 0) -> bool:
-    """Whether something is called before the step that may change what it finds, or look at it.
-
-    Args:
-        optimizer: Whose.
-        than: How many hooks of its own are this package's.
-    """
-    hooks = _global_optimizer_pre_hooks.values()
-    foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(f"{__package__}.")]
-    own = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not only_waits(hook)]
-    return not all(map(only_waits, foreign)) or len(own) > than
 
 
 # After the one of `_optimizers`, which exchanges parameters.

@@ -153,7 +153,7 @@ class UnitParameters:
         if (check := self.context.order_check) is not None:
             check.before(f"{verb} {self.name or self.title}", self.process_groups, f" ({nbytes()} bytes)")
 
-    # -- gathered and freed -------------------------------------------------------------------------------------------
+    # -- gathered and freed ------------------------------------------------------------------------------------------
 
     def unshard(self, *, holder: object = None) -> None:
         """Start gathering the parameters; nothing if they are unsharded or on the way.
@@ -309,7 +309,7 @@ class UnitParameters:
         for group in self.groups:
             group.model_weight = None
 
-    # -- main weights that change -------------------------------------------------------------------------------------
+    # -- main weights that change ------------------------------------------------------------------------------------
 
     def leave_nothing_but_shards(self) -> None:
         """Return to rest, since somebody is about to read, write or replace main weights.
@@ -362,7 +362,7 @@ class UnitParameters:
             if self.strategy.keeps_copy or group.outer is not None:
                 self._expects_update = True
 
-    # -- gathers inside an optimizer's step ---------------------------------------------------------------------------
+    # -- gathers inside an optimizer's step --------------------------------------------------------------------------
 
     @property
     def has_copies(self) -> bool:
@@ -431,7 +431,7 @@ class UnitParameters:
     def _versions(self) -> list[tuple[int, int]]:
         return [(p.sharded._version, p.shard._version) for group in self.groups for p in group.parameters]
 
-    # -- parameters that cannot be gathered ---------------------------------------------------------------------------
+    # -- parameters that cannot be gathered --------------------------------------------------------------------------
 
     def _check_materialized(self) -> None:
         names = [self._full_name(name) for group in self.groups for name in group.meta_names()]

@@ -194,11 +194,7 @@ class FSDPState(UnitParameters):
 
     def ahead_in_forward(self, learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead when a forward begins: those that the unit was told, or what an order says."""
-        return self._ahead(self.forward_prefetch, learned)
-
-    def _ahead(self, asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
-        """The units to gather ahead, so that their gathers overlap with this unit's compute."""
-        return [state.unit for ref in asked if (state := ref()) is not None] if asked else learned
+        return _ahead(self.forward_prefetch, learned)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +210,7 @@ class FSDPState(UnitParameters):
         for grads in self.gradients.main_grads:
             grads.offer()
         with label("pre_backward", self.name):
-            ahead = self._ahead(self.backward_prefetch, self.context.enter_backward(self))
+            ahead = _ahead(self.backward_prefetch, self.context.enter_backward(self))
             if self.unshards_in_backward:
                 self.unshard()
             _gather_ahead([member for member in ahead if member.unshards_in_backward], "backward")
@@ -328,6 +324,11 @@ class FSDPState(UnitParameters):
         self.gradients.drop(self)
         self._holders.clear()
         self.reshard()
+
+
+def _ahead(asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -> Sequence[Member]:
+    """The units to gather ahead: those that a unit was told, or else those that an order says."""
+    return [state.unit for ref in asked if (state := ref()) is not None] if asked else learned
 
 
 def _gather_ahead(members: Sequence[Member], direction: str) -> None:

@@ -33,9 +33,10 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from lamella_engine._optimizers import held_by, shard_optimizer, wait_before_update
+from lamella_engine._optimizers import shard_optimizer
 from lamella_engine._plain_steps import step_on
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release, show
+from lamella_engine._step_hooks import held_by, wait_before_update
 
 
 @dataclass
@@ -164,8 +165,7 @@ class StepInBackward:
                 "step_in_backward."
             )
         rest = [[p for p in group["params"] if id(p) not in self._stepped] for group in optimizer.param_groups]
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if num_held - sum(map(len, rest)) < len(self._stepped):
+        if len(held_by(optimizer)) - sum(map(len, rest)) < len(self._stepped):
             raise RuntimeError(
                 f"Expected {self._name} to hold the {len(self._stepped)} parameters that were stepped inside backward, "
                 "got others in its param groups: they would be stepped again. Change groups between steps."

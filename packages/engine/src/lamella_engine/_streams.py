@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lamella_engine._step_hooks import held_by
+
 
 class Reduction(NamedTuple):
     """A collective that was put on a stream, and the tensors of other streams that it reads.
@@ -133,7 +135,7 @@ class Streams:
         self._reductions = other._reductions
         self._all_reductions = other._all_reductions
 
-    # -- gathers ------------------------------------------------------------------------------------------------------
+    # -- gathers -----------------------------------------------------------------------------------------------------
 
     def order_gathers_after_compute(self) -> None:
         """Make what comes on the gather stream wait for what was put on the compute stream so far."""
@@ -151,7 +153,7 @@ class Streams:
         """Make what comes on the gather stream wait for the updates that were started in backward."""
         self.all_gather_stream.wait_stream(self.update_stream)
 
-    # -- reductions ---------------------------------------------------------------------------------------------------
+    # -- reductions --------------------------------------------------------------------------------------------------
 
     def hold(self, reduction: Reduction) -> None:
         """Keep a reduction's gradients alive until it is retired."""
@@ -211,7 +213,7 @@ class Streams:
         if self.is_left:
             self.finish_reductions()
 
-    # -- updates inside backward --------------------------------------------------------------------------------------
+    # -- updates inside backward -------------------------------------------------------------------------------------
 
     def on_updates(self, after: Iterable[torch.Stream]) -> AbstractContextManager[None]:
         """Make the update stream current, ordered after those that gradients were made on."""
@@ -230,7 +232,7 @@ class Streams:
             for stream in set(update.allocated_on):
                 stream.wait_event(update.event)
 
-    # -- the host -----------------------------------------------------------------------------------------------------
+    # -- the host ----------------------------------------------------------------------------------------------------
 
     def expect_gradients(self, on_arrival: Sequence[Callable[[], None]]) -> None:
         """Note that gradients are on their way to the CPU.
@@ -290,8 +292,7 @@ def _wait_before_step(optimizer: Optimizer, *_: object) -> None:
     """A forward may have come after the last backward, of whose gathers nobody has waited for."""
     if not _reading:
         return
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if any(isinstance(parameter, DTensor) and parameter.device.type == "cpu" for parameter in parameters):
+    if any(isinstance(parameter, DTensor) and parameter.device.type == "cpu" for parameter in held_by(optimizer)):
         for streams in tuple(_reading):
             streams.wait_for_shards()
             _reading.discard(streams)

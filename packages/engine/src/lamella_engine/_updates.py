@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lamella_engine._step_hooks import held_by
+
 
 class Early(Protocol):
     """A unit that was gathered for the next forward already."""
@@ -64,7 +66,7 @@ def _note_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _note_step_of(optimizer: Optimizer) -> None:
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
+    updated = {id(p) for p in held_by(optimizer) if isinstance(p, DTensor)}
     if not updated:
         return
     untouched = [unit for unit in _early if unit.outlives(updated)]
