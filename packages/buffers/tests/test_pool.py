@@ -325,7 +325,7 @@ def test_buffers_may_go_at_any_moment_of_a_call() -> None:
 
 
 def _num_moments_of_the_call_that_plans(moment: int | None) -> int:
-    """Count the bytecodes in the pool's code; at one of them, buffers of another model go. Both are known to the plan."""
+    """Count the bytecodes in the pool's code; at one of them buffers of another model go, which the plan knows."""
     gc.collect(0)
     gc.disable()
     pool = PoolAllocator()
