@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_ranks import SimulatedTransport, on_simulated_ranks
 
@@ -30,7 +30,7 @@ def even_layouts(draw: st.DrawFn, num_ranks: int) -> EvenLayout:
     for _ in range(draw(st.integers(0, 4))):
         shape = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
         dim = draw(st.integers(0, len(shape) - 1))
-        if dim > 0:
+        if dim > 0 or draw(st.booleans()):
             shape[dim] *= num_ranks
         shapes.append(shape)
         dims.append(dim)
@@ -107,6 +107,7 @@ def test_the_simulated_transport_conforms(num_ranks: int) -> None:
     on_simulated_ranks(num_ranks, check_transport)
 
 
+@settings(max_examples=200)
 @given(units())
 def test_any_tensors_are_gathered_whole_whatever_dtype_their_shards_have(unit: tuple[int, list[Group]]) -> None:
     num_ranks, members = unit
@@ -127,6 +128,7 @@ def test_any_tensors_are_gathered_whole_whatever_dtype_their_shards_have(unit: t
     on_simulated_ranks(num_ranks, check)
 
 
+@settings(max_examples=200)
 @given(units(), st.sampled_from([dist.ReduceOp.SUM, dist.ReduceOp.AVG]))
 def test_any_gradients_are_reduced_into_the_shards_of_their_sum(
     unit: tuple[int, list[Group]], op: dist.ReduceOp.RedOpType
