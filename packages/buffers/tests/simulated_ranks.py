@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import TypeVar
 
 import torch
@@ -28,7 +28,7 @@ class SimulatedTransport:
         assert all(shard.dtype == full.dtype for shard, full in payloads)
         sent = self._sent([shard for shard, _ in payloads])
         for (_, full), shards in zip(payloads, zip(*sent, strict=True), strict=True):
-            full.view(-1).copy_(torch.cat([shard.view(-1) for shard in shards]))
+            full.view(-1).copy_(torch.cat(shards))
         return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
@@ -48,10 +48,12 @@ class SimulatedTransport:
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """What each rank sends, as it was before anybody wrote."""
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self._table[self.rank] = [tensor.clone() for tensor in tensors]
+        self._table[self.rank] = [tensor.view(-1).clone() for tensor in tensors]
         self._barrier.wait()
         sent = [list(each) for each in self._table]
         self._barrier.wait()
+        kinds = [[(tensor.dtype, tensor.numel()) for tensor in each] for each in sent]
+        assert all(each == kinds[0] for each in kinds), kinds
         return sent
 
     def _reduced(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
@@ -71,4 +73,8 @@ def on_simulated_ranks(num_ranks: int, run: Callable[[SimulatedTransport], Resul
             raise
 
     with ThreadPoolExecutor(num_ranks) as ranks:
-        return [each.result() for each in [ranks.submit(guarded, rank) for rank in range(num_ranks)]]
+        running = [ranks.submit(guarded, rank) for rank in range(num_ranks)]
+    errors = [error for each in running if (error := each.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # which is a consequence
+        raise error
+    return [each.result() for each in running]

@@ -51,6 +51,7 @@ class Group:
     layout: Layout
     dtype: torch.dtype  # of the shards
     wire: torch.dtype
+    made: torch.dtype  # of gradients
     seed: int
     absent: frozenset[int]  # tensors that take no part in the reduction
     missing: frozenset[tuple[int, int]]  # ranks that have no gradient, and of which tensor
@@ -66,7 +67,7 @@ class Group:
         for i, whole in enumerate(self.wholes(rank)):
             if i in self.absent:
                 continue
-            gradient = whole.to(self.wire)
+            gradient = whole.to(self.made)
             if self.transposed:
                 gradient = gradient.mT.contiguous().mT if gradient.ndim > 1 else gradient.repeat_interleave(2)[::2]
             found[i] = None if (rank, i) in self.missing else gradient
@@ -82,6 +83,7 @@ def groups(draw: st.DrawFn, num_ranks: int) -> Group:
         layout=layout,
         dtype=dtype,
         wire=dtype if dtype.is_complex else draw(st.sampled_from(REAL)),
+        made=dtype if dtype.is_complex else draw(st.sampled_from(REAL)),
         seed=draw(st.integers(0, 1000)),
         absent=draw(st.frozensets(tensors, max_size=2)),
         missing=draw(st.frozensets(st.tuples(ranks, tensors), max_size=4)),
