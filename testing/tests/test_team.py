@@ -1,12 +1,16 @@
 """`Team`: ranks that stay."""
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lamella_testing import RankFailure, RankTimeout, Team
+from lamella_testing import RankFailure, RankTimeout, Team, _team
+from lamella_testing._ranks import Rank, start
 
 
 @pytest.fixture
@@ -35,6 +39,29 @@ def test_after_a_failure_others_take_their_place(team: Team) -> None:
         team.run(fail)
     after = team.run(os.getpid)
     assert not set(before) & set(after)
+
+
+def test_a_team_of_which_not_all_could_start_is_none(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_but_one(rank: int, *args: Any) -> Rank:
+        if rank == 1:
+            raise OSError("no process left")
+        return start(rank, *args)
+
+    monkeypatch.setattr(_team, "start", start_but_one)
+    with pytest.raises(OSError, match="no process left"):
+        team.run(dist.get_rank)
+    monkeypatch.undo()
+    assert team.run(dist.get_rank, timeout_s=10.0) == [0, 1]
+
+
+def test_a_closed_team_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    team = Team(1)
+    for _ in range(2):
+        team.run(dist.get_rank)
+        assert len(list(tmp_path.iterdir())) == 1
+        team.close()
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_hang_is_a_failure_too(team: Team) -> None:

@@ -201,7 +201,7 @@ def _training(name: str, config: LlamaConfig, reduce_dtype: torch.dtype) -> Trai
     torch.manual_seed(0)
     host = _host_with_copy_engines if name == "lamella_copy_engines" else nullcontext
     # By name, groups that move nothing are not NCCL's.
-    with host(), patch("lamella_engine._parameter_group.transport_for", NcclTransport):
+    with host(), patch("lamella_engine._parameter_group.transport_for", lambda group, _: NcclTransport(group)):
         model = BACKENDS[name](config, init_device_mesh("cpu", (NUM_RANKS,)), reduce_dtype)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), [], host)
 

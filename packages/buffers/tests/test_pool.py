@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -311,6 +314,54 @@ def test_a_round_in_which_a_buffer_went_is_not_planned(toggles: Sequence[int]) -
     for _ in range(3):
         stays.toggle(*STEP)
     _assert_replays(pool, stays)
+
+
+def test_buffers_may_go_at_any_moment_of_a_call() -> None:
+    """Cycles hold models, and the cyclic collector comes when it likes: also while a plan is being made."""
+    num_moments = _num_moments_of_the_call_that_plans(None)
+    assert num_moments > 100
+    for moment in range(num_moments):
+        _num_moments_of_the_call_that_plans(moment)
+
+
+def _num_moments_of_the_call_that_plans(moment: int | None) -> int:
+    """Count the bytecodes in the pool's code; at one of them buffers of another model go, which the plan knows."""
+    gc.collect(0)
+    gc.disable()
+    pool = PoolAllocator()
+    stays, goes = _Buffers(pool, SIZES), _Buffers(pool, SIZES)
+    for _ in range(2):
+        goes.toggle(*STEP)
+        stays.toggle(*STEP)
+    vars(goes)["itself"] = goes
+    del goes
+    num = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal num
+        if frame.f_code.co_filename != _pool.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            num += 1
+            if num - 1 == moment:
+                gc.collect(0)  # what was made since the collector was stopped
+        return trace
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        stays.toggle(0)
+    finally:
+        sys.settrace(tracing)
+        gc.enable()
+    assert pool.report().num_plans == 2
+    if moment is not None:
+        assert len(pool._buffers) == len(SIZES)
+        stays.rest()
+        stays.toggle(*STEP)
+        _assert_replays(pool, stays)
+    return num
 
 
 def test_the_next_plan_does_without_buffers_that_are_gone() -> None:

@@ -33,7 +33,7 @@ def _tensors(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch
 def _axis(build: Callable[..., Layout] = EvenLayout.build) -> tuple[Layout, Transport]:
     group = dist.group.WORLD
     assert group is not None
-    transport = transport_for(group)
+    transport = transport_for(group, "cpu")
     return build(SHAPES, transport.num_ranks), transport
 
 
@@ -130,6 +130,26 @@ def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
     run_ranks(check, 2)
 
 
+def test_nothing_to_move_is_no_collective() -> None:
+    def check() -> None:
+        _, transport = _axis()
+        with CommDebugMode() as comm:  # type: ignore[no-untyped-call]
+            all_gather([], transport).wait()
+            reduce_scatter([], transport, dist.ReduceOp.AVG).wait()
+        assert not comm.get_comm_counts()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("shapes", [[(1, 3)], [(9, 3)], [(8, 3), (8, 3)], []])
+def test_tensors_of_other_shapes_than_the_layouts_are_refused(shapes: list[tuple[int, ...]]) -> None:
+    buffer = ShardedBuffer.empty(EvenLayout.build([(8, 3)], 2), 0, torch.float32, CPU)
+    buffer.flat.fill_(7)
+    with pytest.raises(ValueError, match=r"Expected whole tensors of the layout's shapes \(\(8, 3\),\), got "):
+        buffer.copy_from([torch.zeros(shape) for shape in shapes])
+    assert bool((buffer.flat == 7).all())
+
+
 def test_several_buffers_travel_in_one_collective() -> None:
     def check() -> dict[str, int]:
         layout, transport = _axis()
@@ -194,7 +214,7 @@ def test_a_standalone_shard_shares_bytes_with_its_buffer_and_no_storage() -> Non
 @pytest.mark.parametrize("dim", [1, 2])
 def test_tensors_sharded_along_another_dim_are_gathered_and_reduced(num_ranks: int, dim: int) -> None:
     def check() -> None:
-        transport = transport_for(dist.group.WORLD)  # type: ignore[arg-type]
+        transport = transport_for(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
         shapes = [(3, 4, 8), (1, 8, 4)]
         layout = EvenLayout.build(shapes, num_ranks, dims=[dim] * 2)
         wholes = [torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) for shape in shapes]

@@ -31,22 +31,31 @@ def test_gloo_conforms(num_ranks: int) -> None:
         transport = GlooTransport(_world())
         assert isinstance(transport, Transport)
         check_transport(transport)
-        return type(transport_for(_world())).__name__
+        return type(transport_for(_world(), "cpu")).__name__
 
     expected = "LocalTransport" if num_ranks == 1 else "GlooTransport"
     assert run_ranks(check, num_ranks) == [expected] * num_ranks
 
 
-@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
-def test_a_group_is_nccls_whoever_chose_the_backend(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("config", "device_type", "expected"),
+    [
+        ("cuda:nccl", "cuda", "NcclTransport"),
+        ("cpu:gloo,cuda:nccl", "cuda", "NcclTransport"),
+        ("cpu:gloo,cuda:nccl", "cpu", "GlooTransport"),
+    ],
+)
+def test_a_group_is_nccls_on_gpus_whoever_chose_the_backend(
+    config: str, device_type: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`init_process_group()` leaves the choice to torch, which then calls the group's backend "undefined"."""
 
     def check() -> str:
         monkeypatch.setattr(dist, "get_backend", lambda _: "undefined")
         monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-        return type(transport_for(_world())).__name__
+        return type(transport_for(_world(), device_type)).__name__
 
-    assert run_ranks(check, 2) == ["NcclTransport"] * 2
+    assert run_ranks(check, 2) == [expected] * 2
 
 
 class _AnsweredByGloo:
@@ -186,7 +195,7 @@ def test_the_conformance_test_catches_a_transport_that_gathers_in_the_wrong_orde
 
         def all_gather(self, payloads):  # type: ignore[no-untyped-def]
             for shard, full in payloads:
-                full.copy_(shard.repeat(2))
+                full.view(-1).copy_(shard.view(-1).repeat(2))
             return super().all_gather([])
 
     with pytest.raises(AssertionError, match="gathered"):

@@ -78,6 +78,25 @@ def _assert_trains(
 # -- replicas --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ranks", ["all", "replicas by shards", "smaller groups in backward, and one to reduce"])
+def test_a_mesh_of_cpus_is_gloos_also_where_groups_have_nccl_for_gpus(
+    ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `init_process_group()` makes them on a host with GPUs; NCCL's calls would reach gloo, and nobody wait."""
+
+    def apply(model: Net) -> None:
+        mesh = _two_by_two() if "replicas" in ranks else init_device_mesh("cpu", (4,))
+        _sharded(mesh=mesh, reshard_after_forward=2 if "smaller" in ranks else None)(model)
+        if "reduce" in ranks:
+            unit(model).set_separate_reduce_scatter_group()
+
+    def check() -> None:
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+        _assert_trains(apply)
+
+    run_ranks(check, 4)
+
+
 def test_a_model_sharded_on_one_axis_and_replicated_on_another_trains_as_unsharded() -> None:
     def on_each_rank() -> None:
         model = _assert_trains(_sharded(mesh=mesh_of((2, 2))))

@@ -15,6 +15,7 @@ from lamella_layout import (
     EvenLayout,
     FlatLayout,
     Partial,
+    RaggedShard,
     Range,
     Region,
     Replicate,
@@ -100,6 +101,40 @@ def test_shards_own_every_element_once_for_any_placements_and_order(
             assert chunk.numel > 0
             owners[tuple(slice(*indices) for indices in chunk.ranges)] += 1
         assert bool((owners == copies).all())
+
+
+@given(placed(strided=True), st.data())
+def test_a_box_of_what_a_rank_holds_is_that_box_of_its_local_tensor(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], data: st.DataObject
+) -> None:
+    shape, mesh_shape, placements = case
+    whole = torch.arange(prod(shape)).view(shape)
+    region = mesh_region(shape, mesh_shape, placements, data.draw(st.sampled_from(coordinates(mesh_shape))))
+    ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in region.shape]
+    box = Chunk.of([Range(*each) for each in ends])
+    expected = pick(whole, region)[tuple(slice(*indices) for indices in box.ranges)]
+    assert torch.equal(pick(whole, region.take(box)), expected)
+    held = [whole[tuple(slice(*indices) for indices in chunk.ranges)].flatten() for chunk in region.take(box).chunks]
+    assert sorted(torch.cat([*held, whole.flatten()[:0]]).tolist()) == sorted(expected.flatten().tolist())
+
+
+@given(placed(strided=True), st.integers(1, 5), st.data())
+def test_either_layout_inside_outer_cuts_is_a_partition_of_what_the_outer_ranks_hold(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], num_shards: int, data: st.DataObject
+) -> None:
+    shape, mesh_shape, placements = case
+    copies = prod(n for n, p in zip(mesh_shape, placements, strict=True) if isinstance(p, Replicate | Partial))
+    owners = {True: torch.zeros(shape, dtype=torch.int), False: torch.zeros(shape, dtype=torch.int)}
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    for coordinate in coordinates(mesh_shape):
+        outer = mesh_region(shape, mesh_shape, placements, coordinate)
+        even = EvenLayout.build([outer.shape], num_shards, dims=[dim])
+        flat = FlatLayout.build([outer.shape], num_shards, alignment=data.draw(st.sampled_from([1, 4])))
+        for layout in (even, flat):
+            for rank in range(num_shards):
+                for chunk in layout.chunks(0, rank, inside=outer):
+                    owners[layout is even][tuple(slice(*indices) for indices in chunk.ranges)] += 1
+    assert all(bool((each == copies).all()) for each in owners.values())
 
 
 @given(placed(strided=False), st.data())
@@ -217,10 +252,14 @@ def test_bad_meshes_are_refused_by_name_and_value(arguments: dict[str, object], 
         mesh_chunks(**(good | arguments))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), RaggedShard((0, 1, 4))])
 def test_a_coordinate_outside_the_mesh_is_refused(placement: Placement) -> None:
-    with pytest.raises(ValueError, match=r"Expected a rank in 0..1 \(num_shards=2\), got 2"):
-        mesh_region((4,), (2,), [placement], (2,))
+    for order in (None, (0,)):
+        with pytest.raises(ValueError, match=r"Expected a rank in 0..1 \(num_shards=2\), got 2"):
+            mesh_region((4,), (2,), [placement], (2,), order=order)
+        for coordinate in ((), (0, 0)):
+            with pytest.raises(ValueError, match=r"Expected one coordinate an axis \(1 axes\), got \("):
+                mesh_region((4,), (2,), [placement], coordinate, order=order)
 
 
 def test_a_box_outside_the_local_tensor_is_refused() -> None:

@@ -93,6 +93,18 @@ def test_contiguous_means_exactly_that_chunks_gathered_into_the_slot_are_the_ten
 
 
 @given(even_layouts())
+def test_what_travels_is_every_slot_and_a_tensor_lies_first_in_its_own(layout: EvenLayout) -> None:
+    indices = range(layout.num_tensors)
+    assert layout.wire_slots == tuple(layout.shard_slot(i) for i in indices)
+    assert layout.wire_full_slots == tuple(layout.full_slot(i) for i in indices)
+    for i, shape in enumerate(layout.shapes):
+        slot, lies = layout.full_slot(i), layout.tensor_range(i)
+        assert (lies.start, lies.numel) == (slot.start, torch.Size(shape).numel())
+        assert layout.in_equal_chunks[i] == (layout.divides(i) and layout.is_contiguous(i))
+        assert not layout.in_equal_chunks[i] or lies == slot
+
+
+@given(even_layouts())
 def test_owned_ranges_of_contiguous_tensors_are_the_flat_elements_of_the_chunks(
     layout: EvenLayout,
 ) -> None:

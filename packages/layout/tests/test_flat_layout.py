@@ -173,6 +173,12 @@ def test_placements_say_where_the_rows_are_on_one_axis_and_on_two(layout: FlatLa
         assert tables == [tuple(layout.chunks(index, rank) for rank in range(layout.num_shards))] * 3
 
 
+@given(flat_layouts())
+def test_layouts_compare_and_hash_by_value(layout: FlatLayout) -> None:
+    assert {layout, copy.copy(layout), pickle.loads(pickle.dumps(layout))} == {layout}
+    assert hash(replace(layout, num_shards=2 * layout.num_shards)) != hash(layout)
+
+
 def test_the_owner_is_the_one_rank_that_has_all_rows() -> None:
     assert RaggedShard((0, 0, 4, 4)).owner == 1
     assert RaggedShard((0, 2, 4)).owner is None
@@ -197,9 +203,15 @@ def test_bounds_that_are_none_are_refused(bounds: tuple[int, ...]) -> None:
 
 
 def test_ragged_placements_beside_others_that_cut_are_refused() -> None:
-    for placements in ([RaggedShard((0, 2, 4)), Shard(0)], [RaggedShard((0, 2, 3)), Replicate()]):
-        with pytest.raises(ValueError, match="ragged placements of 4 rows"):
+    for placements, num_ranks in (
+        ([RaggedShard((0, 2, 4)), Shard(0)], 4),
+        ([RaggedShard((0, 2, 3)), Replicate()], 2),
+        ([RaggedShard((0, 1, 4, 4)), Replicate()], 2),  # the third rank's rows would be nobody's
+    ):
+        with pytest.raises(ValueError, match=f"ragged placements of 4 rows over {num_ranks} ranks"):
             mesh_region((4, 2), (2, 2), placements, (0, 0))
+    with pytest.raises(ValueError, match="ragged placements of None rows over 2 ranks"):
+        mesh_region((), (2,), [RaggedShard((0, 2, 4))], (0,))
     with pytest.raises(ValueError, match="the same bounds"):
         mesh_region((4, 2), (2, 2), [RaggedShard((0, 2, 4, 4, 4)), RaggedShard((0, 1, 4, 4, 4), 2)], (0, 0))
 

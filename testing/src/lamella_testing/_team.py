@@ -1,11 +1,11 @@
 """Ranks that stay, and run one function after another: with GPUs, a process group takes seconds to start."""
 
 import pickle
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -31,6 +31,7 @@ class Team:
         self._num_ranks = num_ranks
         self._device = device
         self._ranks: list[Rank] = []
+        self._directory: TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[[], Result], *, timeout_s: float = 120.0) -> list[Result]:
         """Results of `fn` by rank. It may be a closure, as long as cloudpickle can take it along.
@@ -40,10 +41,10 @@ class Team:
             RankTimeout: Not all of them were done in time.
             RuntimeError: Fewer GPUs than ranks are visible, or this process has used CUDA.
         """
-        if not self._ranks:
-            self._start()
         message = cloudpickle.dumps(fn)
         try:
+            if not self._ranks:
+                self._start()
             for rank in self._ranks:
                 rank.connection.send_bytes(message)
             payloads = collect(self._ranks, timeout_s)
@@ -56,11 +57,15 @@ class Team:
         """Kill the ranks."""
         kill(self._ranks)
         self._ranks = []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
 
     def _start(self) -> None:
         if self._device == "cuda":
             check_gpus(self._num_ranks)
-        directory = Path(tempfile.mkdtemp(prefix="lamella-team-"))
+        self._directory = TemporaryDirectory(prefix="lamella-team-")
+        directory = Path(self._directory.name)
 
         def run_one(rank: int, message: bytes) -> object:
             if not dist.is_initialized():

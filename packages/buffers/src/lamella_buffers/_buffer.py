@@ -87,8 +87,14 @@ class ShardedBuffer:
         Args:
             tensors: One whole tensor a slot, of the layout's shapes; read only, cast to the buffer's dtype.
 
+        Raises:
+            ValueError: They have other shapes. A smaller one would be repeated on some ranks, and fail on others.
+
         Effects: zeroes the buffer, then one copy a tensor, on the current stream; not a collective.
         """
+        shapes = tuple([tuple(tensor.shape) for tensor in tensors])
+        if shapes != self.layout.shapes:
+            raise ValueError(f"Expected whole tensors of the layout's shapes {self.layout.shapes!r}, got {shapes!r}.")
         self.flat.zero_()
         for i, (shard, tensor) in enumerate(zip(self.shards, tensors, strict=True)):
             chunk = self.layout.chunk(i, self.rank)

@@ -11,10 +11,10 @@ import torch
 class Payload(NamedTuple):
     """Two contiguous tensors: one rank's piece, and the pieces of all ranks in rank order.
 
-    Their shapes say nothing, their elements count, one after another: a view costs the host as much as what is done
-    with it. A gather reads `shard` and writes `full`, which are of one dtype; `shard` may be this rank's own slice of
-    `full`: then the gather is in place. A reduction reads `full` and writes `shard`, which may be of a wider dtype than
-    what travels: the sum is then made in that.
+    They have a dim at least; else their shapes say nothing, their elements count, one after another: a view costs the
+    host as much as what is done with it. A gather reads `shard` and writes `full`, which are of one dtype; `shard` may
+    be this rank's own slice of `full`: then the gather is in place. A reduction reads `full` and writes `shard`, which
+    may be of a wider dtype than what travels: the sum is then made in that.
     """
 
     shard: torch.Tensor  # numel elements

@@ -194,18 +194,22 @@ class PoolAllocator:
         # Hashes, so that what never comes again holds no memory. Two that clash cost a plan, and nothing else.
         what_happened = hash(tuple(ended.events))
         if what_happened in self._seen:
-            self._learned.append(_trace(ended.events, {mine.serial: mine.nbytes for mine in self._buffers.values()}))
+            self._learned.append(_trace(ended.events, {mine.serial: mine.nbytes for mine in self._known_buffers()}))
             self._plan_is_due = True
         else:
             self._seen.append(what_happened)
 
     def _make_plan(self) -> None:
-        alive = {mine.serial for mine in self._buffers.values()}
+        alive = {mine.serial for mine in self._known_buffers()}
         self._learned = [[life for life in trace if life.what.serial in alive] for trace in self._learned]
         self._plan = _Plan(self._learned)
         self._plan_is_due = False
         self._num_plans += 1
         self._num_inside = self._num_outside = 0
+
+    def _known_buffers(self) -> list[_Buffer]:
+        """All of them, in a list: the cyclic collector may take a model at any moment, and with it buffers."""
+        return list(self._buffers.values())
 
     def _forget(self, key: int) -> None:
         """Let go of a buffer that is no more; the next plan does without it, and with the last one the plan goes."""

@@ -36,9 +36,8 @@ def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], 
         contiguous: those are gathered beside their place and copied there, and the call waits.
     """
     found = [into.payloads(slots) for slots, into in moves]
-    payloads = found[0].in_place
     if len(found) == 1 and not found[0].beside:
-        return _gather(payloads, transport)
+        return _gather(found[0].in_place, transport)
     pieces = [piece for each in found for piece in zip(each.in_place, each.in_place.sources, strict=True)]
     copies = []
     for shard, full, place, source in [beside for each in found for beside in each.beside]:

@@ -47,8 +47,8 @@ class Transport(Protocol):
     (Sums of several dtypes are one collective a dtype.)
 
     A plain parameter is one payload; a quantised one is its data and its scales. Every rank of the axis must make the
-    same calls with payloads of the same sizes and dtypes in the same order. Calls are put on the current stream, and
-    the tensors must stay alive until that stream has passed them.
+    same calls with payloads of the same sizes and dtypes in the same order, and with one at least. Calls are put on the
+    current stream, and the tensors must stay alive until that stream has passed them.
     `lamella_buffers.testing.check_transport` tests any implementation.
     """
 
@@ -221,7 +221,7 @@ class GlooTransport(_GroupTransport):
         """
         shards, wholes = zip(*(payload.as_bytes() for payload in payloads), strict=True)
         with record_function("gloo::all_gather"):
-            packed = torch.cat(shards)
+            packed = torch.cat([shard.view(-1) for shard in shards])
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
         return _GlooGather(work, lambda: unpack(gathered, wholes, self.num_ranks))
@@ -273,15 +273,21 @@ class _GlooGather:
             self._unpack()
 
 
-def transport_for(group: dist.ProcessGroup) -> Transport:
-    """The transport of a process group: local for a single rank, else its backend's.
+def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:
+    """The transport of a process group: local for a single rank, else of the backend that it has for a device.
+
+    Args:
+        group: The axis's process group.
+        device_type: Where the tensors lie that are moved, as a mesh has it: one group may serve CPUs by gloo and GPUs
+            by NCCL, and NCCL's calls on the tensors of a CPU go to gloo, which nobody would wait for.
 
     Effects: none.
     """
     if group.size() == 1:
         return LocalTransport()
     # Not `get_backend`: of a group for which torch chose the backend, that is "undefined".
-    return NcclTransport(group) if "nccl" in dist.get_backend_config(group) else GlooTransport(group)
+    has_nccl = device_type != "cpu" and "nccl" in dist.get_backend_config(group)
+    return NcclTransport(group) if has_nccl else GlooTransport(group)
 
 
 def on_current_stream(options: Options) -> Options:

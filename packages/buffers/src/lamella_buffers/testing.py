@@ -228,14 +228,16 @@ def _start_all_gather(
         full = torch.full((ranks * numel,), 99, dtype=dtype, device=device)
         own = full[me * numel : (me + 1) * numel]
         shard = own if in_place else torch.empty_like(own)
-        payloads.append(Payload(shard.fill_(me + 1), full))
+        payloads.append(Payload(shard.fill_(me + 1).view(numel, 1), full.view(ranks, numel)))
     pending = transport.all_gather(payloads)
 
     def check() -> None:
         pending.wait()
         for (_, full), (numel, dtype) in zip(payloads, kinds, strict=True):
             expected = torch.arange(1, ranks + 1, device=device).repeat_interleave(numel).to(dtype)
-            assert torch.equal(full, expected), f"rank {me}: gathered {full.tolist()}, expected {expected.tolist()}"
+            assert torch.equal(full.view(-1), expected), (
+                f"rank {me}: gathered {full.tolist()}, expected {expected.tolist()}"
+            )
 
     return check
 

@@ -279,7 +279,7 @@ def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int |
     all_axes = dict.fromkeys(candidate.sharding.axes for candidate in candidates)
     groups = {axes: axes.group_of(reshard_after_forward) for axes in all_axes}
     # As many neighbours as ranks is True, and one is False.
-    return {axes: transport_for(group) for axes, group in groups.items() if group is not None}
+    return {axes: transport_for(group, axes.mesh.device_type) for axes, group in groups.items() if group is not None}
 
 
 def _check_resting(name: str, state: FSDPState) -> None:

@@ -532,7 +532,7 @@ class FSDPModule(fsdp2.FSDPModule):
         for group in (group for state in states_of(self, recurse) for group in state.groups):
             shared, separate = group.axes.shard_group, _separate_reduce_transport(group)
             if enable and shared is not None and shared.size() > 1:
-                separate = _separate_transport(shared, separate, made)
+                separate = _separate_transport(shared, group.axes.mesh.device_type, separate, made)
             elif not enable:
                 separate = None
             if isinstance(group.reduce_transport, CustomReduceScatter):
@@ -666,7 +666,7 @@ def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:
 
 
 def _separate_transport(
-    shared: dist.ProcessGroup, existing: Transport | None, made: dict[tuple[int, ...], Transport]
+    shared: dist.ProcessGroup, device_type: str, existing: Transport | None, made: dict[tuple[int, ...], Transport]
 ) -> Transport:
     """A transport over the same ranks with a communicator of its own, one for each set of ranks."""
     ranks = tuple(dist.get_process_group_ranks(shared))
@@ -675,5 +675,5 @@ def _separate_transport(
         return existing
     if ranks not in made:
         own = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
-        made[ranks] = transport_for(own)
+        made[ranks] = transport_for(own, device_type)
     return made[ranks]

@@ -115,10 +115,10 @@ class ParameterGroup:
         self.divisor = float(self.axes.num_ranks)
         self.sums_only = False
         engines = None if allocator is not None else _engines(axes)
-        self.transport = engines.transport if engines else _transport(axes.shard_group) or LocalTransport()
+        self.transport = engines.transport if engines else _transport(axes, axes.shard_group) or LocalTransport()
         self._windows = engines.allocator if engines else None
-        self.replicas = _transport(self.axes.replicate_group)
-        self.outer = _transport(self.axes.outer_group)
+        self.replicas = _transport(axes, axes.replicate_group)
+        self.outer = _transport(axes, axes.outer_group)
         self.reduce_transport: Transport | None = None
         self.neighbours: Transport | None = None
         self.parts: list[torch.Tensor] | None = None
@@ -525,8 +525,8 @@ def _engines(axes: DataAxes) -> CopyEngines | None:
     return None if group is None else copy_engines_of(group)
 
 
-def _transport(group: dist.ProcessGroup | None) -> Transport | None:
-    return None if group is None else transport_for(group)
+def _transport(axes: DataAxes, group: dist.ProcessGroup | None) -> Transport | None:
+    return None if group is None else transport_for(group, axes.mesh.device_type)
 
 
 def _check_absent_everywhere(parameter: ShardedParameter, shard: torch.Tensor) -> None:

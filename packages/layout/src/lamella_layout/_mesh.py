@@ -39,15 +39,16 @@ def mesh_region(
     Raises:
         ValueError: lengths differ from the mesh's, a dim or coordinate is out of range, `order` is no permutation
             of the axes, or it comes with a `_StridedShard`, which says the order already; a `RaggedShard` beside
-            another, or one of other rows than the tensor's.
+            another, or one of other rows than the tensor's or for another number of ranks than its axes have.
 
     Effects: none.
     """
     _check_mesh(mesh_shape, placements, order)
+    _check_coordinate(mesh_shape, coordinate)
     _check_dims(shape, placements)
     region = Region.whole(shape)
     if any(isinstance(placement, RaggedShard) for placement in placements):
-        return _cut_ragged(region, placements, coordinate)
+        return _cut_ragged(region, mesh_shape, placements, coordinate)
     for axis in range(len(mesh_shape)) if order is None else order:
         region = _cut(region, placements[axis], mesh_shape[axis], coordinate[axis])
     return region
@@ -93,20 +94,25 @@ def strided_placements(
 def _cut(region: Region, placement: Placement, num_shards: int, rank: int) -> Region:
     if isinstance(placement, _StridedShard):
         return region.strided_shard(placement.dim, num_shards, rank, split_factor=int(placement.split_factor))
-    if isinstance(placement, Shard):
-        return region.shard(placement.dim, num_shards, rank)
-    check_rank(rank, num_shards)
-    return region
+    return region.shard(placement.dim, num_shards, rank) if isinstance(placement, Shard) else region
 
 
-def _cut_ragged(region: Region, placements: Sequence[Placement], coordinate: Sequence[int]) -> Region:
+def _cut_ragged(
+    region: Region, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> Region:
     rows, shape = ragged_rows(placements, coordinate), region.shape
-    cuts = {placement for placement in placements if isinstance(placement, RaggedShard | Shard | _StridedShard)}
-    last = [placement.bounds[-1] for placement in placements if isinstance(placement, RaggedShard)]
-    if not all(isinstance(cut, RaggedShard) for cut in cuts) or last[0] != shape[0]:
-        raise ValueError(
-            f"Expected ragged placements of {shape[0]} rows, with no Shard beside them, got {tuple(placements)!r}."
-        )
+    cuts = [
+        (placement, num_ranks)
+        for placement, num_ranks in zip(placements, mesh_shape, strict=True)
+        if isinstance(placement, RaggedShard | Shard | _StridedShard)
+    ]
+    num_rows, num_ranks = shape[0] if shape else None, prod(num_ranks for _, num_ranks in cuts)
+    for cut, _ in cuts:
+        if not isinstance(cut, RaggedShard) or (cut.bounds[-1], cut.num_shards) != (num_rows, num_ranks):
+            raise ValueError(
+                f"Expected ragged placements of {num_rows} rows over {num_ranks} ranks, with no Shard beside them, got "
+                f"{tuple(placements)!r} on a mesh of {tuple(mesh_shape)!r}."
+            )
     assert rows is not None
     return region.take(Chunk.of([rows, *(Range(0, size) for size in shape[1:])]))
 
@@ -125,6 +131,13 @@ def _check_dims(shape: Sequence[int], placements: Sequence[Placement]) -> None:
     for placement in placements:
         if isinstance(placement, Shard | _StridedShard):
             check_dim(normal_dim(placement.dim, len(shape)), shape)
+
+
+def _check_coordinate(mesh_shape: Sequence[int], coordinate: Sequence[int]) -> None:
+    if len(coordinate) != len(mesh_shape):
+        raise ValueError(f"Expected one coordinate an axis ({len(mesh_shape)} axes), got {tuple(coordinate)!r}.")
+    for rank, num_ranks in zip(coordinate, mesh_shape, strict=True):
+        check_rank(rank, num_ranks)
 
 
 def _check_mesh(mesh_shape: Sequence[int], placements: Sequence[Placement], order: Sequence[int] | None) -> None:

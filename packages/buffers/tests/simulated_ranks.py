@@ -1,0 +1,80 @@
+"""Ranks that are threads of this process, and a transport between them that does nothing but what a transport must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lamella_buffers import Done, Payload, Pending, ReduceOp
+
+Result = TypeVar("Result")
+
+
+class SimulatedTransport:
+    """One rank's end of an axis whose ranks lay what they send on one table."""
+
+    def __init__(self, rank: int, table: list[Sequence[torch.Tensor]], barrier: Barrier) -> None:
+        self.rank, self.num_ranks = rank, len(table)
+        self._table = table
+        self._barrier = barrier
+
+    def all_gather(self, payloads: Sequence[Payload]) -> Pending:
+        """Put every rank's shards side by side."""
+        assert all(shard.dtype == full.dtype for shard, full in payloads)
+        sent = self._sent([shard for shard, _ in payloads])
+        for (_, full), shards in zip(payloads, zip(*sent, strict=True), strict=True):
+            full.view(-1).copy_(torch.cat(shards))
+        return Done()
+
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        """Add up in float64, and keep this rank's part."""
+        sent = self._sent([full for _, full in payloads])
+        for (shard, _), wholes in zip(payloads, zip(*sent, strict=True), strict=True):
+            shard.view(-1).copy_(self._reduced(wholes, op).view(self.num_ranks, -1)[self.rank])
+        return Done()
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
+        """Add up in float64."""
+        sent = self._sent(tensors)
+        for tensor, others in zip(tensors, zip(*sent, strict=True), strict=True):
+            tensor.copy_(self._reduced(others, op).view(tensor.shape))
+        return Done()
+
+    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What each rank sends, as it was before anybody wrote."""
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self._table[self.rank] = [tensor.view(-1).clone() for tensor in tensors]
+        self._barrier.wait()
+        sent = [list(each) for each in self._table]
+        self._barrier.wait()
+        kinds = [[(tensor.dtype, tensor.numel()) for tensor in each] for each in sent]
+        assert all(each == kinds[0] for each in kinds), kinds
+        return sent
+
+    def _reduced(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+        total = torch.stack([tensor.to(torch.promote_types(tensor.dtype, torch.float64)) for tensor in tensors]).sum(0)
+        return total / self.num_ranks if op == dist.ReduceOp.AVG else total
+
+
+def on_simulated_ranks(num_ranks: int, run: Callable[[SimulatedTransport], Result]) -> list[Result]:
+    """Results of a function by rank; what a rank raises is raised here, and lets no other wait."""
+    barrier, table = Barrier(num_ranks), [()] * num_ranks  # type: tuple[Barrier, list[Sequence[torch.Tensor]]]
+
+    def guarded(rank: int) -> Result:
+        try:
+            return run(SimulatedTransport(rank, table, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        running = [ranks.submit(guarded, rank) for rank in range(num_ranks)]
+    errors = [error for each in running if (error := each.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # which is a consequence
+        raise error
+    return [each.result() for each in running]
