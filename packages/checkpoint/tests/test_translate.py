@@ -185,6 +185,15 @@ class TestShift:
         exact.read([Wanted("model.gamma", box((0, 2)), into[:2])])
         assert exact.inexact == {}  # In float32 both can.
 
+    def test_originals_bring_back_what_was_lost_whatever_else_is_said_to_be_left_over(self):
+        stored = torch.tensor([0.1, 1.0, 1e-6], dtype=torch.bfloat16)
+        originals = MemorySource({"model.norm": stored})
+        gamma = read_all(translate(originals, [self.rule], to="right"))["model.gamma"]
+        back = translate(MemorySource({"model.gamma": gamma}), [self.rule], to="left", originals=originals)
+        for each in (back, back.leaving(["step"])):
+            assert torch.equal(read_all(each)["model.norm"], stored)
+            assert each.inexact == {}
+
     def test_nan_is_itself_again(self):
         assert not not_undone(torch.tensor([float("nan"), float("inf")]), 1.0, torch.float32).any()
 

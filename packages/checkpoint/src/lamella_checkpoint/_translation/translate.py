@@ -143,7 +143,7 @@ class Translated(Over):
 
     def leaving(self, names: Iterable[str]) -> "Translated":
         """The same, with other names as left over: of several layers of translation, those that count."""
-        return Translated(self.source, self._plan, tuple(names))
+        return Translated(self.source, self._plan, tuple(names), self._originals)
 
     @property
     def origins(self) -> dict[str, str]:
