@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from lamella_checkpoint._base.names import in_model, own_name
 from lamella_checkpoint._base.source import Over, Source, Wanted
 from lamella_checkpoint._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_checkpoint._formats.hf_files import copy_side_files, read_config, with_dtype, write_config, write_published
@@ -22,8 +23,6 @@ UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
 
 ORIGINALS_FILE: Final = "lamella_originals.safetensors"
 """Beside a checkpoint: values that it cannot hold exactly, under the native names that they had where it came from."""
-
-_OF_MODEL: Final = "model."
 
 
 def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype: torch.dtype) -> None:
@@ -76,7 +75,7 @@ class Completed(Over):
     """
 
     def __init__(self, source: Source, rest: Source) -> None:
-        infos = {f"{_OF_MODEL}{name}": info for name, info in rest.tensors.items()}
+        infos = {in_model(name): info for name, info in rest.tensors.items()}
         self.added = tuple(name for name in infos if name not in source.tensors)
         super().__init__(source, {**source.tensors, **{name: infos[name] for name in self.added}})
         self._rest = rest
@@ -85,6 +84,6 @@ class Completed(Over):
         """As `Source.read`, of both."""
         added = frozenset(self.added)
         self.source.read([each for each in wanted if each.name not in added])
-        rest = [each._replace(name=each.name.removeprefix(_OF_MODEL)) for each in wanted if each.name in added]
+        rest = [each._replace(name=own_name(each.name)) for each in wanted if each.name in added]
         if rest:
             self._rest.read(rest)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lamella_checkpoint._base.names import split_section
 from lamella_checkpoint._base.source import Source
 from lamella_checkpoint._translation.correspondence import Correspondence, Piece
 from lamella_checkpoint._translation.hybrid_stack import logical_name
@@ -99,7 +100,7 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
     own = {match.group(1, 2) for each in correspondences for match in map(_EXPERT.match, each.left) if match}
 
     def keep(name: str) -> str | None:
-        section, entry = _split(name)
+        section, entry = split_section(name)
         match = _EXPERT.match(entry) if section else None
         return None if match and match.group(1, 2) not in own else name
 
@@ -115,15 +116,6 @@ def global_expert(name: str, first: int) -> str:
         first: The number of the rank's first expert.
     """
     return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """A native name's section, and what follows; no section where it is of neither model nor optimizer."""
-    section = next((each for each in _SECTIONS if name.startswith(each)), "")
-    return section, name.removeprefix(section)
-
-
-_SECTIONS: Final = ("model.", "optimizer.state.", "optimizer.param_groups.")
 
 
 def _sequential(found: Sequence[Correspondence]) -> list[Correspondence]:

@@ -18,6 +18,7 @@ import torch
 
 from lamella_checkpoint._base.boxes import box_of
 from lamella_checkpoint._base.file_boxes import pieces
+from lamella_checkpoint._base.names import MODEL, OPTIONS, STATE, in_model, is_of_model, own_name
 from lamella_checkpoint._base.source import Over, Source, TensorInfo, Wanted
 from lamella_checkpoint._translation.correspondence import Correspondence, Piece, Place, carried, meetings
 from lamella_layout import Chunk
@@ -86,8 +87,8 @@ def translate(
     plan = _Plan()
     turned = _turned(correspondences, to)
     _plan_model(source, turned, plan)
-    _plan_entries(source, turned, "optimizer.state.", plan)
-    _plan_entries(source, turned if options is None else _turned(options, to), "optimizer.param_groups.", plan)
+    _plan_entries(source, turned, STATE, plan)
+    _plan_entries(source, turned if options is None else _turned(options, to), OPTIONS, plan)
     left_over = tuple(name for name in [*source.tensors, *source.objects] if name not in plan.used)
     if rest == "keep":
         for name in left_over:
@@ -281,9 +282,7 @@ def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
 
     Of a checkpoint that holds an optimizer alone there are none.
     """
-    prefix = "model."
-    named = ((name.removeprefix(prefix), info) for name, info in source.tensors.items() if name.startswith(prefix))
-    return {name: tuple(info.shape) for name, info in named}
+    return {own_name(name): tuple(info.shape) for name, info in source.tensors.items() if is_of_model(name)}
 
 
 def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
@@ -293,10 +292,10 @@ def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Corresp
 
 def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -> None:
     for each in turned:
-        names = [f"model.{name}" for name in each.left]
+        names = [in_model(name) for name in each.left]
         if all(name in source.tensors for name in names):
-            _check_shapes(source, each, "model.", "")
-            _cut(plan, source, each, "model.", "", each.shift)
+            _check_shapes(source, each)
+            _cut(plan, source, each, MODEL, "", each.shift)
 
 
 def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _Plan) -> None:
@@ -406,9 +405,9 @@ def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
     )
 
 
-def _check_shapes(source: Source, each: Correspondence, prefix: str, suffix: str) -> None:
+def _check_shapes(source: Source, each: Correspondence) -> None:
     for name, shape in each.left.items():
-        stored = tuple(source.tensors[f"{prefix}{name}{suffix}"].shape)
+        stored = tuple(source.tensors[in_model(name)].shape)
         if stored != tuple(shape):
             raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
 
