@@ -242,6 +242,13 @@ class TestCorrespondence:
         assert rule.is_rename
         assert not FC1.is_rename
 
+    def test_renamed_it_is_the_same_of_other_tensors(self):
+        other = FC1.renamed(left=lambda name: f"a.{name}")
+        assert other == halves("a.fc1", "gate", "up", 3, 2)
+        assert other.renamed(left=lambda name: name.removeprefix("a.")) == FC1
+        with pytest.raises(ValueError, match="a name for each tensor, got .*'up': 'x'"):
+            FC1.renamed(right=lambda _: "x")
+
     def test_boxes_are_carried_past_sizes_of_one(self):
         part = carried(box((2, 3), (1, 3), (4, 5)), box((2, 3), (0, 4), (4, 6)), box((10, 14), (0, 1), (8, 10)))
         assert part == box((11, 13), (0, 1), (8, 9))

@@ -7,13 +7,12 @@ Note [Experts of a rank]
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lamella_checkpoint._base.names import split_section
 from lamella_checkpoint._base.source import Source
-from lamella_checkpoint._translation.correspondence import Correspondence, Piece
+from lamella_checkpoint._translation.correspondence import Correspondence
 from lamella_checkpoint._translation.hybrid_stack import logical_name
 from lamella_checkpoint._translation.megatron import (
     FC1,
@@ -77,12 +76,13 @@ def from_megatron_model(
     taken = {name for each in found for name in each.right}
     found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
     if dialect is not None:  # It has the model's names.
-        return [_renamed(each, lambda name: global_expert(name, first_expert)) for each in found]
+        return [each.renamed(left=lambda name: global_expert(name, first_expert)) for each in found]
     spelled = {name: other for each in _sequential(found) for name in each.right for other in each.left}
-    return [
-        _renamed(each, lambda name: logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert))))
-        for each in found
-    ]
+
+    def canonical(name: str) -> str:
+        return logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert)))
+
+    return [each.renamed(left=canonical) for each in found]
 
 
 def to_megatron_model(source: Source, correspondences: Sequence[Correspondence]) -> Translated:
@@ -122,9 +122,3 @@ def _sequential(found: Sequence[Correspondence]) -> list[Correspondence]:
     """The experts among the left sides that are modules of their own (right), as layers that hold all of them."""
     shapes = {name: shape for each in found for name, shape in each.left.items()}
     return Rules(SEQUENTIAL_EXPERTS).match(shapes, "right")
-
-
-def _renamed(each: Correspondence, own: Callable[[str], str]) -> Correspondence:
-    """The same, with other names on the left."""
-    pieces = tuple(Piece(piece.left._replace(name=own(piece.left.name)), piece.right) for piece in each.pieces)
-    return replace(each, left={own(name): shape for name, shape in each.left.items()}, pieces=pieces)
