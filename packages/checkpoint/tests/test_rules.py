@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_source import MemorySource, read_all, read_in_chunks
 
+from lamella_checkpoint._translation.correspondence import Correspondence
 from lamella_checkpoint._translation.rules import Grouped, Join, Rule, Rules, Stack
 from lamella_checkpoint._translation.translate import parameter_shapes, translate
 
@@ -186,6 +187,27 @@ def test_there_and_back_is_the_same_names_and_bits(built):
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     again = to_right(found, rules)
     assert alike(dict(sorted(model(again).items())), dict(sorted(model(there).items())))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(built):
+    tensors, sizes = built
+    rules, shapes = Rules(TABLE, sizes), {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found = rules.match(shapes)
+    for each in found:
+        (alone,) = rules.match({name: shapes[name] for name in each.left})
+        assert each == alone == Correspondence(**vars(each))  # Whose checks are not made again where numbers differ.
+        (back,) = rules.match(each.right, "right")
+        assert back.left.items() == each.left.items() and back.shift == each.shift
+
+
+def test_layers_of_other_shapes_are_cut_as_theirs_are():
+    found = Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 4, 3), "hf.7.gate_up": (1, 6, 3), "hf.9.gate_up": (2, 4, 3)})
+    assert [set(each.right.values()) for each in found] == [{(2, 3)}, {(3, 3)}, {(2, 3)}]
+    assert [name for each in found for name in each.right if "fc10" in name] == [
+        f"{layer}.fc10_{half}" for layer in (0, 7, 9) for half in "wv"
+    ]
 
 
 def test_a_name_is_found_by_its_own_numbers_and_its_text():

@@ -5,17 +5,23 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import shutil
+import zipfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forged import forget_checksums
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
-from lamella_checkpoint._base.pickles import Inert, UnknownType, read_pickle
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, open_checkpoint, save
+from lamella_checkpoint._base.pickles import Inert, MemoTooLarge, UnknownType, read_pickle
+from lamella_checkpoint._formats.items import unpickle
+from lamella_checkpoint._formats.megatron_files import plain_contents
 from lamella_checkpoint._formats.metadata import StoredMetadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -125,21 +131,75 @@ def test_state_that_is_given_to_an_allowed_class_stays_state(path):
         def __reduce__(self):
             return (StorageMeta, (), {"__class__": Metadata, "__setstate__": "x", "save_id": "y"})
 
-    content = io.BytesIO(pickle.dumps(State()))
-    made = read_pickle(content, knows=lambda module, name: name == "StorageMeta", trust=True)
+    made = read_pickle(pickle.dumps(State()), knows=lambda module, name: name == "StorageMeta", trust=True)
     assert type(made) is not StorageMeta and isinstance(made, Inert) and made.fields["save_id"] == "y"
 
 
 def test_stand_ins_of_one_file_are_not_those_of_the_next():
-    first, second = (read_pickle(io.BytesIO(pickle.dumps(MetadataIndex)), knows=lambda *_: True) for _ in range(2))
+    first, second = (read_pickle(pickle.dumps(MetadataIndex), knows=lambda *_: True) for _ in range(2))
     assert first is not second and issubclass(first, Inert)
 
 
 def test_unknown_types_are_stand_ins_where_the_reader_knows_all():
-    made = read_pickle(io.BytesIO(pickle.dumps({"a": Runs()})), knows=lambda *_: True)
+    made = read_pickle(pickle.dumps({"a": Runs()}), knows=lambda *_: True)
     assert made["a"].kind == "posix.mkdir" and made["a"].args == ("ran",)
     with pytest.raises(UnknownType, match="posix.mkdir"):
-        read_pickle(io.BytesIO(pickle.dumps(Runs())), knows=lambda *_: False)
+        read_pickle(pickle.dumps(Runs()), knows=lambda *_: False)
+
+
+NUMBERED = {"by four bytes": b"r" + (1 << 26).to_bytes(4, "little"), "in digits": b"p67108864\n"}
+"""Opcodes that number a value so that the unpickler makes a table of 1 GiB."""
+
+
+def numbered(content, how):
+    """A pickle of protocol 2 or later, with the first value numbered."""
+    return content[:2] + b"N" + NUMBERED[how] + b"0" + content[2:]
+
+
+@pytest.mark.parametrize("how", NUMBERED)
+class TestTablesOfWhatIsRemembered:
+    """A few bytes cannot make Python's unpickler hold gigabytes."""
+
+    def test_the_metadata_is_refused(self, path, how):
+        content = numbered((path / ".metadata").read_bytes(), how)
+        for trust in (False, True):
+            assert "to number as many values" in str(refused(path, content, trust=trust))
+
+    @pytest.mark.parametrize("name", ["a.pt", "common.pt", "object"])
+    def test_an_archive_is_refused(self, tmp_path, name, how):
+        file = tmp_path / name
+        torch.save({"step": 3}, file)
+        with zipfile.ZipFile(file) as archive:
+            held = {each: archive.read(each) for each in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for each, content in held.items():
+                archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
+        read = {
+            "a.pt": lambda: open_checkpoint(file),
+            "common.pt": lambda: plain_contents(file),
+            "object": lambda: unpickle(io.BytesIO(file.read_bytes()), file, "step", trust=True),
+        }
+        with pytest.raises(CheckpointDamaged, match="to number as many values") as info:
+            read[name]()
+        assert info.value.file == str(file)
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    ),
+    protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
+    where=st.floats(0, 1),
+)
+def test_numbers_are_found_wherever_they_are(value, protocol, where):
+    content = pickle.dumps(value, protocol)
+    assert repr(read_pickle(content, knows=lambda *_: True)) == repr(value)
+    places = [place for _, _, place in pickletools.genops(content)]
+    place = places[int(where * (len(places) - 1))]
+    for number in NUMBERED.values():
+        with pytest.raises(MemoTooLarge):
+            read_pickle(content[:place] + number + content[place:], knows=lambda *_: True)
 
 
 def test_trust_makes_what_the_metadata_asks_for(path):

@@ -185,6 +185,15 @@ class TestShift:
         exact.read([Wanted("model.gamma", box((0, 2)), into[:2])])
         assert exact.inexact == {}  # In float32 both can.
 
+    def test_originals_bring_back_what_was_lost_whatever_else_is_said_to_be_left_over(self):
+        stored = torch.tensor([0.1, 1.0, 1e-6], dtype=torch.bfloat16)
+        originals = MemorySource({"model.norm": stored})
+        gamma = read_all(translate(originals, [self.rule], to="right"))["model.gamma"]
+        back = translate(MemorySource({"model.gamma": gamma}), [self.rule], to="left", originals=originals)
+        for each in (back, back.leaving(["step"])):
+            assert torch.equal(read_all(each)["model.norm"], stored)
+            assert each.inexact == {}
+
     def test_nan_is_itself_again(self):
         assert not not_undone(torch.tensor([float("nan"), float("inf")]), 1.0, torch.float32).any()
 
@@ -232,6 +241,13 @@ class TestCorrespondence:
         assert rule.inverse.shift == -2.0
         assert rule.is_rename
         assert not FC1.is_rename
+
+    def test_renamed_it_is_the_same_of_other_tensors(self):
+        other = FC1.renamed(left=lambda name: f"a.{name}")
+        assert other == halves("a.fc1", "gate", "up", 3, 2)
+        assert other.renamed(left=lambda name: name.removeprefix("a.")) == FC1
+        with pytest.raises(ValueError, match="a name for each tensor, got .*'up': 'x'"):
+            FC1.renamed(right=lambda _: "x")
 
     def test_boxes_are_carried_past_sizes_of_one(self):
         part = carried(box((2, 3), (1, 3), (4, 5)), box((2, 3), (0, 4), (4, 6)), box((10, 14), (0, 1), (8, 10)))

@@ -70,3 +70,44 @@ class Source(Protocol):
         Raises:
             CheckpointDamaged: As for `read`; or the value is of a type that is not allowed, which is named.
         """
+
+
+class Over:
+    """A `Source` over another one: whatever a subclass does not say itself is as it is there.
+
+    Attributes:
+        source: What lies under it.
+    """
+
+    def __init__(self, source: Source, tensors: Mapping[str, TensorInfo] | None = None) -> None:
+        """Lay one source over another.
+
+        Args:
+            source: What lies under it.
+            tensors: What it has instead of the other's tensors; None for the same. Whoever gives them overrides `read`.
+        """
+        self.source = source
+        self._tensors = source.tensors if tensors is None else tensors
+
+    @property
+    def path(self) -> Path:
+        """As `Source.path`."""
+        return self.source.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """As `Source.tensors`."""
+        return self._tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """As `Source.objects`."""
+        return self.source.objects
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """As `Source.read`."""
+        self.source.read(wanted)
+
+    def read_object(self, name: str) -> object:
+        """As `Source.read_object`."""
+        return self.source.read_object(name)

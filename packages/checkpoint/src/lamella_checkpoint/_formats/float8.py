@@ -7,15 +7,15 @@ blocks of its own.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.nn import functional as F
 
+from lamella_checkpoint._base.boxes import whole_box
 from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.file_boxes import pieces
-from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
+from lamella_checkpoint._base.source import Over, Source, TensorInfo, Wanted
 from lamella_layout import Chunk, Range
 
 BLOCK: Final = (128, 128)
@@ -56,29 +56,7 @@ def linear_weights(name: str, info: TensorInfo) -> bool:
     )
 
 
-class _Over:
-    """What a source over a source says of itself: other tensors, the rest as below."""
-
-    _source: Source
-    _tensors: Mapping[str, TensorInfo]
-
-    @property
-    def path(self) -> Path:
-        """As `Source.path`."""
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """As `Source.tensors`."""
-        return self._tensors
-
-    @property
-    def objects(self) -> Sequence[str]:
-        """As `Source.objects`."""
-        return self._source.objects
-
-
-class Dequantised(_Over):
+class Dequantised(Over):
     """A `Source` over a `Source`: weights with scales are numbers, and the scales are gone."""
 
     def __init__(self, source: Source, *, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = BLOCK) -> None:
@@ -92,32 +70,29 @@ class Dequantised(_Over):
         Raises:
             CheckpointDamaged: A scale has no weight, or not a weight of float8 and of its shape.
         """
-        self._source, self._block = source, block
-        self._scaled = {name.removesuffix(_SUFFIX) for name in source.tensors if name.endswith(_SUFFIX)}
-        for name in sorted(self._scaled):
-            self._check(name)
-        self._tensors = {
-            name: info._replace(dtype=dtype) if name in self._scaled else info
+        scaled = {name.removesuffix(_SUFFIX) for name in source.tensors if name.endswith(_SUFFIX)}
+        tensors = {
+            name: info._replace(dtype=dtype) if name in scaled else info
             for name, info in source.tensors.items()
-            if not (name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in self._scaled)
+            if not name.endswith(_SUFFIX)
         }
+        super().__init__(source, tensors)
+        self._scaled, self._block = scaled, block
+        for name in sorted(scaled):
+            self._check(name)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """As `Source.read`; a piece of a weight at a time in fp32, with the scales that it needs."""
-        self._source.read([each for each in wanted if each.name not in self._scaled])
-        for each, piece, into in _in_pieces(wanted, self._scaled):
+        self.source.read([each for each in wanted if each.name not in self._scaled])
+        for name, piece, into in _in_pieces(wanted, self._scaled):
             blocks = blocks_of(piece, self._block)
             values = torch.empty(piece.sizes)
             scales = torch.empty(blocks.sizes)
-            self._source.read([Wanted(each, piece, values), Wanted(each + _SUFFIX, blocks, scales)])
+            self.source.read([Wanted(name, piece, values), Wanted(scale_name(name), blocks, scales)])
             into.copy_(values.mul_(_spread(scales, piece, self._block)))
 
-    def read_object(self, name: str) -> object:
-        """As `Source.read_object`."""
-        return self._source.read_object(name)
-
     def _check(self, name: str) -> None:
-        tensors, scale = self._source.tensors, self._source.tensors[name + _SUFFIX]
+        tensors, scale = self.source.tensors, self.source.tensors[name + _SUFFIX]
         weight = tensors.get(name)
         if weight is None or weight.dtype != FLOAT8:
             found = "nothing" if weight is None else weight.dtype
@@ -132,7 +107,7 @@ class Dequantised(_Over):
             )
 
 
-class Quantised(_Over):
+class Quantised(Over):
     """A `Source` over a `Source`: chosen weights are float8, and have scales beside them.
 
     A block's scale is its largest magnitude divided by float8's (448), 1 where all is zero. So the error of an element
@@ -156,18 +131,23 @@ class Quantised(_Over):
         Raises:
             ValueError: A chosen tensor is no floating-point matrix.
         """
-        self._source, self._block = source, block
-        self._tensors: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         self._weights: dict[str, str] = {}  # by the name of their scales
         for name, info in source.tensors.items():
-            self._tensors[name] = info
+            tensors[name] = info
             if which(name, info):
-                self._add(name, info)
+                check_quantisable(name, info.shape, info.dtype)
+                scales = num_blocks(info.shape, block)
+                tensors[name] = info._replace(dtype=FLOAT8)
+                tensors[scale_name(name)] = TensorInfo(scales, torch.float32, (whole_box(scales),))
+                self._weights[scale_name(name)] = name
+        super().__init__(source, tensors)
+        self._block = block
 
     @property
     def left_alone(self) -> tuple[str, ...]:
         """Modules with matrices that are not quantised, for the configuration."""
-        shapes = {name: info.shape for name, info in self._source.tensors.items()}
+        shapes = {name: info.shape for name, info in self.source.tensors.items()}
         return left_alone(shapes, set(self._weights.values()))
 
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -177,7 +157,7 @@ class Quantised(_Over):
             ValueError: A weight that is quantised holds infinities or NaNs.
         """
         weights = set(self._weights.values())
-        self._source.read([each for each in wanted if each.name not in weights and each.name not in self._weights])
+        self.source.read([each for each in wanted if each.name not in weights and each.name not in self._weights])
         for name, piece, into in _in_pieces(wanted, weights):
             blocks = blocks_of(piece, self._block)
             box, values = self._values(name, blocks)
@@ -188,22 +168,11 @@ class Quantised(_Over):
             box, values = self._values(name, piece)
             into.copy_(scales_of(name, largest(values, box, self._block)))
 
-    def read_object(self, name: str) -> object:
-        """As `Source.read_object`."""
-        return self._source.read_object(name)
-
-    def _add(self, name: str, info: TensorInfo) -> None:
-        check_quantisable(name, info.shape, info.dtype)
-        scales = num_blocks(info.shape, self._block)
-        self._weights[scale_name(name)] = name
-        self._tensors[name] = info._replace(dtype=FLOAT8)
-        self._tensors[scale_name(name)] = TensorInfo(scales, torch.float32, (_whole(scales),))
-
     def _values(self, name: str, blocks: Chunk) -> tuple[Chunk, torch.Tensor]:
         """The box of a weight that some blocks cover, and its values."""
-        box = box_of_blocks(blocks, self._block, self._source.tensors[name].shape)
+        box = box_of_blocks(blocks, self._block, self.source.tensors[name].shape)
         values = torch.empty(box.sizes)
-        self._source.read([Wanted(name, box, values)])
+        self.source.read([Wanted(name, box, values)])
         return box, values
 
 
@@ -339,7 +308,3 @@ def _spread(scales: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.T
 
 def _slices(chunk: Chunk) -> tuple[slice, ...]:
     return tuple(slice(each.start, each.stop) for each in chunk.ranges)
-
-
-def _whole(shape: tuple[int, ...]) -> Chunk:
-    return Chunk((0,) * len(shape), shape)

@@ -31,6 +31,7 @@ import torch
 
 from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._base.file_boxes import Stored, read_box
+from lamella_checkpoint._base.pickles import MemoTooLarge
 from lamella_checkpoint._formats.metadata import Item
 from lamella_checkpoint._formats.torch_zip import (
     FileSlice,
@@ -167,7 +168,8 @@ def unpickle(content: BinaryIO, file: Path, name: str, *, trust: bool) -> Any:
     try:
         return plain_data(content)
     except Exception as error:  # torch knows more types, and says better what is wrong.
-        if isinstance(error, zipfile.BadZipFile) and zipfile.is_zipfile(content):
+        is_refused = isinstance(error, zipfile.BadZipFile) and zipfile.is_zipfile(content)
+        if is_refused or isinstance(error, MemoTooLarge):
             raise damaged(file, name, error) from error
     content.seek(0)
     try:

@@ -202,7 +202,7 @@ def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, 
     """
     try:
         with file.open("rb") if isinstance(file, Path) else nullcontext(file) as archive:
-            content = io.BytesIO(read_record(archive, records(archive)["data.pkl"]))
+            content = read_record(archive, records(archive)["data.pkl"])
             plain = _plain(read_pickle(content, knows=lambda *_: True))
     except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
         raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ from lamella_checkpoint._base.boxes import are_sizes
 from lamella_checkpoint._base.directories import METADATA_FILE
 from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._base.pickles import Inert, UnknownType, read_pickle
-from lamella_checkpoint._base.small_files import check_small, file_size
+from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._base.source import TensorInfo
 from lamella_layout import Chunk
 
@@ -102,10 +102,9 @@ class StoredMetadata:
         """
         file = directory / METADATA_FILE
         file_size(directory, METADATA_FILE)
-        check_small(file)
+        content = read_bytes(file)
         try:
-            with file.open("rb") as stream:
-                return _checked(read_pickle(stream, knows=_knows, trust=trust))
+            return _checked(read_pickle(content, knows=_knows, trust=trust))
         except UnknownType as unknown:
             raise CheckpointUntrusted(str(file), unknown.name) from None
         except Exception as error:  # Unpickling garbage raises whatever it stumbles on.

@@ -8,12 +8,13 @@ Note [Blocks across borders]
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lamella_checkpoint._base.boxes import box_of
 from lamella_checkpoint._base.file_boxes import pieces
+from lamella_checkpoint._base.names import own_name
 from lamella_checkpoint._base.ranks import exchange, num_ranks
 from lamella_checkpoint._base.source import TensorInfo
 from lamella_checkpoint._formats.float8 import (
@@ -46,8 +47,6 @@ class Scaled(NamedTuple):
 _Shared = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By weight: indices of blocks, counted through, and their largest magnitudes."""
 
-_PREFIX: Final = "model."
-
 
 def chosen_of(blanks: Mapping[str, Blank], which: Which) -> frozenset[str]:
     """The tensors to quantise; each must be a matrix, or a stack of such.
@@ -61,7 +60,7 @@ def chosen_of(blanks: Mapping[str, Blank], which: Which) -> frozenset[str]:
     """
     chosen = set()
     for name, blank in blanks.items():
-        own = name.removeprefix(_PREFIX)
+        own = own_name(name)
         if which(own, TensorInfo(blank.shape, blank.dtype, ())):
             check_quantisable(own, blank.shape, blank.dtype)
             chosen.add(name)
@@ -93,7 +92,7 @@ def agree_on_scales(items: Sequence[Item], chosen: frozenset[str]) -> dict[str, 
         for item in items:
             if item.names[0] in chosen and item.chunk is not None and item.chunk.numel:
                 maxima = _maxima(item)
-                scales_of(item.names[0].removeprefix(_PREFIX), maxima)  # Refuses what is not finite.
+                scales_of(own_name(item.names[0]), maxima)  # Refuses what is not finite.
                 mine.setdefault(item.names[0], []).append((item, maxima))
         return {name: _maximal([_parts(*each) for each in boxes]) for name, boxes in mine.items()}
 
@@ -167,4 +166,4 @@ def _scaled(name: str, item: Item, maxima: torch.Tensor, shared: tuple[torch.Ten
     if len(indices):
         places = torch.searchsorted(indices, mine).clamp_(max=len(indices) - 1)
         maxima = torch.where(indices[places] == mine, of_all[places], maxima)
-    return Scaled(item.chunk, item.value.detach(), scales_of(name.removeprefix(_PREFIX), maxima))
+    return Scaled(item.chunk, item.value.detach(), scales_of(own_name(name), maxima))

@@ -4,7 +4,6 @@ Its pickle is read as data (Note [Nothing runs]), so that the tensors of a file 
 When a value is asked for that is neither a tensor nor plain data, torch reads the file, tensors mapped from the disk.
 """
 
-import io
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -137,7 +136,7 @@ class TorchFile:
                 if zipfile.is_zipfile(file):
                     files = records(file)
                     if is_little_endian(file, files):
-                        content = io.BytesIO(read_record(file, files["data.pkl"]))
+                        content = read_record(file, files["data.pkl"])
                         return read_pickle(content, knows=lambda *_: True), files
         except Exception as error:  # Of garbage.
             raise self._damaged(error) from error

@@ -110,7 +110,7 @@ def find_tensor(file: BinaryIO) -> TensorRecord | None:
         zipfile.BadZipFile: It is no archive, or one that torch does not write.
     """
     files = records(file)
-    saved = read_pickle(io.BytesIO(read_record(file, files["data.pkl"])), knows=lambda *_: True)
+    saved = read_pickle(read_record(file, files["data.pkl"]), knows=lambda *_: True)
     found = stored_tensor(saved, files) if is_little_endian(file, files) else None
     return found.whole if found is not None else None
 
@@ -122,7 +122,7 @@ def plain_data(file: BinaryIO) -> Any:
         UnknownType: It holds something else.
         Exception: Anything, where the file is no archive.
     """
-    return read_pickle(io.BytesIO(read_record(file, records(file)["data.pkl"])), knows=lambda *_: False)
+    return read_pickle(read_record(file, records(file)["data.pkl"]), knows=lambda *_: False)
 
 
 class StoredTensor(NamedTuple):

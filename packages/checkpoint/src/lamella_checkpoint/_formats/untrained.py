@@ -5,13 +5,14 @@ weights are no part of a run's checkpoints, which would store them again and aga
 configuration and the names that everything was published with, and `convert` puts them back.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
+from lamella_checkpoint._base.names import in_model, own_name
+from lamella_checkpoint._base.source import Over, Source, Wanted
 from lamella_checkpoint._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_checkpoint._formats.hf_files import copy_side_files, read_config, with_dtype, write_config, write_published
 from lamella_checkpoint._formats.safetensors import SafetensorsSource
@@ -22,8 +23,6 @@ UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
 
 ORIGINALS_FILE: Final = "lamella_originals.safetensors"
 """Beside a checkpoint: values that it cannot hold exactly, under the native names that they had where it came from."""
-
-_OF_MODEL: Final = "model."
 
 
 def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype: torch.dtype) -> None:
@@ -68,7 +67,7 @@ def kept_in(folder: Path | None, file: str) -> Source | None:
     return SafetensorsSource(folder / file) if folder is not None and (folder / file).is_file() else None
 
 
-class Completed:
+class Completed(Over):
     """A `Source` under the names of a Hugging Face directory, with the weights of another that it lacks.
 
     Attributes:
@@ -76,34 +75,15 @@ class Completed:
     """
 
     def __init__(self, source: Source, rest: Source) -> None:
-        self._source, self._rest = source, rest
-        infos = {f"{_OF_MODEL}{name}": info for name, info in rest.tensors.items()}
+        infos = {in_model(name): info for name, info in rest.tensors.items()}
         self.added = tuple(name for name in infos if name not in source.tensors)
-        self._tensors = {**source.tensors, **{name: infos[name] for name in self.added}}
-
-    @property
-    def path(self) -> Path:
-        """The underlying file or directory."""
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors of both."""
-        return self._tensors
-
-    @property
-    def objects(self) -> Sequence[str]:
-        """The underlying objects."""
-        return self._source.objects
+        super().__init__(source, {**source.tensors, **{name: infos[name] for name in self.added}})
+        self._rest = rest
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """As `Source.read`, of both."""
         added = frozenset(self.added)
-        self._source.read([each for each in wanted if each.name not in added])
-        rest = [each._replace(name=each.name.removeprefix(_OF_MODEL)) for each in wanted if each.name in added]
+        self.source.read([each for each in wanted if each.name not in added])
+        rest = [each._replace(name=own_name(each.name)) for each in wanted if each.name in added]
         if rest:
             self._rest.read(rest)
-
-    def read_object(self, name: str) -> object:
-        """The underlying value."""
-        return self._source.read_object(name)

@@ -24,6 +24,7 @@ from torch.serialization import skip_data
 
 from lamella_checkpoint._base.file_boxes import Stored, write_box
 from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.names import is_of_model, own_name
 from lamella_checkpoint._base.source import Source
 from lamella_checkpoint._base.stream import BUFFER_NBYTES, OnBytes, stream
 from lamella_checkpoint._formats.checksums import ChecksumStream, Span
@@ -224,8 +225,8 @@ def _pairs(saved: Any, loaded: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Values by native names, as torch nests them."""
-    if all(name.startswith("model.") for name in values):
-        return {name.removeprefix("model."): value for name, value in values.items()}
+    if all(map(is_of_model, values)):
+        return {own_name(name): value for name, value in values.items()}
     nested: dict[str, Any] = {}
     options: dict[str, dict[str, object]] = {}
     for name, value in values.items():

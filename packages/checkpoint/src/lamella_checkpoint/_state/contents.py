@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lamella_checkpoint._base.manifest import Manifest, OptimizerKind, check_extra
+from lamella_checkpoint._base.names import in_model
 from lamella_checkpoint._base.ranks import num_ranks
 from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer
@@ -52,8 +53,8 @@ class Contents:
         extra = extra or {}
         check_extra(extra)
         live = LiveModel.of(model)
-        values: dict[str, object] = {f"model.{name}": value for name, value in live.tensors.items()}
-        aliases = {f"model.{alias}": f"model.{name}" for alias, name in live.aliases.items()}
+        values: dict[str, object] = {in_model(name): value for name, value in live.tensors.items()}
+        aliases = {in_model(alias): in_model(name) for alias, name in live.aliases.items()}
         params: dict[str, torch.Tensor] = {}
         if optimizer is not None:
             of_optimizer = LiveOptimizer.of(optimizer, live)

@@ -3,16 +3,14 @@
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Final
 
 import torch
 
 from lamella_checkpoint._base.boxes import box_of
+from lamella_checkpoint._base.names import MODEL, split_section
 from lamella_checkpoint._state.shares import Item, Share
 from lamella_checkpoint._translation.correspondence import Correspondence, Piece, carried, meetings
 from lamella_checkpoint._translation.translate import longest_known
-
-_SECTIONS: Final = ("optimizer.state.", "optimizer.param_groups.", "model.")
 
 
 def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
@@ -77,12 +75,11 @@ def _cut(item: Item, section: str, parameter: str, entry: str, by: Correspondenc
 
 def _place(name: str, known: Container[str]) -> tuple[str, str | None, str]:
     """A name's section, its parameter if a correspondence has it, and what follows."""
-    for section in _SECTIONS:
-        if name.startswith(section):
-            rest = name.removeprefix(section)
-            parameter, entry = (rest, "") if section == "model." else longest_known(rest, known)
-            return section, parameter if parameter in known else None, entry and f".{entry}"
-    return "", None, name
+    section, rest = split_section(name)
+    if not section:
+        return "", None, name
+    parameter, entry = (rest, "") if section == MODEL else longest_known(rest, known)
+    return section, parameter if parameter in known else None, entry and f".{entry}"
 
 
 def _of_parts(section: str, parameter: str | None, entry: str, by_name: Mapping[str, Correspondence]) -> Iterable[str]:

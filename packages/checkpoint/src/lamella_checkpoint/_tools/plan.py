@@ -11,6 +11,7 @@ import torch
 
 from lamella_checkpoint._base.errors import CheckpointDamaged, ModelUnknown
 from lamella_checkpoint._base.manifest import check_extra
+from lamella_checkpoint._base.names import MODEL, in_model, is_of_model, own_name
 from lamella_checkpoint._base.source import Source, TensorInfo
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint._formats.float8 import (
@@ -44,8 +45,6 @@ SIDE_FILES: Final = "hf"
 MEGATRONS: Final = frozenset({Format.FSDP_DTENSOR, Format.TORCH_DIST})
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-_OF_MODEL: Final = "model."
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ def _ties(opened: OpenCheckpoint, published: Container[str]) -> dict[str, str]:
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
     places = _places(opened)
-    for name in sorted(places, key=lambda name: name.removeprefix(_OF_MODEL) not in published):
+    for name in sorted(places, key=lambda name: own_name(name) not in published):
         first = firsts.setdefault(places[name], name)
         if first != name:
             ties[name] = first
@@ -129,7 +128,7 @@ def _places(opened: OpenCheckpoint) -> dict[str, object]:
         return {
             name: stored.place(origin)
             for name, origin in origins.items()
-            if name.startswith(_OF_MODEL) and origin in stored.tensors and stored.tensors[origin].chunks[0].numel
+            if is_of_model(name) and origin in stored.tensors and stored.tensors[origin].chunks[0].numel
         }
     return {}
 
@@ -257,7 +256,7 @@ class Plan:
     def untrained(self) -> tuple[str, ...]:
         """The published names of what came from where it was kept."""
         added = [name for layer in self.layers if isinstance(layer, Completed) for name in layer.added]
-        return tuple(name.removeprefix(_OF_MODEL) for name in added)
+        return tuple(map(own_name, added))
 
     @property
     def inexact(self) -> dict[str, str]:
@@ -277,7 +276,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
     source, config = opened.source, between.config
     ties = all_ties = _ties(opened, between.names_of_published(source, published.shapes))
     if opened.format is Format.SAFETENSORS and not wish.wants_numbers:
-        source = rename(opened.raw, lambda name: f"{_OF_MODEL}{name}")  # Opened, what is float8 is numbers.
+        source = rename(opened.raw, in_model)  # Opened, what is float8 is numbers.
     if wish.translate is not None or wish.to in ("hf", "fsdp_dtensor") or published.untrained is not None:
         source, ties = rename(source, {name: name for name in _names(source) if name not in ties}.get), {}
     if is_quantised(source) and wish.wants_numbers:
@@ -291,7 +290,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
     kept_beside = extra_of(opened) if wish.to == "dcp" else {}
     dtypes = dtypes_of(source, (name for name in source.tensors if name not in ties), wish.dtype)
     dtype = wish.dtype if opened.format is Format.SAFETENSORS else wish.dtype or _most_common(source, dtypes)
-    absent = (name for name in published.shapes if name not in source.tensors and f"{_OF_MODEL}{name}" not in all_ties)
+    absent = (name for name in published.shapes if name not in source.tensors and in_model(name) not in all_ties)
     return Plan(
         source=source,
         dtypes=dtypes,
@@ -343,11 +342,11 @@ def _names(source: Source) -> tuple[str, ...]:
 
 def of_sections(name: str) -> str | None:
     """A name of the model or its optimizer, and of nothing else."""
-    return name if name.startswith(("model.", "optimizer.")) else None
+    return name if name.startswith((MODEL, "optimizer.")) else None
 
 
 def _of_model(name: str) -> str | None:
-    return name.removeprefix(_OF_MODEL) if name.startswith(_OF_MODEL) else None
+    return own_name(name) if is_of_model(name) else None
 
 
 KEPT: Final[Mapping[Target, Callable[[str], str | None]]] = {

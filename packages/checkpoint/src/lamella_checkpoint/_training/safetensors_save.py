@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._base.directories import check_vacant, publish, stage
+from lamella_checkpoint._base.names import own_name
 from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_device_of, on_rank_zero, rank
 from lamella_checkpoint._formats.float8 import (
     BLOCK,
@@ -89,9 +90,9 @@ def save_safetensors(
         which = linear_weights if float8 is True else float8 or None
         chosen = frozenset[str]() if which is None else everywhere("choose", lambda: chosen_of(blanks, which))
         scaled = agree_on_scales(items, chosen) if which is not None else {}
-        stored = {_own_name(name): blank for name, blank in with_scales(blanks, chosen).items()}
+        stored = {own_name(name): blank for name, blank in with_scales(blanks, chosen).items()}
         files = plan_files(stored, max_shard_nbytes)
-        plain = None if which is None else left_alone(_shapes_of(blanks), set(map(_own_name, chosen)))
+        plain = None if which is None else left_alone(_shapes_of(blanks), set(map(own_name, chosen)))
         target, staged = on_rank_zero("make the files", lambda: _make(path, files, like, plain))
         try:
             exchange(
@@ -154,7 +155,7 @@ def _united(first: Mapping[str, Blank], others: Sequence[Mapping[str, Blank]]) -
 
 
 def _shapes_of(blanks: Mapping[str, Blank]) -> dict[str, tuple[int, ...]]:
-    return {_own_name(name): blank.shape for name, blank in blanks.items()}
+    return {own_name(name): blank.shape for name, blank in blanks.items()}
 
 
 def _make(
@@ -186,20 +187,15 @@ def _write(
         for name, boxes in scaled.items():
             for box in boxes:
                 for chunk, values in quantised_pieces(box):
-                    filling.write(_own_name(name), chunk, values)
+                    filling.write(own_name(name), chunk, values)
                 # Ranks that share a block write the same scale.
-                filling.write(scale_name(_own_name(name)), blocks_of(box.chunk, BLOCK), box.scales)
+                filling.write(scale_name(own_name(name)), blocks_of(box.chunk, BLOCK), box.scales)
         for item in items:
             if item.names[0] in scaled:
                 continue
             if isinstance(item.value, torch.Tensor) and item.chunk is not None:
-                filling.write(_own_name(item.names[0]), item.chunk, item.value)
+                filling.write(own_name(item.names[0]), item.chunk, item.value)
         filling.sync()
-
-
-def _own_name(name: str) -> str:
-    """The model's name for what a checkpoint calls `model.<name>`."""
-    return name.removeprefix("model.")
 
 
 def _finish(staged: Path, target: Path, files: Sequence[PlannedFile]) -> list[None]:

@@ -4,7 +4,8 @@ Fused projections that one side splits, experts that one side stacks, halves tha
 side interleaves: each is a table of boxes, equal on both sides, and reads from left to right as well as back.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -75,14 +76,45 @@ class Correspondence:
     @property
     def inverse(self) -> "Correspondence":
         """The same, with the sides exchanged."""
-        pieces = tuple(Piece(piece.right, piece.left) for piece in self.pieces)
-        return Correspondence(left=self.right, right=self.left, pieces=pieces, shift=-self.shift, padded=self.padded)
+        pieces = tuple([Piece(right, left) for left, right in self.pieces])
+        return self._but(left=self.right, right=self.left, pieces=pieces, shift=-self.shift)
+
+    def renamed(
+        self, left: Callable[[str], str] = lambda name: name, right: Callable[[str], str] = lambda name: name
+    ) -> "Correspondence":
+        """The same, of tensors with other names.
+
+        Args:
+            left: The new names of the left side, by the old ones.
+            right: The same of the right side.
+
+        Raises:
+            ValueError: Two names of a side would become one.
+        """
+        lefts, rights = {name: left(name) for name in self.left}, {name: right(name) for name in self.right}
+        for names in (lefts, rights):
+            if len({*names.values()}) < len(names):
+                raise ValueError(f"Expected a name for each tensor, got {names!r}.")
+        return self._but(
+            left={lefts[name]: shape for name, shape in self.left.items()},
+            right={rights[name]: shape for name, shape in self.right.items()},
+            pieces=tuple(
+                [Piece(Place(lefts[a.name], a.chunk), Place(rights[b.name], b.chunk)) for a, b in self.pieces]
+            ),
+            padded={(rights | lefts)[name]: rows for name, rows in self.padded.items()},
+        )
 
     def padding(self, name: str, shape: tuple[int, ...]) -> Chunk | None:
         """The rows of a tensor that are padding; None where it has none."""
         if not shape or (first := self.padded.get(name, shape[0])) == shape[0]:
             return None
         return Chunk((first, *(0 for _ in shape[1:])), (shape[0] - first, *shape[1:]))
+
+    def _but(self, **changes: object) -> "Correspondence":
+        """The same but for some attributes, which are right because these are: there may be tens of thousands."""
+        other = copy(self)
+        vars(other).update(changes)
+        return other
 
     def _covered(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: (self.padded.get(name, shape[0]), *shape[1:]) if shape else () for name, shape in shapes.items()}

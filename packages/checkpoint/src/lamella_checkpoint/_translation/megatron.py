@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
+from lamella_checkpoint._base.names import MODEL, OPTIONS, STATE, in_model, split_section
 from lamella_checkpoint._base.source import Source
 from lamella_checkpoint._translation.correspondence import Correspondence
 from lamella_checkpoint._translation.hybrid_stack import logical_name, nested_names
@@ -406,7 +407,7 @@ def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
         if "._extra_state" in name or is_of_processes(name):
             return None
         if match := _MODEL.match(name):
-            return f"model.{canonical(_renumbered(match[3], firsts.get(match[1], 0)))}"
+            return in_model(canonical(_renumbered(match[3], firsts.get(match[1], 0))))
         if match := _STATE.match(name):
             return f"optimizer.state.{canonical(match[1])}"
         if match := _OPTIONS.match(name):
@@ -448,15 +449,14 @@ def _writes(dialect: Dialect, parameters: Sequence[str], chunks: Sequence[int]) 
         return own(f"{nested.get(parameter, parameter)}{dot}{slot}")
 
     def write(name: str) -> str:
-        section, _, rest = name.partition(".")
-        if section == "model":
+        section, rest = split_section(name)
+        if section == MODEL:
             number, rest = _chunk_of(nested.get(rest, rest), chunks)
             return f"model{number}.{dialect.model_prefix}{own(rest)}"
-        if name.startswith("optimizer.state."):
-            return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(name.removeprefix('optimizer.state.'))}"
-        if name.startswith("optimizer.param_groups."):
-            entry = of_entry(name.removeprefix("optimizer.param_groups."))
-            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{entry}"
+        if section == STATE:
+            return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(rest)}"
+        if section == OPTIONS:
+            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{of_entry(rest)}"
         return name
 
     return write

@@ -7,12 +7,12 @@ Note [Experts of a rank]
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from lamella_checkpoint._base.names import split_section
 from lamella_checkpoint._base.source import Source
-from lamella_checkpoint._translation.correspondence import Correspondence, Piece
+from lamella_checkpoint._translation.correspondence import Correspondence
 from lamella_checkpoint._translation.hybrid_stack import logical_name
 from lamella_checkpoint._translation.megatron import (
     FC1,
@@ -76,12 +76,13 @@ def from_megatron_model(
     taken = {name for each in found for name in each.right}
     found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
     if dialect is not None:  # It has the model's names.
-        return [_renamed(each, lambda name: global_expert(name, first_expert)) for each in found]
+        return [each.renamed(left=lambda name: global_expert(name, first_expert)) for each in found]
     spelled = {name: other for each in _sequential(found) for name in each.right for other in each.left}
-    return [
-        _renamed(each, lambda name: logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert))))
-        for each in found
-    ]
+
+    def canonical(name: str) -> str:
+        return logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert)))
+
+    return [each.renamed(left=canonical) for each in found]
 
 
 def to_megatron_model(source: Source, correspondences: Sequence[Correspondence]) -> Translated:
@@ -99,7 +100,7 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
     own = {match.group(1, 2) for each in correspondences for match in map(_EXPERT.match, each.left) if match}
 
     def keep(name: str) -> str | None:
-        section, entry = _split(name)
+        section, entry = split_section(name)
         match = _EXPERT.match(entry) if section else None
         return None if match and match.group(1, 2) not in own else name
 
@@ -117,22 +118,7 @@ def global_expert(name: str, first: int) -> str:
     return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """A native name's section, and what follows; no section where it is of neither model nor optimizer."""
-    section = next((each for each in _SECTIONS if name.startswith(each)), "")
-    return section, name.removeprefix(section)
-
-
-_SECTIONS: Final = ("model.", "optimizer.state.", "optimizer.param_groups.")
-
-
 def _sequential(found: Sequence[Correspondence]) -> list[Correspondence]:
     """The experts among the left sides that are modules of their own (right), as layers that hold all of them."""
     shapes = {name: shape for each in found for name, shape in each.left.items()}
     return Rules(SEQUENTIAL_EXPERTS).match(shapes, "right")
-
-
-def _renamed(each: Correspondence, own: Callable[[str], str]) -> Correspondence:
-    """The same, with other names on the left."""
-    pieces = tuple(Piece(piece.left._replace(name=own(piece.left.name)), piece.right) for piece in each.pieces)
-    return replace(each, left={own(name): shape for name, shape in each.left.items()}, pieces=pieces)

@@ -11,12 +11,16 @@ Note [Two ways to make one whole]
             Join(("{layer}.q", "{layer}.k", "{layer}.v"), sizes=("q", "kv", "kv")),
             Grouped("{layer}.linear_qkv.weight", groups="num_groups", sizes=("q", "kv", "kv")),
         )
+
+Note [Once for all layers]
+    What a rule makes of tensors depends on their shapes, and not on the numbers in their names. So it is worked out
+    once for all layers and experts of the same shapes, under templates of their names, and the numbers are filled in.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, product
 from typing import Final, NamedTuple, TypeAlias
 
@@ -159,9 +163,14 @@ class Rules:
                 if side == "left"
                 else (rule.right, rule.left, rule.right_beside)
             )
+            made: dict[_Shapes, Correspondence] = {}
             for instance in _instances(near, beside, names, taken):
-                taken.update(instance.names)
-                found.append(_correspondence(near, far, instance, shapes, self.sizes, rule.shift, side))
+                taken.update(instance.names.values())
+                known = tuple((template, tuple(shapes[name])) for template, name in instance.names.items())
+                if known not in made:  # Note [Once for all layers]
+                    made[known] = _correspondence(near, far, instance, dict(known), self.sizes, rule.shift, side)
+                filled = partial(_fill, captures=instance.captures)
+                found.append(made[known].renamed(filled, filled))
         return found
 
 
@@ -171,13 +180,26 @@ class _Leaf(NamedTuple):
     template: str
     indices: tuple[str, ...]
 
+    def numbers(self, index: tuple[int, ...]) -> dict[str, str]:
+        """The numbers that the term stacks, by their names in the template."""
+        return {name: str(number) for name, number in zip(self.indices, index, strict=True)}
+
+
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""By template, with the numbers filled in of what is stacked, and no others."""
+
 
 class _Instance(NamedTuple):
-    """One set of names that a term is made of: the numbers in them, how many each stack has, and the names."""
+    """One set of names that a term is made of: the numbers in them, how many each stack has, the names by template."""
 
     captures: dict[str, str]
     counts: dict[str, int]
-    names: tuple[str, ...]
+    names: dict[str, str]
+
+    @property
+    def example(self) -> str:
+        """One of the names, for messages."""
+        return next(iter(self.names.values()))
 
 
 class _Made(NamedTuple):
@@ -234,8 +256,12 @@ def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -
     for key, by_leaf in found.items():
         if all(by_leaf) and (besides is None or key in besides):
             captures = dict(key)
-            counts = _counts(leaves, by_leaf, captures)
-            yield _Instance(captures, counts, tuple(name for of_leaf in by_leaf for name in of_leaf.values()))
+            of_template = {
+                _fill(leaf.template, leaf.numbers(index)) if index else leaf.template: name
+                for leaf, of_leaf in zip(leaves, by_leaf, strict=True)
+                for index, name in of_leaf.items()
+            }
+            yield _Instance(captures, _counts(leaves, by_leaf, captures), of_template)
 
 
 def _counts(
@@ -249,8 +275,7 @@ def _counts(
     for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
         for index in product(*(range(counts[name]) for name in leaf.indices)):
             if index not in of_leaf:
-                numbers = {name: str(number) for name, number in zip(leaf.indices, index, strict=True)}
-                missing = _fill(leaf.template, {**captures, **numbers})
+                missing = _fill(leaf.template, {**captures, **leaf.numbers(index)})
                 raise ValueError(f"Expected {counts!r} of what is stacked, got no {missing!r}.")
     return counts
 
@@ -259,34 +284,30 @@ def _correspondence(
     near: Term,
     far: Term,
     instance: _Instance,
-    shapes: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, tuple[int, ...]],
     sizes: Mapping[str, int],
     shift: float,
     side: Side,
 ) -> Correspondence:
-    known = {name: tuple(shapes[name]) for name in instance.names}
+    """What tensors of known shapes are on the other side, under templates: Note [Once for all layers]."""
     if isinstance(near, str) and isinstance(far, str):
-        ((name, shape),) = known.items()
-        names = (name, _fill(far, instance.captures))
-        left, right = names if side == "left" else names[::-1]
-        return Correspondence.rename(left, right, shape, shift=shift)
+        left, right = (near, far) if side == "left" else (far, near)
+        return Correspondence.rename(left, right, known[near], shift=shift)
     sizes = dict(sizes)  # Those that `near` shows are added, and `far` may need them.
     try:
-        made = _make(near, instance.captures, instance.counts, known, sizes)
-        derived, counts = _shapes_of(far, instance.captures, made.shape, sizes)
-        other = _make(far, instance.captures, counts, derived, sizes)
+        made = _make(near, {}, instance.counts, known, sizes)
+        derived, counts = _shapes_of(far, {}, made.shape, sizes)
+        other = _make(far, {}, counts, derived, sizes)
     except SizeUnknown as error:
-        raise SizeUnknown(error.size, error.known, instance.names[0]) from None
+        raise SizeUnknown(error.size, error.known, instance.example) from None
     except ValueError as error:
-        raise ValueError(f"{error} Needed for {instance.names[0]!r}.") from error
+        raise ValueError(f"{error} Needed for {instance.example!r}.") from error
     here = Correspondence(
         left=known,
         right=derived,
         pieces=tuple(_pieces(made, other)),
         shift=shift if side == "left" else -shift,
-        padded={
-            _fill(each.name, instance.captures): sizes[each.rows] for each in (near, far) if isinstance(each, Padded)
-        },
+        padded={each.name: sizes[each.rows] for each in (near, far) if isinstance(each, Padded)},
     )
     return here if side == "left" else here.inverse
 
@@ -304,26 +325,28 @@ def _pieces(left: _Made, right: _Made) -> Iterator[Piece]:
 
 def _make(
     term: Term,
-    captures: Mapping[str, str],
+    numbers: Mapping[str, str],
     counts: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
     sizes: dict[str, int],
 ) -> _Made:
     """Put a term together of tensors of known shapes."""
     if isinstance(term, str):
-        name = _fill(term, captures)
+        name = _fill(term, numbers)
         whole = whole_box(shapes[name])
         return _Made(shapes[name], [(Place(name, whole), whole)])
     if isinstance(term, Join):
-        made = [_make(each, captures, counts, shapes, sizes) for each in term.terms]
+        made = [_make(each, numbers, counts, shapes, sizes) for each in term.terms]
         return _joined(made, term, sizes)
     if isinstance(term, Stack):
-        numbers = range(counts[term.index])
-        made = [_make(term.term, {**captures, term.index: str(each)}, counts, shapes, sizes) for each in numbers]
+        made = [
+            _make(term.term, {**numbers, term.index: str(each)}, counts, shapes, sizes)
+            for each in range(counts[term.index])
+        ]
         return _stacked(made)
     if isinstance(term, Padded):
-        return _cut_off(_make(term.name, captures, counts, shapes, sizes), term, sizes)
-    return _ungrouped(_make(term.term, captures, counts, shapes, sizes), term, sizes)
+        return _cut_off(_make(term.name, numbers, counts, shapes, sizes), term, sizes)
+    return _ungrouped(_make(term.term, numbers, counts, shapes, sizes), term, sizes)
 
 
 def _joined(made: list[_Made], term: Join, sizes: dict[str, int]) -> _Made:
@@ -386,28 +409,28 @@ def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
 
 
 def _shapes_of(
-    term: Term, captures: Mapping[str, str], shape: tuple[int, ...], sizes: Mapping[str, int]
+    term: Term, numbers: Mapping[str, str], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
     """The shapes of the tensors that a term of this shape is made of, and how many each stack has."""
     if isinstance(term, str):
-        return {_fill(term, captures): shape}, {}
+        return {_fill(term, numbers): shape}, {}
     if isinstance(term, Grouped):
-        return _shapes_of(term.term, captures, shape, sizes)
+        return _shapes_of(term.term, numbers, shape, sizes)
     if isinstance(term, Padded):
         num_rows, num_stored = _number(term.rows, sizes), sizes.get(term.to, shape[0])
         if shape[0] != num_rows or num_stored < num_rows:
             raise ValueError(
                 f"Expected {term.rows} ({num_rows}) rows, and {term.to} to be no less, got {shape[0]} and {num_stored}."
             )
-        return {_fill(term.name, captures): _with(shape, 0, num_stored)}, {}
+        return {_fill(term.name, numbers): _with(shape, 0, num_stored)}, {}
     parts: list[tuple[Term, Mapping[str, str], tuple[int, ...]]]
     counts: dict[str, int] = {}
     if isinstance(term, Stack):
         counts[term.index] = shape[0]
-        parts = [(term.term, {**captures, term.index: str(number)}, shape[1:]) for number in range(shape[0])]
+        parts = [(term.term, {**numbers, term.index: str(number)}, shape[1:]) for number in range(shape[0])]
     else:
         spans = _resolve(term.sizes, shape[term.dim], sizes)
-        parts = [(each, captures, _with(shape, term.dim, span)) for each, span in zip(term.terms, spans, strict=True)]
+        parts = [(each, numbers, _with(shape, term.dim, span)) for each, span in zip(term.terms, spans, strict=True)]
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
         more_shapes, more_counts = _shapes_of(*part, sizes)
@@ -488,4 +511,5 @@ def _look(template: str) -> str | re.Pattern[str]:
 
 
 def _fill(template: str, captures: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda match: captures[match[1] or "before"], template)
+    """A template with what is captured in it; what is not stays open."""
+    return _PLACEHOLDER.sub(lambda match: captures.get(match[1] or "before", match[0]), template)

@@ -22,6 +22,7 @@ import torch
 
 from lamella_checkpoint._base.boxes import whole_box
 from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_checkpoint._base.names import in_model
 from lamella_checkpoint._base.source import Source, Wanted
 from lamella_checkpoint._base.text import short
 from lamella_checkpoint._translation.translate import WithObjects, rename
@@ -77,7 +78,7 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
         if (sections.is_bare and name in source.tensors) or (not sections.is_bare and rest[0] == sections.model)
     }
     prefix = _shared_prefix(list(model.values()), live)
-    names = {name: f"model.{inner.removeprefix(prefix)}" for name, inner in model.items()}
+    names = {name: in_model(inner.removeprefix(prefix)) for name, inner in model.items()}
     optimizer = {
         name: ".".join(map(str, rest[1:]))
         for name, rest in rest_of.items()

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from lamella_checkpoint._base.names import STATE, in_model
 from lamella_checkpoint._base.source import Source
 from lamella_checkpoint._translation.correspondence import Correspondence
 from lamella_checkpoint._translation.megatron import GATED, canonical_name, is_of_processes
@@ -67,10 +68,10 @@ def _reads(main_weights: Mapping[str, str]) -> Callable[[str], str | None]:
         if "._extra_state" in name or name in replaced or name.startswith(_COMMON) or is_of_processes(name):
             return None
         if name in main_weights:
-            return f"model.{canonical_name(main_weights[name])}"
+            return in_model(canonical_name(main_weights[name]))
         if match := _STATE.match(name):
             return f"optimizer.state.{canonical_name(match[2])}.{match[1]}"
-        return name if name.startswith(_NO_PARAMETERS) else f"model.{canonical_name(name)}"
+        return name if name.startswith(_NO_PARAMETERS) else in_model(canonical_name(name))
 
     return read
 
@@ -106,7 +107,7 @@ def _objects(common: Mapping[str, object], names: Source) -> dict[str, object]:
     if len(steps) == 1:
         (step,) = steps
         parameters = parameter_shapes(names)
-        entries = (name.removeprefix("optimizer.state.").rpartition(".")[0] for name in names.tensors)
+        entries = (name.removeprefix(STATE).rpartition(".")[0] for name in names.tensors)
         with_state = {entry for entry in entries if entry in parameters}
         flat |= {f"optimizer.state.{name}.step": step for name in sorted(with_state)}
     return {name: value for name, value in flat.items() if name not in {*names.tensors, *names.objects}}

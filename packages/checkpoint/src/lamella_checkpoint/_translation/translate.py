@@ -12,14 +12,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import torch
 
 from lamella_checkpoint._base.boxes import box_of
 from lamella_checkpoint._base.file_boxes import pieces
-from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
+from lamella_checkpoint._base.names import MODEL, OPTIONS, STATE, in_model, is_of_model, own_name
+from lamella_checkpoint._base.source import Over, Source, TensorInfo, Wanted
 from lamella_checkpoint._translation.correspondence import Correspondence, Piece, Place, carried, meetings
 from lamella_layout import Chunk
 
@@ -87,8 +87,8 @@ def translate(
     plan = _Plan()
     turned = _turned(correspondences, to)
     _plan_model(source, turned, plan)
-    _plan_entries(source, turned, "optimizer.state.", plan)
-    _plan_entries(source, turned if options is None else _turned(options, to), "optimizer.param_groups.", plan)
+    _plan_entries(source, turned, STATE, plan)
+    _plan_entries(source, turned if options is None else _turned(options, to), OPTIONS, plan)
     left_over = tuple(name for name in [*source.tensors, *source.objects] if name not in plan.used)
     if rest == "keep":
         for name in left_over:
@@ -119,10 +119,13 @@ def rename(source: Source, names: Callable[[str], str | None]) -> "Translated":
     return Translated(source, plan, tuple(left_over))
 
 
-class Translated:
+class Translated(Over):
     """A `Source` over another; made by `translate` and `rename`.
 
+    The chunks of its tensors are where the stored ones came to lie.
+
     Attributes:
+        source: What lies under it.
         left_over: Names of the underlying source that nothing was made of, in their order. They are here under
             their own names, unless they were to be dropped.
         inexact: Names of tensors that could not be brought back exactly from what was read, and why. Known of mixed
@@ -133,7 +136,7 @@ class Translated:
     def __init__(
         self, source: Source, plan: _Plan, left_over: tuple[str, ...], originals: Source | None = None
     ) -> None:
-        self._source = source
+        super().__init__(source, plan.tensors)
         self._originals = originals
         self._plan = plan
         self.left_over = left_over
@@ -141,28 +144,13 @@ class Translated:
 
     def leaving(self, names: Iterable[str]) -> "Translated":
         """The same, with other names as left over: of several layers of translation, those that count."""
-        return Translated(self._source, self._plan, tuple(names))
-
-    @property
-    def source(self) -> Source:
-        """What lies under it."""
-        return self._source
-
-    @property
-    def path(self) -> Path:
-        """The underlying file or directory."""
-        return self._source.path
+        return Translated(self.source, self._plan, tuple(names), self._originals)
 
     @property
     def origins(self) -> dict[str, str]:
         """The source's names of tensors that are the same here, by their names here."""
         made_of = self._plan.made_of.items()
         return {name: each.names[0] for name, each in made_of if isinstance(each, _Same) and len(each.names) == 1}
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The target's tensors; their chunks are where the stored ones came to lie."""
-        return self._plan.tensors
 
     @property
     def objects(self) -> Sequence[str]:
@@ -187,7 +175,7 @@ class Translated:
                 copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
                 requests += [Wanted(name, want.chunk, copy) for name, copy in zip(made_of.names, copies, strict=True)]
                 checks.append(partial(_fill_alike, want, made_of.names, copies))
-        self._source.read(requests)
+        self.source.read(requests)
         for check in checks:
             check()
 
@@ -198,19 +186,19 @@ class Translated:
             ValueError: Values that should agree do not; both names are told.
         """
         first, *others = self._plan.objects[name].names
-        value = self._source.read_object(first)
+        value = self.source.read_object(first)
         for other in others:
-            if self._source.read_object(other) != value:
-                raise _disagree(name, first, value, other, self._source.read_object(other))
+            if self.source.read_object(other) != value:
+                raise _disagree(name, first, value, other, self.source.read_object(other))
         return value
 
     def read_cut_off(self) -> None:
         """Read the padding that is left out, and note in `inexact` where it is not zero. Holds a row at least."""
         for name, (stored, rows) in self._plan.cut_off.items():
-            info, num_lost = self._source.tensors[stored], 0
+            info, num_lost = self.source.tensors[stored], 0
             for piece in pieces(rows, _PIECE_NUMEL):
                 values = torch.empty(piece.sizes, dtype=info.dtype)
-                self._source.read([Wanted(stored, piece, values)])
+                self.source.read([Wanted(stored, piece, values)])
                 num_lost += int((values != 0).reshape(len(values), -1).any(1).sum())
             if num_lost:
                 self.inexact[name] = f"{num_lost} of {rows.sizes[0]} rows of padding that are cut off are not zero"
@@ -239,7 +227,7 @@ class Translated:
             if not cut.shift:
                 requests.append(Wanted(origin.name, chunk, into))
                 continue
-            stored = torch.empty(chunk.sizes, dtype=self._source.tensors[origin.name].dtype)
+            stored = torch.empty(chunk.sizes, dtype=self.source.tensors[origin.name].dtype)
             requests.append(Wanted(origin.name, chunk, stored))
             checks.append(partial(self._put_shifted, want.name, shared, into, stored, cut.shift))
 
@@ -260,40 +248,21 @@ class Translated:
             )
 
 
-class WithObjects:
+class WithObjects(Over):
     """A `Source` with more objects, whose values are given; they stand before its own of the same name."""
 
     def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
-        self._source = source
+        super().__init__(source)
         self._given = dict(objects)
-
-    @property
-    def source(self) -> Source:
-        """What lies under it."""
-        return self._source
-
-    @property
-    def path(self) -> Path:
-        """The underlying file or directory."""
-        return self._source.path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The underlying tensors."""
-        return self._source.tensors
 
     @property
     def objects(self) -> Sequence[str]:
         """The underlying objects, and those that are given."""
-        return (*(name for name in self._source.objects if name not in self._given), *self._given)
-
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Read the underlying tensors."""
-        self._source.read(wanted)
+        return (*(name for name in self.source.objects if name not in self._given), *self._given)
 
     def read_object(self, name: str) -> object:
         """The given value, or the underlying one."""
-        return self._given[name] if name in self._given else self._source.read_object(name)
+        return self._given[name] if name in self._given else self.source.read_object(name)
 
 
 def shifted(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:
@@ -313,9 +282,7 @@ def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
 
     Of a checkpoint that holds an optimizer alone there are none.
     """
-    prefix = "model."
-    named = ((name.removeprefix(prefix), info) for name, info in source.tensors.items() if name.startswith(prefix))
-    return {name: tuple(info.shape) for name, info in named}
+    return {own_name(name): tuple(info.shape) for name, info in source.tensors.items() if is_of_model(name)}
 
 
 def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
@@ -325,10 +292,10 @@ def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Corresp
 
 def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -> None:
     for each in turned:
-        names = [f"model.{name}" for name in each.left]
+        names = [in_model(name) for name in each.left]
         if all(name in source.tensors for name in names):
-            _check_shapes(source, each, "model.", "")
-            _cut(plan, source, each, "model.", "", each.shift)
+            _check_shapes(source, each)
+            _cut(plan, source, each, MODEL, "", each.shift)
 
 
 def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _Plan) -> None:
@@ -438,9 +405,9 @@ def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
     )
 
 
-def _check_shapes(source: Source, each: Correspondence, prefix: str, suffix: str) -> None:
+def _check_shapes(source: Source, each: Correspondence) -> None:
     for name, shape in each.left.items():
-        stored = tuple(source.tensors[f"{prefix}{name}{suffix}"].shape)
+        stored = tuple(source.tensors[in_model(name)].shape)
         if stored != tuple(shape):
             raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
 

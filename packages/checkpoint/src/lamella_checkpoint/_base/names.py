@@ -1,0 +1,28 @@
+"""Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`."""
+
+from typing import Final
+
+MODEL: Final = "model."
+STATE: Final = "optimizer.state."
+OPTIONS: Final = "optimizer.param_groups."
+
+
+def in_model(name: str) -> str:
+    """The native name of a model's tensor, by the model's own name."""
+    return f"{MODEL}{name}"
+
+
+def is_of_model(name: str) -> bool:
+    """Whether a native name is of a model's tensor."""
+    return name.startswith(MODEL)
+
+
+def own_name(name: str) -> str:
+    """A model's own name of its tensor, by the native one; any other name as it is."""
+    return name.removeprefix(MODEL)
+
+
+def split_section(name: str) -> tuple[str, str]:
+    """A native name's section, as above, and what follows; no section where it has none."""
+    section = next((each for each in (MODEL, STATE, OPTIONS) if name.startswith(each)), "")
+    return section, name.removeprefix(section)
