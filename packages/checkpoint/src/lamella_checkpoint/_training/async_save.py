@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -124,7 +125,24 @@ class _Session(NamedTuple):
     apart: frozenset[Ranks]
 
 
-class AsyncSaver:
+class Closing(ABC):
+    """Closed where a `with` block ends. Not where it ends by an error: what is in the air then completes by itself."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is in the air, and give back what it took."""
+
+
+class AsyncSaver(Closing):
     """Saves in the background, one at a time, through a process beside each rank.
 
     `save` returns at once. A thread copies this rank's part of the state to host memory while training goes on, up to
@@ -151,15 +169,6 @@ class AsyncSaver:
         self._retention: Retention | None = None  # A `CheckpointDirectory` has one.
         self._num_saves = 0
         self._last: SaveHandle | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
 
     def save(
         self,
