@@ -294,40 +294,46 @@ class AsyncSaver(Closing):
         """Learn what became of a save, if that is known within the time."""
         if handle._failures is not None:
             return True
+        deadline = None if timeout is None else time.monotonic() + timeout
         if handle._sender is not None:
-            handle._sender.join(timeout)
+            handle._sender.join(_left(deadline))
             if handle._sender.is_alive():
                 return False
         if handle._failures is None:
-            assert self._process is not None
-            try:
-                if not self._process.connection.poll(timeout):
-                    return False
-                handle._failures = self._process.connection.recv()
-            except (EOFError, OSError):
-                handle._failures = self._without_process(handle)
-        return True
+            handle._failures = self._answer(handle, deadline)
+        return handle._failures is not None
 
-    def _without_process(self, handle: SaveHandle) -> Failures:
-        """Say for a process that died what it cannot say. The next save starts another."""
-        assert self._process is not None
-        exit_code = self._process.close()
-        self._process = None
-        # In this order: a part that is not there, nor with the published checkpoint, never was.
-        has_part = (handle._staged / part_name(rank())).exists()
-        if is_published(handle.path, handle._staged):
-            return {}
-        if rank() == 0 or not has_part:
-            text = f"the process that writes checkpoints died (exit code {exit_code})"
-            mark_failed(handle._staged, rank(), text)
-            return {rank(): text}
-        while not is_settled(handle._staged):  # Its part was written, and the others may yet make a checkpoint of it.
+    def _answer(self, handle: SaveHandle, deadline: float | None) -> Failures | None:
+        """What the process says of a save, or what has to be said for it; None if nothing is known in time."""
+        if self._process is not None:
+            try:
+                return self._process.connection.recv() if self._process.connection.poll(_left(deadline)) else None
+            except (EOFError, OSError):
+                exit_code = self._process.close()
+                self._process = None  # The next save starts another.
+                failures = _answer_of_dead(handle, exit_code)
+                if failures is not None:
+                    return failures
+        while not is_settled(handle._staged):
+            if _left(deadline) == 0.0:
+                return None
             time.sleep(_PAUSE_S)
         return outcome(handle.path, handle._staged)
 
 
 class _Process:
-    """A process that runs `async_process.serve`: begun by exec, since a fork could not live beside CUDA."""
+    """A process that runs `async_process.serve`: begun by exec, since a fork could not live beside CUDA.
+
+    Note [Training comes first]
+        Its nice value is the highest there is, from before its imports on. Linux weighs nice values among the processes
+        of one session alone (`sched_autogroup_enabled`, on by default): a writer in a session of its own would get as
+        much of a core as training, whatever its nice value. So it stays in training's, in a process group of its own,
+        which an interrupt from the keyboard or a launcher that kills a rank's group does not reach.
+
+        Where training leaves a core alone it is as fast as any process. Where training takes all of them, each of its
+        threads still gets a seventieth of a core: it ends later, and surely. Where training waits for it, as the next
+        save does, cores are free.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.connection, theirs = Pipe()
@@ -355,6 +361,24 @@ class _Process:
         """Let it end, once it has done what it does, and return its exit code."""
         self.connection.close()
         return self._popen.wait()
+
+
+def _answer_of_dead(handle: SaveHandle, exit_code: int) -> Failures | None:
+    """What a process that died cannot say; None where its part is there, and the others may make a checkpoint of it."""
+    # In this order: a part that is not there, nor with the published checkpoint, never was.
+    has_part = (handle._staged / part_name(rank())).exists()
+    if is_published(handle.path, handle._staged):
+        return {}
+    if rank() != 0 and has_part:
+        return None
+    text = f"the process that writes checkpoints died (exit code {exit_code})"
+    mark_failed(handle._staged, rank(), text)
+    return {rank(): text}
+
+
+def _left(deadline: float | None) -> float | None:
+    """Seconds until then."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _send_or_fail(process: _Process, job: Job, handle: SaveHandle, error: BaseException | None) -> None:
