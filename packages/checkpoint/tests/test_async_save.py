@@ -260,6 +260,15 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path):
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 1}
 
 
+def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_group(tmp_path):
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "a", model=filled(1.0)).wait()
+        pid = saver._process._popen.pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        assert os.getsid(pid) == os.getsid(0)  # Nice values count inside a session.
+        assert os.getpgid(pid) not in (os.getpgid(0), os.getpgid(os.getppid()))
+
+
 class Clock:
     """Time that passes only where somebody waits for it."""
 

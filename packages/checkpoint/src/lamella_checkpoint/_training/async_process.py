@@ -10,10 +10,15 @@ Note [A checkpoint without a collective]
     its own. The others wait until the directory is the target, or that file is in it: a save has one outcome on all
     ranks. What a killed process cannot say, its rank says for it (`async_save`). When the rank is gone too, whoever
     waits for others gives up once nothing has come for a minute.
+
+Note [Training comes first]
+    The process has the highest nice value, and training's session. Linux weighs nice values among the processes of one
+    session alone (`sched_autogroup_enabled`, on by default): in a session of its own it would get as much of a core as
+    training, whatever its nice value. A process group of its own is what keeps it from interrupts at the keyboard, and
+    from launchers that kill a rank's group.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -275,5 +280,4 @@ def _from_json(content: list[Any]) -> Placed:
 def main() -> None:
     """Serve the rank that started this process, which passed two descriptors: a connection and a memory."""
     connection, memory = (int(argument) for argument in sys.argv[1:])
-    os.nice(10)  # Training comes first.
     serve(Connection(connection), Memory(memory))

@@ -151,6 +151,10 @@ class AsyncSaver(Closing):
     training ends or fails meanwhile. Killed at any moment, any of the processes leaves the last complete checkpoint as
     it was.
 
+    The process has the highest nice value. Where training leaves a core free, that changes nothing; where it takes all
+    of them, each of up to four threads that write still gets a seventieth of a core: the checkpoint is there later, and
+    surely. Who waits for it leaves it the cores.
+
         with AsyncSaver() as saver:
             for step in range(num_steps):
                 ...
@@ -322,28 +326,18 @@ class AsyncSaver(Closing):
 
 
 class _Process:
-    """A process that runs `async_process.serve`: begun by exec, since a fork could not live beside CUDA.
-
-    Note [Training comes first]
-        Its nice value is the highest there is, from before its imports on. Linux weighs nice values among the processes
-        of one session alone (`sched_autogroup_enabled`, on by default): a writer in a session of its own would get as
-        much of a core as training, whatever its nice value. So it stays in training's, in a process group of its own,
-        which an interrupt from the keyboard or a launcher that kills a rank's group does not reach.
-
-        Where training leaves a core alone it is as fast as any process. Where training takes all of them, each of its
-        threads still gets a seventieth of a core: it ends later, and surely. Where training waits for it, as the next
-        save does, cores are free.
-    """
+    """A process that runs `async_process.serve`: begun by exec, since a fork could not live beside CUDA."""
 
     def __init__(self, memory: Memory) -> None:
         self.connection, theirs = Pipe()
-        code = "from lamella_checkpoint._training.async_process import main; main()"
+        # Note [Training comes first]: from its imports on.
+        code = "import os; os.nice(19); from lamella_checkpoint._training.async_process import main; main()"
         descriptors = (theirs.fileno(), memory.descriptor)
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", code, *map(str, descriptors)],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # An interrupt from the keyboard is training's.
+            process_group=0,  # And no session of its own, for the same reason.
             env=os.environ | {
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "CUDA_VISIBLE_DEVICES": "",
