@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint._base.directories import staging_path
+from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._training import async_save as _async_save
-from lamella_checkpoint._training.async_process import mark_failed, part_name
+from lamella_checkpoint._training.async_process import is_settled, mark_failed, part_name
 from lamella_testing import run_ranks
 
 DEADLINE_S = 60
@@ -333,6 +336,16 @@ def test_who_has_written_its_part_and_lost_its_process_waits_for_the_others_as_l
     mark_failed(handle._staged, 0, "no room")
     with pytest.raises(CheckpointFailed, match="rank 0: no room"):
         handle.wait()
+
+
+def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path):
+    save(tmp_path / "a", model=filled(1.0))
+    replace(Manifest.read(tmp_path / "a"), save_id="00000001").write(tmp_path / "a")
+    for save_id, expected in (("00000001", True), ("00000002", False)):
+        staged = staging_path(tmp_path / "a", save_id)
+        staged.mkdir()
+        (staged / ".nfs01").touch()
+        assert is_settled(tmp_path / "a", staged) == expected
 
 
 def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp_path):

@@ -99,7 +99,7 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
         if job.rank == 0:
             _publish_when_whole(job, waiting)
             return {}
-        waiting.until(lambda: is_settled(job.staged), lambda: "nothing of rank 0")
+        waiting.until(lambda: is_settled(job.target, job.staged), lambda: "nothing of rank 0")
         failures = outcome(job.target, job.staged)
     except _Failed as failed:
         mark_failed(job.staged, job.rank, "another rank failed")
@@ -115,9 +115,12 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
     return failures
 
 
-def is_settled(staged: Path) -> bool:
-    """Whether rank 0 has said what became of a save."""
-    return not staged.exists() or (staged / "failed-0").exists()
+def is_settled(target: Path, staged: Path) -> bool:
+    """Whether rank 0 has said what became of a save.
+
+    What a checkpoint replaced is removed under the name of the staged directory, and something of it may resist.
+    """
+    return not staged.exists() or (staged / "failed-0").exists() or is_published(target, staged)
 
 
 def is_published(target: Path, staged: Path) -> bool:

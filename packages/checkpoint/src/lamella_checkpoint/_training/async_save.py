@@ -318,7 +318,7 @@ class AsyncSaver(Closing):
                 failures = _answer_of_dead(handle, exit_code)
                 if failures is not None:
                     return failures
-        while not is_settled(handle._staged):
+        while not is_settled(handle.path, handle._staged):
             if _left(deadline) == 0.0:
                 return None
             time.sleep(_PAUSE_S)
