@@ -130,9 +130,9 @@ def bench(session: nox.Session, num_gpus: int) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Run what only time shows (creeping memory, runs killed again and again), for minutes."""
-    _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
-    _pytest_installed(session, ROOT / "tests" / "soak", "-m", "slow")
+    """Run every test marked slow (creeping memory, runs killed again and again, all meshes there are), for minutes."""
+    _install(session, *_editable(*FOLDERS), *(part for name in FOLDERS for part in _group(name, "test")))
+    session.run("python", str(ROOT / "tools" / "here.py"), "soak", *session.posargs)
 
 
 @nox.session(default=False)

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # Every optimizer imports it: here once, and not in each forked rank.
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_engine import fully_shard
 from lamella_testing import run_ranks
@@ -29,7 +32,7 @@ TRAIN = [
 
 def _resident_nbytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return pages * resource.getpagesize()
 
 
 def _num_live_tensors() -> int:
@@ -40,9 +43,10 @@ def _num_live_tensors() -> int:
 def _train_and_measure(num_steps: int) -> tuple[int, int]:
     """Train `num_steps` twice; how many more bytes and tensors are alive after the second time."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # Else it is the machine's GPUs, if there are some.
     for block in model:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     measured = []
     for _ in range(2):

@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,8 +186,8 @@ def save_filled(path: Path, kind: str = "native") -> None:
         case "torch.save":
             torch.save({"model": model.state_dict(), "step": 1}, path)
         case "dcp.save":
-            with warnings.catch_warnings(action="ignore"):  # That it saves in a single process.
-                save_of_torch({"model": model.state_dict(), "step": 1}, checkpoint_id=path)
+            # By a rank: where there are GPUs it uses one, and a process that has done so cannot fork ranks.
+            run_ranks(lambda: save_of_torch({"model": model.state_dict(), "step": 1}, checkpoint_id=path), 1)
         case "hf" | "torch" | "fsdp_dtensor":
             save(path.with_name("saved"), model=model, extra={"step": 1})
             # Names are left alone: they are nobody's.

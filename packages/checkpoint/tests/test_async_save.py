@@ -6,6 +6,8 @@ import signal
 import time
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint._base.directories import staging_path
+from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import Checksums
+from lamella_checkpoint._training import async_save as _async_save
+from lamella_checkpoint._training.async_process import is_settled, mark_failed, part_name
 from lamella_testing import run_ranks
 
 DEADLINE_S = 60
@@ -255,6 +261,91 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path):
     with pytest.raises(Exception, match="SIGKILL"):
         run_ranks(save_and_die, 2)
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 1}
+
+
+def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_group(tmp_path):
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "a", model=filled(1.0)).wait()
+        pid = saver._process._popen.pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        assert os.getsid(pid) == os.getsid(0)  # Nice values count inside a session.
+        assert os.getpgid(pid) not in (os.getpgid(0), os.getpgid(os.getppid()))
+
+
+class Clock:
+    """Time that passes only where somebody waits for it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.limits = []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        assert self.now < DEADLINE_S
+
+    def takes(self, seconds):
+        """What can be waited for with a limit, and ends after so many seconds."""
+
+        def wait(limit):
+            self.limits.append(limit)
+            self.now += min(seconds, limit)
+            return seconds <= limit
+
+        return wait
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(_async_save, "time", clock)
+    return clock
+
+
+def handle_of(monkeypatch, target, poll):
+    """A save by a process that answers as `poll` does, and is dead once nobody listens to it."""
+    process = SimpleNamespace(connection=SimpleNamespace(poll=poll), close=lambda: -signal.SIGKILL)
+    monkeypatch.setattr(_async_save, "_Process", lambda _: process)
+    return _async_save.SaveHandle(AsyncSaver(), target, target.with_name(f"{target.name}.saving-01234567"))
+
+
+def test_one_time_limit_holds_for_copying_and_writing_together(tmp_path, monkeypatch, clock):
+    handle = handle_of(monkeypatch, tmp_path / "a", poll=clock.takes(60))
+    handle._sender = SimpleNamespace(join=clock.takes(3), is_alive=lambda: clock.now < 3)
+    with pytest.raises(TimeoutError, match="within 5 s"):
+        handle.wait(timeout=5)
+    assert clock.limits == [5, 2]
+
+
+def test_who_has_written_its_part_and_lost_its_process_waits_for_the_others_as_long_as_allowed(
+    tmp_path, monkeypatch, clock
+):
+    def is_dead(_):
+        raise EOFError
+
+    handle = handle_of(monkeypatch, tmp_path / "a", poll=is_dead)
+    monkeypatch.setattr(_async_save, "rank", lambda: 1)
+    handle._staged.mkdir()
+    (handle._staged / part_name(1)).touch()
+    assert not handle.done and clock.now == 0
+    with pytest.raises(TimeoutError):
+        handle.wait(timeout=5)
+    assert clock.now == pytest.approx(5, abs=0.2)
+    mark_failed(handle._staged, 0, "no room")
+    with pytest.raises(CheckpointFailed, match="rank 0: no room"):
+        handle.wait()
+
+
+def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path):
+    save(tmp_path / "a", model=filled(1.0))
+    replace(Manifest.read(tmp_path / "a"), save_id="00000001").write(tmp_path / "a")
+    for save_id, expected in (("00000001", True), ("00000002", False)):
+        staged = staging_path(tmp_path / "a", save_id)
+        staged.mkdir()
+        (staged / ".nfs01").touch()
+        assert is_settled(tmp_path / "a", staged) == expected
 
 
 def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp_path):

@@ -238,12 +238,21 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, wa
     def save_and_change():
         model = large(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-        optimizer.step()  # Loads its kernels: that may wait for every stream.
-        with torch.no_grad():
-            model.weight.fill_(1.0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             model.weight.data.add_(1.0)
+
+        @torch.no_grad()
+        def change():
+            if way == "unseen step":
+                type(optimizer).step.__wrapped__(optimizer)
+            elif way == "by hand":
+                model.weight[5, 7] = 3.0
+            else:
+                graph.replay()
+
+        change()  # Loads its kernels: what loads some may wait for all that the GPU does, and so for the copies.
+        torch.nn.init.constant_(model.weight, 1.0)
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model).wait()
             held = torch.cuda.Stream()
@@ -251,13 +260,7 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, wa
                 torch.cuda._sleep(1_000_000_000)  # About half a second, in which the bus is not used.
             _copies._stream_beside(model.weight.device).wait_stream(held)
             handle = saver.save(tmp_path / "a", model=model)
-            if way == "unseen step":
-                type(optimizer).step.__wrapped__(optimizer)
-            elif way == "by hand":
-                with torch.no_grad():
-                    model.weight[5, 7] = 3.0
-            else:
-                graph.replay()
+            change()
             with pytest.raises(CheckpointFailed, match="changes to 1 tensors, 'model.weight'"):
                 handle.wait()
             saver.save(tmp_path / "b", model=model).wait_staged()

@@ -10,10 +10,15 @@ Note [A checkpoint without a collective]
     its own. The others wait until the directory is the target, or that file is in it: a save has one outcome on all
     ranks. What a killed process cannot say, its rank says for it (`async_save`). When the rank is gone too, whoever
     waits for others gives up once nothing has come for a minute.
+
+Note [Training comes first]
+    The process has the highest nice value, and training's session. Linux weighs nice values among the processes of one
+    session alone (`sched_autogroup_enabled`, on by default): in a session of its own it would get as much of a core as
+    training, whatever its nice value. A process group of its own is what keeps it from interrupts at the keyboard, and
+    from launchers that kill a rank's group.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +99,7 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
         if job.rank == 0:
             _publish_when_whole(job, waiting)
             return {}
-        waiting.until(lambda: is_settled(job.staged), lambda: "nothing of rank 0")
+        waiting.until(lambda: is_settled(job.target, job.staged), lambda: "nothing of rank 0")
         failures = outcome(job.target, job.staged)
     except _Failed as failed:
         mark_failed(job.staged, job.rank, "another rank failed")
@@ -110,9 +115,12 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
     return failures
 
 
-def is_settled(staged: Path) -> bool:
-    """Whether rank 0 has said what became of a save."""
-    return not staged.exists() or (staged / "failed-0").exists()
+def is_settled(target: Path, staged: Path) -> bool:
+    """Whether rank 0 has said what became of a save.
+
+    What a checkpoint replaced is removed under the name of the staged directory, and something of it may resist.
+    """
+    return not staged.exists() or (staged / "failed-0").exists() or is_published(target, staged)
 
 
 def is_published(target: Path, staged: Path) -> bool:
@@ -275,5 +283,4 @@ def _from_json(content: list[Any]) -> Placed:
 def main() -> None:
     """Serve the rank that started this process, which passed two descriptors: a connection and a memory."""
     connection, memory = (int(argument) for argument in sys.argv[1:])
-    os.nice(10)  # Training comes first.
     serve(Connection(connection), Memory(memory))

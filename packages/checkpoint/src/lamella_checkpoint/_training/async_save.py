@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -124,7 +125,24 @@ class _Session(NamedTuple):
     apart: frozenset[Ranks]
 
 
-class AsyncSaver:
+class Closing(ABC):
+    """Closed where a `with` block ends. Not where it ends by an error: what is in the air then completes by itself."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is in the air, and give back what it took."""
+
+
+class AsyncSaver(Closing):
     """Saves in the background, one at a time, through a process beside each rank.
 
     `save` returns at once. A thread copies this rank's part of the state to host memory while training goes on, up to
@@ -132,6 +150,10 @@ class AsyncSaver:
     of all parts when they are there. That takes no collective, and completes if nobody waits for it, and also when
     training ends or fails meanwhile. Killed at any moment, any of the processes leaves the last complete checkpoint as
     it was.
+
+    The process has the highest nice value. Where training leaves a core free, that changes nothing; where it takes all
+    of them, each of up to four threads that write still gets a seventieth of a core: the checkpoint is there later, and
+    surely. Who waits for it leaves it the cores.
 
         with AsyncSaver() as saver:
             for step in range(num_steps):
@@ -151,15 +173,6 @@ class AsyncSaver:
         self._retention: Retention | None = None  # A `CheckpointDirectory` has one.
         self._num_saves = 0
         self._last: SaveHandle | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
 
     def save(
         self,
@@ -285,34 +298,29 @@ class AsyncSaver:
         """Learn what became of a save, if that is known within the time."""
         if handle._failures is not None:
             return True
+        deadline = None if timeout is None else time.monotonic() + timeout
         if handle._sender is not None:
-            handle._sender.join(timeout)
+            handle._sender.join(_left(deadline))
             if handle._sender.is_alive():
                 return False
         if handle._failures is None:
-            assert self._process is not None
-            try:
-                if not self._process.connection.poll(timeout):
-                    return False
-                handle._failures = self._process.connection.recv()
-            except (EOFError, OSError):
-                handle._failures = self._without_process(handle)
-        return True
+            handle._failures = self._answer(handle, deadline)
+        return handle._failures is not None
 
-    def _without_process(self, handle: SaveHandle) -> Failures:
-        """Say for a process that died what it cannot say. The next save starts another."""
-        assert self._process is not None
-        exit_code = self._process.close()
-        self._process = None
-        # In this order: a part that is not there, nor with the published checkpoint, never was.
-        has_part = (handle._staged / part_name(rank())).exists()
-        if is_published(handle.path, handle._staged):
-            return {}
-        if rank() == 0 or not has_part:
-            text = f"the process that writes checkpoints died (exit code {exit_code})"
-            mark_failed(handle._staged, rank(), text)
-            return {rank(): text}
-        while not is_settled(handle._staged):  # Its part was written, and the others may yet make a checkpoint of it.
+    def _answer(self, handle: SaveHandle, deadline: float | None) -> Failures | None:
+        """What the process says of a save, or what has to be said for it; None if nothing is known in time."""
+        if self._process is not None:
+            try:
+                return self._process.connection.recv() if self._process.connection.poll(_left(deadline)) else None
+            except (EOFError, OSError):
+                exit_code = self._process.close()
+                self._process = None  # The next save starts another.
+                failures = _answer_of_dead(handle, exit_code)
+                if failures is not None:
+                    return failures
+        while not is_settled(handle.path, handle._staged):
+            if _left(deadline) == 0.0:
+                return None
             time.sleep(_PAUSE_S)
         return outcome(handle.path, handle._staged)
 
@@ -322,13 +330,14 @@ class _Process:
 
     def __init__(self, memory: Memory) -> None:
         self.connection, theirs = Pipe()
-        code = "from lamella_checkpoint._training.async_process import main; main()"
+        # Note [Training comes first]: from its imports on.
+        code = "import os; os.nice(19); from lamella_checkpoint._training.async_process import main; main()"
         descriptors = (theirs.fileno(), memory.descriptor)
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", code, *map(str, descriptors)],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # An interrupt from the keyboard is training's.
+            process_group=0,  # And no session of its own, for the same reason.
             env=os.environ | {
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "CUDA_VISIBLE_DEVICES": "",
@@ -346,6 +355,24 @@ class _Process:
         """Let it end, once it has done what it does, and return its exit code."""
         self.connection.close()
         return self._popen.wait()
+
+
+def _answer_of_dead(handle: SaveHandle, exit_code: int) -> Failures | None:
+    """What a process that died cannot say; None where its part is there, and the others may make a checkpoint of it."""
+    # In this order: a part that is not there, nor with the published checkpoint, never was.
+    has_part = (handle._staged / part_name(rank())).exists()
+    if is_published(handle.path, handle._staged):
+        return {}
+    if rank() != 0 and has_part:
+        return None
+    text = f"the process that writes checkpoints died (exit code {exit_code})"
+    mark_failed(handle._staged, rank(), text)
+    return {rank(): text}
+
+
+def _left(deadline: float | None) -> float | None:
+    """Seconds until then."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _send_or_fail(process: _Process, job: Job, handle: SaveHandle, error: BaseException | None) -> None:

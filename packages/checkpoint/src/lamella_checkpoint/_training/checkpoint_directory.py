@@ -3,20 +3,18 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import nn
 
 from lamella_checkpoint._base.ranks import on_device_of, on_rank_zero
-from lamella_checkpoint._training.async_save import AsyncSaver, SaveHandle
+from lamella_checkpoint._training.async_save import AsyncSaver, Closing, SaveHandle
 from lamella_checkpoint._training.retention import Retention, clean, path_of, steps_in
 from lamella_checkpoint._training.save import save
 from lamella_checkpoint._translation.correspondence import Correspondence
 
 
-class CheckpointDirectory:
+class CheckpointDirectory(Closing):
     """Checkpoints named `step_00000010`, under one root that one run at a time writes to.
 
     Only complete checkpoints are seen: what a killed save left has another name, and is removed by the next save.
@@ -36,15 +34,6 @@ class CheckpointDirectory:
         self.root = Path(os.path.realpath(root))
         self.keep = keep
         self._saver: AsyncSaver | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, or would."""
@@ -124,22 +113,12 @@ class CheckpointDirectory:
         return self._saver.save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
 
     def wait(self) -> None:
-        """Wait until no save is in the air.
-
-        Raises:
-            CheckpointFailed: The last one failed, and nobody has been told yet.
-
-        Effects: no collective.
-        """
+        """Do what `AsyncSaver.wait` does, if there have been saves in the background."""
         if self._saver is not None:
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, and give back the process and the memory of saves in the background.
-
-        Raises:
-            CheckpointFailed: As `wait`.
-        """
+        """Do what `AsyncSaver.close` does, if there have been saves in the background."""
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
