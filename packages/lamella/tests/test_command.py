@@ -199,11 +199,7 @@ KINDS, ROLES = ("txt", "json", "html"), ("forward_gathers", "backward_gathers", 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (
-            ["absent.json"],
-            "Expected what torch.profiler's export_chrome_trace() wrote in 'absent.json', got No such file or "
-            "directory.",
-        ),
+        (["absent.json"], "Expected what export_chrome_trace() wrote in 'absent.json', got No such file or directory."),
         ([], "The following arguments are required: TRACE. See `lamella overlap-report --help`."),
         (
             ["absent.json", "--hmtl", "x"],

@@ -404,7 +404,7 @@ def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "some.json"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match="Expected what torch.profiler's export_chrome_trace") as refused:
+    with pytest.raises(TraceError, match="Expected what export_chrome_trace") as refused:
         read_trace(path)
     assert str(path) in str(refused.value) and problem in str(refused.value)
 

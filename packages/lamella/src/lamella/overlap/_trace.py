@@ -99,7 +99,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: The file cannot be read, or holds something else.
     """
-    expected = f"Expected what torch.profiler's export_chrome_trace() wrote in {str(path)!r}, got"
+    expected = f"Expected what export_chrome_trace() wrote in {str(path)!r}, got"
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if content.startswith(_GZIP) else content
