@@ -85,7 +85,7 @@ def test_a_mesh_of_cpus_is_gloos_also_where_groups_have_nccl_for_gpus(
     """As `init_process_group()` makes them on a host with GPUs; NCCL's calls would reach gloo, and nobody wait."""
 
     def apply(model: Net) -> None:
-        mesh = _two_by_two() if "replicas" in ranks else init_device_mesh("cpu", (4,))
+        mesh = mesh_of((2, 2)) if "replicas" in ranks else init_device_mesh("cpu", (4,))
         _sharded(mesh=mesh, reshard_after_forward=2 if "smaller" in ranks else None)(model)
         if "reduce" in ranks:
             unit(model).set_separate_reduce_scatter_group()

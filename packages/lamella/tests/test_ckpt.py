@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lamella import _ckpt
 from lamella.cli import main
-from lamella_checkpoint import keep_published, save
+from lamella_checkpoint import CheckpointDirectory, keep_published, save
 
 Run = Callable[..., str]
 
@@ -196,6 +196,7 @@ def test_a_checkpoint_gives_way_when_forced_and_nothing_else_does(
         (tiny / "config.json", "got a file"),
     ):
         assert problem in refusal("convert", tiny, target, "--to", "hf", "--force")
+    assert "--force" not in refusal("convert", tiny, tmp_path / "to.pt" / "below", "--to", "hf")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     assert "['notes.txt']" in refusal("convert", tiny, tmp_path / "mine", "--to", "hf", "--force")
@@ -298,7 +299,7 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     assert str(file) in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--config", kept, code=1)
     assert "--padded-vocab" in refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", "none")
     told = refusal("convert", trained, tmp_path / "no", "--to", "hf", "--padded-vocab", 320)
-    assert "with to='fsdp_dtensor' only, got to='hf'" in told
+    assert "Expected --padded-vocab with --to fsdp_dtensor only, got --to hf" in told
 
 
 def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
@@ -401,7 +402,9 @@ def test_a_pickled_type_is_named_and_made_when_trusted(run: Run, refusal: Run, t
         (["--to", "fsdp_dtensor", "--tp", "0"], "Expected --tp to be an integer of at least 1, got '0'."),
         (["--to", "hf", "--max-shard-size", "big"], "Expected --max-shard-size to be a size such as 5GB"),
         (["--to", "hf", "--config", "absent"], "Expected a config.json as --config, or a folder that has one"),
-        (["--to", "dcp", "--float8"], "with to='hf' only, which has scales for it, got to='dcp'"),
+        (["--to", "dcp", "--float8"], "Expected --float8 with --to hf only, got --to dcp. Leave --float8 out."),
+        (["--to", "hf", "--dialect", "bridge"], "Expected --dialect with --to fsdp_dtensor only, got --to hf. Leave"),
+        (["--to", "hf", "--padded-vocab", "64"], "Expected --padded-vocab with --to fsdp_dtensor only, got --to hf."),
         (["--too", "hf", "--to", "hf"], "Expected an option of `lamella ckpt convert`, got '--too'."),
         (["--to", "fsdp_dtensor"], "Expected a model type whose rules a package has, got 'tiny'. Known: "),
     ],
@@ -417,8 +420,35 @@ def test_the_other_commands_options_are_checked_too(refusal: Run, tiny: Path, tm
     assert "Expected --depth to be an integer of at least 0, got '-1'" in refusal("inspect", tiny, "--depth=-1")
     assert "Expected --rtol to be a number of at least 0, got 'nan'" in refusal("diff", tiny, tiny, "--rtol", "nan")
     assert "Did you mean '--names-only'?" in refusal("diff", tiny, tiny, "--name-only")
-    assert "The following arguments are required: command" in refusal()
+    assert "Did you mean 'verify'?" in refusal("verfy", tiny)
     assert main(["ckpt", "inspect", str(tiny), "--json", str(tmp_path / "absent" / "x.json")]) == 2
+
+
+def test_the_folder_of_a_run_is_refused_with_its_newest_checkpoint(refusal: Run, tmp_path: Path) -> None:
+    for step in (3, 20):
+        CheckpointDirectory(tmp_path / "checkpoints").save(step, model=nn.Linear(2, 2))
+    newest = repr(str(tmp_path / "checkpoints" / "step_00000020"))
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        assert f"The newest checkpoint in it is {newest}." in refusal("inspect", folder)
+
+
+def test_a_long_list_is_cut_to_what_a_terminal_holds_and_there_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(20))
+    path = save(tmp_path / "long", model=model)
+    everything = run("inspect", path)
+    assert everything.count("weight") == 40
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = run("inspect", path).splitlines()
+    assert len(shown) <= 61 and "weight" not in shown[-2]
+    assert shown[-1] == f"{len(everything.splitlines())} lines in all; these are --depth 2"
+    assert run("inspect", path, "--depth", "9") == everything
+
+
+def test_weights_without_a_configuration_say_how_to_take_one_along(run: Run, tmp_path: Path) -> None:
+    path = save(tmp_path / "alone", model=nn.Linear(2, 2))
+    assert "beside them: nothing; --config FOLDER takes" in run("convert", path, tmp_path / "hf", "--to", "hf")
 
 
 def test_a_file_that_may_not_be_written_is_named(refusal: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,8 @@ def refuse(
         (["--model", "llama-smal"], "got 'llama-smal'. Did you mean 'llama-small'?"),
         (["--stepps", "3"], "got '--stepps'. Did you mean '--steps'?"),
         (["--steps", "none"], "Expected --steps to be an integer, got 'none'."),
-        (["--batch-size", "7"], "multiple of ranks times --accumulation, 2 * 1 = 2, got 7."),
-        (["--device", "cuda", "--ranks", "99"], "got 99 ranks."),
+        (["--model", "owner/large"], "downloaded here: hf download owner/large --local-dir large, then --model large"),
+        (["--batch-size", "7"], "multiple of ranks times --accumulation, 2 * 1 = 2, got 7. Pass --batch-size 8."),
         (["--resume"], "Expected a checkpoint to resume in"),
         (["--profile", "4"], "Expected at least 7 steps to go for --profile 4, which begins after 3, got 6."),
         (["--sequence-length", "999999"], "Expected at least 1000000 tokens to train on, got "),
@@ -102,6 +102,35 @@ def refuse(
 )
 def test_bad_input_is_one_line_and_no_worker(refuse: Refuse, argv: list[str], expected: str) -> None:
     assert expected in refuse(*argv)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [(0, "Expected a GPU for --device cuda, got none that torch sees. Pass --device cpu"), (2, "Pass --ranks 2.")],
+)
+def test_more_ranks_than_gpus_are_refused(
+    refuse: Refuse, num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    assert expected in refuse("--device", "cuda", "--ranks", "3")
+
+
+def test_a_run_that_has_no_place_is_refused_before_the_text_is_read(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._prepare.collect", lambda *_: pytest.fail("the text was read"))
+    (tmp_path / "file").touch()
+    assert "which is a file. Pass another --run-dir." in refuse("--run-dir", str(tmp_path / "file" / "run"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "which cannot be written to. Pass another" in refuse("--run-dir", str(tmp_path / "run"))
+
+
+def test_a_disk_that_is_full_is_one_line(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/disk/tokens.pt")
+
+    monkeypatch.setattr("lamella._prepare.prepare_tokens", full)
+    assert "got No space left on device: '/disk/tokens.pt'. Pass another --run-dir." in refuse()
 
 
 def test_empty_data_is_refused(refuse: Refuse, tmp_path: Path) -> None:
@@ -170,8 +199,8 @@ KINDS, ROLES = ("txt", "json", "html"), ("forward_gathers", "backward_gathers", 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["absent.json"], "Expected a Chrome trace of torch.profiler in 'absent.json', got No such file or directory."),
-        ([], "The following arguments are required: TRACE."),
+        (["absent.json"], "Expected what export_chrome_trace() wrote in 'absent.json', got No such file or directory."),
+        ([], "The following arguments are required: TRACE. See `lamella overlap-report --help`."),
         (
             ["absent.json", "--hmtl", "x"],
             "Expected an option of `lamella overlap-report`, got '--hmtl'. Did you mean '--html'?",

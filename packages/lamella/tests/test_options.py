@@ -8,6 +8,7 @@ import pytest
 
 from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._config import GROUPS, read_file, resolve, to_toml, to_values
+from lamella._models import NAMED
 from lamella._options import fields_of
 
 
@@ -37,7 +38,27 @@ def test_every_option_is_explained_in_the_help(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="0"):
         cli.parse(["train", "--help"])
     shown = capsys.readouterr().out
-    assert all(field.flag in shown for cls in GROUPS.values() for field in fields_of(cls))
+    assert all(f"  {field.flag}" in shown for cls in GROUPS.values() for field in fields_of(cls))
+    assert "--optim.lr" not in shown  # It is the same option.
+    assert all(name in shown for name in NAMED)
+    assert "--precision auto|fp32|bf16" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "Expected a command of `lamella`, one of train, ckpt, overlap-report, got none. `lamella --help` says"),
+        (["trian", "--steps", "3"], "got 'trian'. Did you mean 'train'?"),
+        (["ckpt"], "Expected a command of `lamella ckpt`, one of inspect, diff, convert, verify, got none."),
+        (["ckpt", "inspct", "x"], "got 'inspct'. Did you mean 'inspect'?"),
+    ],
+)
+def test_a_command_that_is_missing_or_unknown_is_refused_with_those_that_are_there(
+    argv: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.parse(argv)
+    assert expected in str(caught.value)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:

@@ -395,7 +395,7 @@ def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
     [
         (b"", "Expecting value"),
         (b"{", "Expecting property name"),
-        (b"[]", "JSON without a list of traceEvents. Write one with export_chrome_trace()"),
+        (b"[]", "JSON without a list of traceEvents"),
         (b'{"traceEvents": 3}', "JSON without a list of traceEvents"),
         (gzip.compress(b'{"traceEvents": []}')[:-9], "ended before the end-of-stream marker"),
         (b"\x1f\x8b" + b"\x08" * 30, ""),
@@ -404,7 +404,7 @@ def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "some.json"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match="Expected a Chrome trace of torch.profiler in ") as refused:
+    with pytest.raises(TraceError, match="Expected what export_chrome_trace") as refused:
         read_trace(path)
     assert str(path) in str(refused.value) and problem in str(refused.value)
 

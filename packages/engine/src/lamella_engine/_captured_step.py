@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._optimizers import held_by, wait_before_update
+from lamella_engine._step_hooks import held_by, wait_before_update
 from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
 
 P = ParamSpec("P")

@@ -20,10 +20,12 @@ from lamella._options import ConfigError, nearest
 from lamella._output import one_line, printable, say, show
 from lamella_checkpoint import (
     CheckpointDamaged,
+    CheckpointDirectory,
     CheckpointUntrusted,
     Conversion,
     Diff,
     FormatUnknown,
+    Inspection,
     ModelUnknown,
     MtpLayer,
     SizeUnknown,
@@ -50,6 +52,7 @@ TARGETS: Final[tuple[str, ...]] = get_args(Target)
 _DIFFERS, _DAMAGED = 1, 1
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _NUM_NAMED: Final = 5
+_NUM_LINES: Final = 60
 
 
 class DamageError(Exception):
@@ -99,8 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(_no_family(error)) from error
     except SizeUnknown as error:
         raise ConfigError(_no_size(error)) from error
-    except (CheckpointUntrusted, FormatUnknown, NotImplementedError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointDamaged) and not isinstance(error, CheckpointUntrusted | FormatUnknown):
+    except FormatUnknown as error:
+        raise ConfigError(one_line(f"{error}{_inside(error)}")) from error
+    except (CheckpointUntrusted, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointDamaged) and not isinstance(error, CheckpointUntrusted):
             raise DamageError(one_line(f"{error}")) from error
         raise ConfigError(one_line(f"{error}")) from error
     except OSError as error:
@@ -129,10 +134,22 @@ def _no_size(error: SizeUnknown) -> str:
     )
 
 
+def _names_target(error: OSError, arguments: argparse.Namespace) -> bool:
+    """Whether a file is in the way where one was to be written, and not where its folder was to be."""
+    return error.filename is None or Path(error.filename).resolve() == Path(arguments.dst).resolve()
+
+
+def _inside(error: FormatUnknown) -> str:
+    """A way out for the folder of a run, or of its checkpoints: the newest of them."""
+    folders = (Path(error.file), Path(error.file, "checkpoints"))
+    newest = next((found for folder in folders if (found := CheckpointDirectory(folder).latest())), None)
+    return f" The newest checkpoint in it is {str(newest)!r}." if newest else ""
+
+
 def _of_system(error: OSError, arguments: argparse.Namespace) -> str:
     where = f": {str(error.filename)!r}" if error.filename is not None else ""
     text = error.strerror or str(error)
-    if isinstance(error, FileExistsError) and not arguments.force:
+    if isinstance(error, FileExistsError) and not arguments.force and _names_target(error, arguments):
         return f"{text}{where}. With --force a checkpoint there is replaced."
     return f"{text}{where}." if text.startswith("Expected") else f"Expected files that can be used, got {text}{where}."
 
@@ -143,8 +160,20 @@ def _of_system(error: OSError, arguments: argparse.Namespace) -> str:
 def _inspect(arguments: argparse.Namespace) -> int:
     found = inspect(arguments.path, trust=arguments.trust)
     depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
-    show(found.lines(depth=depth), json.dumps(found.as_json(), indent=2), arguments.json)
+    lines = found.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(found)
+    show(lines, json.dumps(found.as_json(), indent=2), arguments.json)
     return 0
+
+
+def _at_a_glance(found: Inspection) -> Iterator[str]:
+    """All of it, or as deep as a screen or two hold it."""
+    whole = [*found.lines()]
+    if len(whole) <= _NUM_LINES:
+        return iter(whole)
+    depth, shown = 1, [*found.lines(depth=1)]
+    while len(deeper := [*found.lines(depth=depth + 1)]) <= _NUM_LINES:
+        depth, shown = depth + 1, deeper
+    return iter([*shown, f"{len(whole):,} lines in all; these are --depth {depth}"])
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -168,9 +197,14 @@ def _differences(found: Diff, limit: int) -> Iterator[str]:
 
 def _convert(arguments: argparse.Namespace) -> int:
     to = cast(Target, _one_of("--to", arguments.to, TARGETS))
+    for flag in ("--dialect", "--mtp-layer", "--padded-vocab"):
+        if to != "fsdp_dtensor" and getattr(arguments, flag[2:].replace("-", "_")) is not None:
+            raise ConfigError(f"Expected {flag} with --to fsdp_dtensor only, got --to {to}. Leave {flag} out.")
+    if to != "hf" and arguments.float8:
+        raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
     dtype = None if arguments.dtype is None else DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)]
-    dialect = _one_of("--dialect", arguments.dialect, DIALECTS)
-    mtp_layer = cast(MtpLayer, _one_of("--mtp-layer", arguments.mtp_layer, MTP_LAYERS))
+    dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
+    mtp_layer = cast(MtpLayer, _one_of("--mtp-layer", arguments.mtp_layer or MTP_LAYERS[0], MTP_LAYERS))
     size = _nbytes(arguments.max_shard_size)
     with _config_folder(arguments.config) as like, _Bar("writing") as bar:
         done = convert(
@@ -199,6 +233,8 @@ def _told(done: Conversion) -> Iterator[str]:
     yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
     if done.side_files:
         yield f"beside them: {', '.join(done.side_files)}"
+    elif done.to == "hf":
+        yield "beside them: nothing; --config FOLDER takes a model's configuration and tokenizer along"
     if done.untrained:
         yield f"as they were published, not trained: {_first(done.untrained)}"
     if done.left:
@@ -220,7 +256,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 _TRUST: Final = {
-    "--trust": {"action": "store_true", "help": "make the types that it pickles, whatever they run"},
+    "--trust": {"action": "store_true", "help": "build types that it pickles, which runs their code"},
 }
 _JSON: Final = {
     "--json": {"metavar": "PATH", "help": "write the same as JSON; - prints that in place of the text"},
@@ -239,7 +275,11 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
         help="list what a checkpoint holds: names, shapes, dtypes, bytes, chunks",
         paths=("PATH",),
         options={
-            "--depth": {"metavar": "N", "help": "how many parts of a name are shown; the rest is summed up"},
+            "--depth": {
+                "metavar": "N",
+                "help": "how many parts of a name are shown; the rest is summed up [all; on a terminal, what fits "
+                f"{_NUM_LINES} lines]",
+            },
             **_JSON,
             **_TRUST,
         },
@@ -263,16 +303,19 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
         help="write a checkpoint in another format, holding no more of it than a buffer",
         paths=("SRC", "DST"),
         options={
-            "--to": {"required": True, "metavar": "FORMAT", "help": f"one of {', '.join(TARGETS)}"},
+            "--to": {
+                "required": True,
+                "metavar": "FORMAT",
+                "help": "dcp (torch.distributed.checkpoint), hf (safetensors), torch (torch.save) or "
+                "fsdp_dtensor (Megatron)",
+            },
             "--dtype": {"metavar": "DTYPE", "help": f"of the weights: {', '.join(DTYPES)} [as they are]"},
             "--dialect": {
                 "metavar": "NAME",
-                "default": DIALECTS[0],
                 "help": f"of fsdp_dtensor: {' or '.join(DIALECTS)} [{DIALECTS[0]}]",
             },
             "--mtp-layer": {
                 "metavar": "NAME",
-                "default": MTP_LAYERS[0],
                 "help": f"what fsdp_dtensor calls the layer that predicts further tokens: {' or '.join(MTP_LAYERS)} "
                 f"[{MTP_LAYERS[0]}]",
             },
@@ -302,6 +345,7 @@ _COMMANDS: Final[Mapping[str, _Command]] = {
         options={**_JSON, **_TRUST},
     ),
 }
+NAMES: Final = tuple(_COMMANDS)
 
 
 # -- what they share --------------------------------------------------------------------------------------------------

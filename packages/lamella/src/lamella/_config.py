@@ -19,7 +19,9 @@ class ModelConfig:
     name: Annotated[
         str,
         Option(
-            "A named model, a transformers config.json, or its folder; weights in there are started from.", name="model"
+            "llama-small (the default), llama-1b, qwen3.5-tiny; or a transformers config.json, or its folder: weights "
+            "in there are started from.",
+            name="model",
         ),
     ]
 

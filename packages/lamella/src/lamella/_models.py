@@ -122,7 +122,9 @@ def _read_values(name: str) -> Mapping[str, object]:
     path = Path(name)
     if not path.exists():
         known = ", ".join(map(repr, NAMED))
-        raise ConfigError(f"Expected a path or one of {known} as --model, got {name!r}.{nearest(name, NAMED)}")
+        raise ConfigError(
+            f"Expected a path or one of {known} as --model, got {name!r}.{nearest(name, NAMED) or _from_a_hub(name)}"
+        )
     if path.is_dir():
         path /= "config.json"
     try:
@@ -132,6 +134,14 @@ def _read_values(name: str) -> Mapping[str, object]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
     return values
+
+
+def _from_a_hub(name: str) -> str:
+    """A way out for `owner/model`, which is how models are called where they are published."""
+    owner, _, model = name.partition("/")
+    if not owner or not model or "/" in model or owner.startswith("."):
+        return ""
+    return f" Nothing is downloaded here: hf download {name} --local-dir {model}, then --model {model}"
 
 
 def _text_part(name: str, values: Mapping[str, object]) -> Mapping[str, object]:

@@ -32,7 +32,8 @@ def place(config: Config) -> Config:
     if config.optim.batch_size % shares:
         raise ConfigError(
             f"Expected --batch-size to be a multiple of ranks times --accumulation, {parallel.ranks} * "
-            f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}."
+            f"{config.optim.accumulation} = {shares}, got {config.optim.batch_size}. Pass --batch-size "
+            f"{-(-config.optim.batch_size // shares) * shares}."
         )
     return replace(config, parallel=parallel)
 
@@ -42,8 +43,14 @@ def _decide(asked: ParallelConfig) -> ParallelConfig:
     device = asked.device if asked.device != "auto" else "cuda" if num_gpus else "cpu"
     ranks = _num_ranks(asked.ranks, num_gpus if device == "cuda" else 2)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
+    if device == "cuda" and not num_gpus:
+        raise ConfigError(
+            "Expected a GPU for --device cuda, got none that torch sees. Pass --device cpu, or install torch for CUDA."
+        )
     if device == "cuda" and here > num_gpus:
-        raise ConfigError(f"Expected at most one rank a GPU, {num_gpus} here, got {here} ranks. Pass --device cpu?")
+        raise ConfigError(
+            f"Expected at most one rank a GPU, {num_gpus} here, got {here} ranks. Pass --ranks {num_gpus}."
+        )
     return replace(
         asked,
         device=device,

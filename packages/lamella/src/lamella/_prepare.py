@@ -1,7 +1,9 @@
 """What happens once, before any worker starts: read the text, make the tokens, check the run that would be resumed."""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +51,15 @@ def prepare(config: Config) -> Prepared:
         after the latest checkpoint.
     """
     directory = RunDirectory(run_root(config))
+    latest = CheckpointDirectory(directory.checkpoints).latest()
+    _check_wanted(config, directory, latest)
+    if latest is None:
+        _check_writable(directory)
     pretrained = pretrained_directory(config.model.name)
     _check_vocabulary(config, pretrained)
     corpus = collect(config.data.paths, config.data.validation_fraction)
     spec = load_spec(config.model.name, config.data.vocab_size)
     model = outline(spec)
-    latest = CheckpointDirectory(directory.checkpoints).latest()
-    _check_wanted(config, directory, latest)
     text = fingerprint(corpus, spec.vocab_size, pretrained)
     summary = _summary(corpus, model, spec)
     untrained: tuple[str, ...] = ()
@@ -66,15 +70,28 @@ def prepare(config: Config) -> Prepared:
     prepared = Prepared(directory=directory, first_step=first_step, summary=summary)
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
-        data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer, pretrained)
-        check_tokens(data, config.data)
-        rewind(directory.metrics, -1 if latest is None else first_step)
-        if pretrained is None:
-            spec.to_json_file(directory.model_config, use_diff=False)
-        elif latest is None:
-            _keep_published(pretrained, directory.model, untrained)
-        directory.config.write_text(json.dumps(to_values(config), indent=2) + "\n", encoding="utf-8")
+        with _writing(directory):
+            data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer, pretrained)
+            check_tokens(data, config.data)
+            rewind(directory.metrics, -1 if latest is None else first_step)
+            if pretrained is None:
+                spec.to_json_file(directory.model_config, use_diff=False)
+            elif latest is None:
+                _keep_published(pretrained, directory.model, untrained)
+            directory.config.write_text(json.dumps(to_values(config), indent=2) + "\n", encoding="utf-8")
     return prepared
+
+
+@contextmanager
+def _writing(directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f": {str(error.filename)!r}" if error.filename is not None else ""
+        raise ConfigError(
+            f"Expected to write the run to {str(directory.root)!r}, got {error.strerror or error}{where}. Pass another "
+            "--run-dir."
+        ) from error
 
 
 def _keep_published(pretrained: Path, to: Path, untrained: tuple[str, ...]) -> None:
@@ -110,6 +127,17 @@ def _check_wanted(config: Config, directory: RunDirectory, latest: Path | None) 
         raise ConfigError(
             f"Expected no checkpoint in {str(directory.root)!r}, got {latest.name}. "
             "Pass another --run-dir, or leave out --no-resume."
+        )
+
+
+def _check_writable(directory: RunDirectory) -> None:
+    """Refuse a place that nothing can be written to, before the text is read."""
+    there = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        got = "cannot be written to" if there.is_dir() else "is a file"
+        raise ConfigError(
+            f"Expected a folder for the run in {str(directory.root)!r}, got {str(there)!r}, which {got}. Pass another "
+            "--run-dir."
         )
 
 

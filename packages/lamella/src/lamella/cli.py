@@ -7,7 +7,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from lamella import __version__, _ckpt
 from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, to_toml
@@ -20,6 +20,7 @@ from lamella._run import train
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
 DEFAULT_MODEL = "llama-small"
+COMMANDS: Final = ("train", "ckpt", "overlap-report")
 
 _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
 
@@ -67,6 +68,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: A command or an option does not exist, or lacks what it needs.
     """
+    _check_command(argv, COMMANDS, "lamella")
+    if argv[0] == "ckpt":
+        _check_command(argv[1:], _ckpt.NAMES, "lamella ckpt")
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown(unknown[0], arguments))
@@ -88,6 +92,14 @@ def config_of(arguments: argparse.Namespace) -> Config:
     return resolve(named_settings(str(name)), pretrained_settings(str(name)), *layers)
 
 
+def _check_command(argv: Sequence[str], known: Sequence[str], program: str) -> None:
+    given = argv[0] if argv else ""
+    if given in known or given.startswith("-"):
+        return
+    got = f"{given!r}.{nearest(given, known)}" if argv else f"none. `{program} --help` says what they do."
+    raise ConfigError(f"Expected a command of `{program}`, one of {', '.join(known)}, got {got}")
+
+
 def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     command = arguments.command
     known: Sequence[str] = ["--json", "--html"]
@@ -102,7 +114,7 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}.")
+        raise ConfigError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,8 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     command = commands.add_parser(
         "train",
+        usage="%(prog)s [--model MODEL] [--data PATH ...] [options]",
         help="train a causal language model on text",
-        description="Train a causal language model on text; run again, it goes on from its last checkpoint.",
+        description="Train a causal language model on text; run again, it goes on from its last checkpoint. Defaults "
+        "are in brackets; a model that ships may have others, which --print-config shows.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -144,17 +158,28 @@ def _report_overlap(arguments: argparse.Namespace) -> None:
 def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) -> None:
     section = parser.add_argument_group(group, (cls.__doc__ or "").strip())
     for field in fields_of(cls):
-        # Both spellings, `--lr` and `--optim.lr`, as in the printed settings.
-        names = [field.flag, f"--{group}.{field.name}"]
         dest = f"{group}.{field.name}"
         shown = field.default not in (None, (), dataclasses.MISSING)
-        text = field.option.help + (f" [{field.default}]" if shown else "")
-        if inner(field.kind) is bool:
-            section.add_argument(*names, dest=dest, help=text, action=argparse.BooleanOptionalAction)
-        else:
-            nargs = "+" if typing.get_origin(field.kind) is tuple else None
-            metavar = field.flag.removeprefix("--").upper()
-            section.add_argument(*names, dest=dest, help=text, nargs=nargs, metavar=metavar)
+        text = field.option.help + (f" [{_spelled(field.default)}]" if shown else "")
+        # Both spellings are taken, `--lr` and `--optim.lr` as in the printed settings; the help has the first.
+        section.add_argument(field.flag, dest=dest, help=text, **_taking(field))
+        section.add_argument(f"--{dest}", dest=dest, help=argparse.SUPPRESS, **_taking(field))
+
+
+def _taking(field: Field) -> dict[str, Any]:
+    """What an option's value is, to argparse and to its reader."""
+    kind = inner(field.kind)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is tuple:
+        return {"nargs": "+", "metavar": "PATH"}
+    if typing.get_origin(kind) is Literal:
+        return {"metavar": "|".join(typing.get_args(kind))}
+    return {"metavar": "N" if kind is int else "X" if kind is float else field.flag.removeprefix("--").upper()}
+
+
+def _spelled(default: object) -> object:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
 
 
 def _values(arguments: argparse.Namespace) -> Values:

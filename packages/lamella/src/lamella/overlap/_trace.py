@@ -99,15 +99,20 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: The file cannot be read, or holds something else.
     """
-    expected = f"Expected a Chrome trace of torch.profiler in {str(path)!r}, got"
+    expected = f"Expected what export_chrome_trace() wrote in {str(path)!r}, got"
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if content.startswith(_GZIP) else content
         trace = json.loads(content.decode(errors="replace"), strict=False)
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise TraceError(f"{expected} {getattr(error, 'strerror', None) or str(error).rstrip('.')}.") from error
+        got = (
+            f"{error.strerror}"
+            if isinstance(error, OSError) and error.strerror
+            else f"no JSON ({str(error).rstrip('.')})"
+        )
+        raise TraceError(f"{expected} {got}.") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise TraceError(f"{expected} JSON without a list of traceEvents. Write one with export_chrome_trace().")
+        raise TraceError(f"{expected} JSON without a list of traceEvents.")
     return trace
 
 
