@@ -28,6 +28,7 @@ CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TRITON = "triton>=3.7"  # Its pin is the affair of torch's CUDA build; see `pins`.
 PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
+OLDEST_TORCH = "torch==2.11.*"
 OLDEST_PYTHON = "3.11"  # Its first patch release: Debian's python3 is no newer than 3.11.2.
 
 nox.needs_version = ">=2025.5.1"
@@ -95,6 +96,15 @@ def integration(session: nox.Session, device: str) -> None:
     """Test the packages together, from their wheels: parity, the command line, the documentation's code."""
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
     _pytest_installed(session, FOLDERS["integration"] / "tests", ROOT / "tests" / "documentation")
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [*PACKAGES, "testing", "integration"], ids=[*PACKAGES, "testing", "integration"])
+def oldest(session: nox.Session, package: str) -> None:
+    """Test one package, or all of them together, under the oldest torch that is supported."""
+    _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
+    session.install(OLDEST_TORCH)  # In place of the pinned one.
+    _pytest_installed(session, FOLDERS[package] / "tests", "--ignore-glob", "*/tests/mcore")
 
 
 @nox.session(default=False)

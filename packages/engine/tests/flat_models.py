@@ -7,17 +7,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_models import Net, inputs, mean_square, shard, units
+from engine_models import NEEDS_KEEP, Net, inputs, mean_square, shard, units
 from torch import nn
 
 from lamella_engine import RaggedDTensor, Rows
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_layout import FlatLayout, Keep
 
 NEEDS_FLAT_LAYOUT = [
-    pytest.mark.skipif(
-        not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
-    ),
+    NEEDS_KEEP,
     pytest.mark.usefixtures("small_parameters_are_cut"),
 ]
 

@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import BF16, EVERY_STAGE, Collective, Log, Net, assert_at_rest, case, record, shard, shard_on, unit
+from engine_models import (
+    BF16,
+    EVERY_STAGE,
+    Collective,
+    Log,
+    Net,
+    assert_at_rest,
+    case,
+    record,
+    shard,
+    shard_on,
+    skip_without_keep,
+    unit,
+)
 from optimizer_models import (
     OPTIMIZERS,
     WHOLE_TENSORS_ONLY,
@@ -41,7 +54,6 @@ from lamella_engine import (
 )
 from lamella_engine import _updates as updates
 from lamella_engine._attached import state_of
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_testing import run_ranks
 
 # -- what a step does ------------------------------------------------------------------------------------------------
@@ -285,8 +297,7 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
     ids=str,
 )
 def test_other_ways_to_lie_take_the_same_steps(options: dict[str, Any]) -> None:
-    if "keep" in options and not torch_asks_subclasses():
-        pytest.skip("torch before 2.12 does not ask subclasses of DTensor")
+    skip_without_keep(options)
 
     def check() -> None:
         pair = Overlapped(partial(Net, dim=8), shard_on((4,), mp_policy=BF16, **options), looks=False)

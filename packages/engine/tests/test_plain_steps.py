@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import Net, assert_weights_equal, case, inputs, shard, twins
+from engine_models import NEEDS_KEEP, Net, assert_weights_equal, case, inputs, shard, twins
 from optimizer_models import OPTIMIZERS, Short, flavours_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella_engine import Rows, fully_shard, overlap_optimizer, step_in_backward
 from lamella_engine._plain_steps import _ELEMENTWISE
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._sharding import local_of
 from lamella_testing import run_ranks
 
@@ -138,7 +137,7 @@ def test_what_dtensors_cannot_do_is_done(name: str, options: dict[str, Any]) -> 
     run_ranks(check, 2)
 
 
-@pytest.mark.skipif(not torch_asks_subclasses(), reason="torch before 2.12 computes nothing of ragged tensors")
+@NEEDS_KEEP
 def test_parameters_in_the_flat_layout_are_stepped_alike_and_kernels_see_no_empty_ones() -> None:
     def check() -> tuple[bool, bool]:
         pair = _pair(keep=True, foreach=True)
