@@ -30,8 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import fully_shard
-from lamella_engine._residency import Residency
-from lamella_engine._state import FSDPState
+from lamella_engine._residency import Residency, UnitParameters
 from lamella_testing import run_ranks
 
 NUM_STEPS, NUM_BLOCKS = 12, 5
@@ -190,16 +189,16 @@ class _Watch:
 
     @contextmanager
     def watching(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
-        real: Any = vars(FSDPState)["residency"]
+        real: Any = vars(UnitParameters)["residency"]
 
-        def change(state: FSDPState, to: Residency) -> None:
+        def change(state: UnitParameters, to: Residency) -> None:
             real.fset(state, to)
             self.num_gathers += to is Residency.UNSHARDING
             if to is Residency.UNSHARDED:
                 self.num_used += 1
                 self._check_room()
 
-        patch.setattr(FSDPState, "residency", property(real.fget, change))
+        patch.setattr(UnitParameters, "residency", property(real.fget, change))
         yield
         patch.undo()
 
