@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from contextlib import contextmanager
@@ -336,6 +337,27 @@ def test_who_has_written_its_part_and_lost_its_process_waits_for_the_others_as_l
     mark_failed(handle._staged, 0, "no room")
     with pytest.raises(CheckpointFailed, match="rank 0: no room"):
         handle.wait()
+
+
+def test_several_threads_may_wait_for_a_save_and_one_answer_is_taken(tmp_path, monkeypatch):
+    is_asked, is_answered, num_asked = threading.Event(), threading.Event(), []
+
+    def poll(limit):
+        num_asked.append(limit)
+        is_asked.set()
+        return is_answered.wait(DEADLINE_S if limit is None else limit)
+
+    handle = handle_of(monkeypatch, tmp_path / "a", poll)
+    monkeypatch.setattr(handle._saver._process.connection, "recv", dict, raising=False)
+    (waiting := threading.Thread(target=handle.wait)).start()
+    assert is_asked.wait(DEADLINE_S)
+    assert not handle.done
+    with pytest.raises(TimeoutError):
+        handle.wait(timeout=0.01)
+    is_answered.set()
+    waiting.join()
+    assert handle.wait() == tmp_path / "a"
+    assert num_asked == [None]
 
 
 def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path):

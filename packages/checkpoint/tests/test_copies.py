@@ -259,7 +259,7 @@ def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(tmp_path, gate,
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("copy", [lambda _: [][0], lambda copies: copies._changed.add("model.weight")])
+@pytest.mark.parametrize("copy", [lambda _: [][0], lambda copies: copies._versions.raised.add("model.weight")])
 def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path, saver, monkeypatch, copy):
     monkeypatch.setattr(_copies.Copies, "_queue", copy)
     model = large(1.0)

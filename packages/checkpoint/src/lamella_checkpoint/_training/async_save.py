@@ -173,6 +173,7 @@ class AsyncSaver(Closing):
         self._retention: Retention | None = None  # A `CheckpointDirectory` has one.
         self._num_saves = 0
         self._last: SaveHandle | None = None
+        self._asking = threading.Lock()  # An answer comes once, and any thread may wait for it.
 
     def save(
         self,
@@ -303,8 +304,14 @@ class AsyncSaver(Closing):
             handle._sender.join(_left(deadline))
             if handle._sender.is_alive():
                 return False
-        if handle._failures is None:
-            handle._failures = self._answer(handle, deadline)
+        left = _left(deadline)
+        if not self._asking.acquire(timeout=-1 if left is None else left):
+            return False
+        try:
+            if handle._failures is None:
+                handle._failures = self._answer(handle, deadline)
+        finally:
+            self._asking.release()
         return handle._failures is not None
 
     def _answer(self, handle: SaveHandle, deadline: float | None) -> Failures | None:

@@ -84,9 +84,7 @@ class Copies:
             else:
                 copy.target.copy_(copy.source, non_blocking=True)
         watched = {_storage(copy.source) for copy in self._later}
-        self._versions = {
-            name: (tensor, _version(tensor)) for name, tensor in steady.items() if storages[name] in watched
-        }
+        self._versions = _Versions({name: tensor for name, tensor in steady.items() if storages[name] in watched})
         self._samples = [
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
@@ -95,8 +93,6 @@ class Copies:
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
         self._are_queued = threading.Event()
-        self._changed: set[str] = set()
-        self._lock = threading.Lock()
 
     def start(self, end: Callable[[BaseException | None], object]) -> threading.Thread:
         """Make the copies in a thread of their own, and call `end` there.
@@ -123,7 +119,7 @@ class Copies:
         """
         began = time.perf_counter()
         self._are_queued.wait()
-        self._watch_no_longer()
+        self._versions.forget()
         for event in self._copied:
             torch.accelerator.current_stream(event.device).wait_event(event)
         self.waited_seconds += time.perf_counter() - began
@@ -142,21 +138,20 @@ class Copies:
     def _copy(self) -> None:
         try:
             self._queue()
-            self._look()
+            self._versions.look()
         finally:
             self._are_queued.set()
         for event in self._copied:
             while not event.query():  # `synchronize` may keep a core busy.
                 time.sleep(_PAUSE_S)
-        self._watch_no_longer()
-        for group, samples in self._taken:
-            self._changed |= _differing(group, samples)
-        if self._changed:
-            raise RuntimeError(_told(sorted(self._changed)))
+        self._versions.forget()
+        changed = self._versions.raised.union(*(_differing(group, samples) for group, samples in self._taken))
+        if changed:
+            raise RuntimeError(_told(sorted(changed)))
 
     def _let_go(self) -> None:
         """Hold nothing of the state: the save that this is of may be the last, and is not forgotten."""
-        self._watch_no_longer()
+        self._versions.forget()
         self._later, self._samples, self._taken = [], [], []
 
     def _queue(self) -> None:
@@ -173,15 +168,6 @@ class Copies:
         for copy in self._later:
             if copy.source.device.type == "cpu":
                 copy.target.copy_(copy.source)
-
-    def _look(self) -> None:
-        """See what changed, by version counters."""
-        self._changed.update(name for name, (tensor, before) in self._versions.items() if _version(tensor) != before)
-
-    def _watch_no_longer(self) -> None:
-        with self._lock:
-            self._look()
-            self._versions = {}
 
 
 _in_flight: set[Copies] = set()
@@ -233,11 +219,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    local = _local(tensor)
-    return (0, 0) if local.is_inference() else (tensor._version, local._version)
-
-
 def _can_wait(source: torch.Tensor) -> bool:
     """Whether a copy is worth a thread's turn, and its elements can be compared bit by bit."""
     least = _AT_ONCE_NBYTES if source.device.type == "cpu" else 0
@@ -259,7 +240,34 @@ def _on_its_way(samples: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(samples, device="cpu", pin_memory=True).copy_(samples, non_blocking=True)
 
 
-# -- samples ----------------------------------------------------------------------------------------------------------
+# -- what changes meanwhile -------------------------------------------------------------------------------------------
+
+
+class _Versions:
+    """Version counters of live tensors, for as long as nobody may raise them.
+
+    Attributes:
+        raised: The names of tensors whose counters rose.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.raised: set[str] = set()
+        self._before = {name: (tensor, _version(tensor)) for name, tensor in tensors.items()}
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        self.raised.update(name for name, (tensor, before) in self._before.items() if _version(tensor) != before)
+
+    def forget(self) -> None:
+        """Look for the last time, and hold the tensors no longer. Any thread may, and more than once."""
+        with self._lock:
+            self.look()
+            self._before = {}
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    local = _local(tensor)
+    return (0, 0) if local.is_inference() else (tensor._version, local._version)
 
 
 def _alike(copies: Sequence[Copy]) -> list[list[Copy]]:

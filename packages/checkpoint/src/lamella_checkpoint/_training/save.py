@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -61,18 +62,36 @@ def save(
         the files are on the disk.
     """
     with on_device_of(model.parameters()):
-        target, staged, (contents, share), apart = _begin(path, model, optimizer, extra, correspondences)
+        begun = _begin(path, model, optimizer, extra, correspondences)
         try:
-            exchange(
-                "write the checkpoint's files",
-                lambda: write_items(staged, rank(), share.items(apart)),
-                lambda parts: _finish(parts, contents.manifest, staged, target),
-            )
+            exchange("write the checkpoint's files", begun.write, begun.finish)
         except BaseException:
             if rank() == 0:
-                shutil.rmtree(staged, ignore_errors=True)
+                shutil.rmtree(begun.staged, ignore_errors=True)
             raise
-    return target
+    return begun.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A save that all ranks can make: where to, what it says of itself, and this rank's part.
+
+    `apart` are the groups of ranks that do not hold alike what they share: each writes its own.
+    """
+
+    target: Path
+    staged: Path
+    manifest: Manifest
+    share: Share
+    apart: frozenset[Ranks]
+
+    def write(self) -> list[Placed]:
+        return write_items(self.staged, rank(), self.share.items(self.apart))
+
+    def finish(self, parts: Sequence[Sequence[Placed]]) -> list[None]:
+        complete(self.staged, parts, self.manifest)
+        publish(self.staged, self.target)
+        return [None] * len(parts)
 
 
 def _begin(
@@ -81,8 +100,8 @@ def _begin(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, object] | None,
     correspondences: Sequence[Correspondence],
-) -> tuple[Path, Path, tuple[Contents, Share], frozenset[Ranks]]:
-    """Where to write and what: the target, the staged directory, this rank's share, and who does not share."""
+) -> _Begun:
+    """Collect what each rank holds, and make room on the disk. Effects: collective, one exchange."""
     mine: list[tuple[Contents, Share]] = []
 
     def collect() -> dict[Ranks, str]:
@@ -95,10 +114,5 @@ def _begin(
         return [(target, stage(target), differing(digests))] * num_ranks()
 
     target, staged, apart = exchange("collect its state", collect, make_room)
-    return target, staged, mine[0], apart
-
-
-def _finish(parts: Sequence[Sequence[Placed]], manifest: Manifest, staged: Path, target: Path) -> list[None]:
-    complete(staged, parts, manifest)
-    publish(staged, target)
-    return [None] * len(parts)
+    [(contents, share)] = mine
+    return _Begun(target=target, staged=staged, manifest=contents.manifest, share=share, apart=apart)
