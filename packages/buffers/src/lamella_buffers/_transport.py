@@ -22,6 +22,8 @@ from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widene
 from lamella_buffers._payload import Payload, Payloads, by_dtype, of_one_dtype, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
+"""How a reduction combines the ranks' numbers: torch's `SUM`, `AVG` and so on."""
+
 # torch 2.13 renamed them.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

@@ -25,6 +25,7 @@ class Whole:
 
 
 Keep = Rows | Whole
+"""What of a tensor stays on one rank."""
 
 
 def kept_numel(shape: Shape, keep: Keep) -> int:

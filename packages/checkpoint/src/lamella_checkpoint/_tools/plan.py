@@ -38,6 +38,7 @@ from lamella_checkpoint._translation.translate import Side, Translated, WithObje
 from lamella_checkpoint._translation.translate import translate as translated
 
 Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
+"""A format that `convert` writes."""
 
 SIDE_FILES: Final = "hf"
 """The folder of a checkpoint that keeps what lay beside the weights in a Hugging Face directory."""

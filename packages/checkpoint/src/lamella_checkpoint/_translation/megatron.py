@@ -127,6 +127,7 @@ SEQUENTIAL_EXPERTS: Final = tuple(
 
 DialectName = Literal["release-0.19", "bridge"]
 MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
+"""What Megatron's releases call the layer inside one that predicts further tokens."""
 
 MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 
