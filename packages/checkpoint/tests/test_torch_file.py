@@ -77,6 +77,26 @@ def test_a_box_costs_its_own_bytes(tmp_path, monkeypatch):
     assert into[0, 0] == 10_000 and sum(sizes) == into.nbytes
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_verified(tmp_path, monkeypatch, verify):
+    flat = torch.arange(1_000_000.0)
+    views = {
+        "x": flat[:400_000].view(400, 1000),
+        "y": flat[400_000:].view(600, 1000),
+        "t": flat[:400_000].view(400, 1000).t(),
+    }
+    source = TorchFile(saved(tmp_path, views), verify=verify)
+    sizes, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(preadv(*args)) or sizes[-1])
+    into, other, turned = torch.empty(2, 1000), torch.empty(3, 1000), torch.empty(1000, 400)
+    for name, first, rows in (("x", 10, into), ("y", 20, other), ("x", 20, into)):
+        source.read([Wanted(name, Chunk((first, 0), tuple(rows.shape)), rows)])
+    assert into[0, 0] == 20_000 and other[0, 0] == 420_000
+    assert sum(sizes) == 7 * 4000 + verify * flat.nbytes
+    source.read([Wanted("t", whole_box((1000, 400)), turned)])
+    assert torch.equal(turned, views["t"]) and sum(sizes) == 7 * 4000 + verify * flat.nbytes + turned.nbytes
+
+
 def test_a_tied_tensor_is_read_once(tmp_path, monkeypatch):
     tensor = torch.arange(1000.0)
     source = TorchFile(saved(tmp_path, {"a": tensor, "b": tensor}))

@@ -87,25 +87,27 @@ class TorchFile:
         return held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride(), held.dtype
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fill the given memory; where a checksum is to be verified, whole storages are read."""
-        reads: dict[tuple[Record, tuple[int, ...]], ItemRead] = {}
-        views: list[tuple[Wanted, StoredTensor]] = []
+        """Fill the given memory; where a checksum is to be verified, whole storages are read, each once."""
+        reads: dict[TensorRecord, ItemRead] = {}
+        strided: list[tuple[Wanted, StoredTensor]] = []
+        parts: dict[str, StoredTensor] = {}
         for each in wanted:
             held = self._held[each.name]
             if isinstance(held, torch.Tensor):
                 _copy(each, held)
-            elif held.whole is None:
-                views.append((each, held))
+                continue
+            if held.whole is None:
+                parts[each.name] = held
+            if (found := held.found) is None:
+                strided.append((each, held))
             else:
-                key = (held.record, held.shape)
-                reads.setdefault(key, self._item_read(each.name, held.whole)).copies.append(
-                    Copy(each.chunk, each.into.detach())
-                )
+                read = reads.setdefault(found, self._item_read(each.name, found))
+                read.copies.append(Copy(each.chunk, each.into.detach()))
+        self._verify_storages(parts)
         read_tensors(self.path.parent, reads.values(), self._expected)
-        self._verified.update(record for record, _ in reads)
-        for each, held in views:
-            self._read_view(each, held)
-            self._verified.add(held.record)
+        self._verified.update(found.record for found in reads)
+        for each, held in strided:
+            self._read_strided(each, held)
 
     def read_object(self, name: str) -> object:
         """The value of an object."""
@@ -178,14 +180,22 @@ class TorchFile:
         is_verified = found.record in self._verified
         return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
 
-    def _read_view(self, wanted: Wanted, held: StoredTensor) -> None:
-        """A tensor that is a part of its storage, or lies in another order: the storage is read, and looked at so."""
-        whole = _elements(held.record, held.dtype)
-        elements = torch.empty(whole.shape, dtype=held.dtype)
-        read = self._item_read(wanted.name, whole)
-        read.copies.append(Copy(whole_box(whole.shape), elements))
+    def _verify_storages(self, parts: Mapping[str, StoredTensor]) -> None:
+        """Hold the storages that tensors are a part of against their checksums, which those have none of."""
+        storages = {held.record: (name, held) for name, held in parts.items() if held.record not in self._verified}
+        reads = [self._item_read(name, _elements(record, held.dtype)) for record, (name, held) in storages.items()]
+        read_tensors(self.path.parent, reads, self._expected)
+        self._verified.update(storages)
+
+    def _read_strided(self, wanted: Wanted, held: StoredTensor) -> None:
+        """A tensor that lies in another order, or with gaps: all of it is read, and looked at so."""
+        if 0 in held.shape:
+            return
+        elements = torch.empty(held.span.shape, dtype=held.dtype)
+        read = self._item_read(wanted.name, held.span)
+        read.copies.append(Copy(whole_box(elements.shape), elements))
         read_tensors(self.path.parent, [read], self._expected)
-        _copy(wanted, elements.as_strided(held.shape, held.strides, held.offset))
+        _copy(wanted, elements.as_strided(held.shape, held.strides))
 
     def _damaged(self, error: Exception) -> CheckpointDamaged:
         return CheckpointDamaged(str(self.path), f"{type(error).__name__}: {error}")

@@ -141,6 +141,24 @@ class StoredTensor(NamedTuple):
         return TensorRecord(self.shape, self.dtype, self.record) if is_whole and self.is_contiguous else None
 
     @property
+    def found(self) -> TensorRecord | None:
+        """Where its elements lie, if they do one after another. A part of the record has no checksum."""
+        if self.whole is not None or not self.is_contiguous:
+            return self.whole
+        return TensorRecord(self.shape, self.dtype, self._part(prod(self.shape)))
+
+    @property
+    def span(self) -> TensorRecord:
+        """What lies from its first element to its last, as one row; of a tensor with elements."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return TensorRecord((last + 1,), self.dtype, self._part(last + 1))
+
+    def _part(self, numel: int) -> Record:
+        """The record's part with some elements from the first on."""
+        itemsize = self.dtype.itemsize
+        return Record(self.record.start + self.offset * itemsize, numel * itemsize, None)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie one after another."""
         expected = 1
