@@ -397,10 +397,14 @@ class _Sweep:
         if not row_bytes:
             return
         step = max(1, _PIECE_BYTES // row_bytes)
+        buffer: torch.Tensor | None = None
         for first in range(0, rows, step):
             piece = Range(first, min(first + step, rows))
             target = _direct(piece, sizes, dtype, self._copies)
-            memory = torch.empty(piece.numel, *sizes, dtype=dtype) if target is None else target
+            if target is None and buffer is None:
+                # One for all pieces: what is freed and taken anew stays with the allocator, for every thread.
+                buffer = torch.empty(min(step, rows), *sizes, dtype=dtype)
+            memory = cast(torch.Tensor, buffer)[: piece.numel] if target is None else target
             as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
             self._fill(memoryview(as_bytes), self._found.record.start + first * row_bytes)
             for box, into in self._copies if target is None else ():
