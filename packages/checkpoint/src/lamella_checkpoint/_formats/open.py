@@ -22,7 +22,7 @@ from lamella_checkpoint._formats.megatron_files import (
     iteration_directory,
     megatron_checkpoint,
 )
-from lamella_checkpoint._formats.safetensors import SafetensorsSource
+from lamella_checkpoint._formats.safetensors import WEIGHTS_FILE, SafetensorsSource, has_weights
 from lamella_checkpoint._formats.torch_file import TorchFile
 from lamella_checkpoint._state.optimizer import is_plain
 from lamella_checkpoint._translation.megatron import is_fsdp_dtensor
@@ -232,9 +232,7 @@ def _is_megatrons(stored: StoredCheckpoint) -> bool:
 
 
 def _is_safetensors(path: Path) -> bool:
-    if path.is_dir():
-        return any((path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
-    return path.suffix == ".safetensors"
+    return has_weights(path) if path.is_dir() else path.suffix == ".safetensors"
 
 
 def _is_torch_file(file: Path) -> bool:
@@ -247,4 +245,4 @@ def _unknown(path: Path) -> str:
     if not path.is_dir():
         return "a file that is neither torch.save's nor safetensors"
     held = sorted(each.name for each in path.iterdir())[:8]
-    return f"{held} and no {METADATA_FILE}, model.safetensors or iteration" if held else "an empty directory"
+    return f"{held} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration" if held else "an empty directory"

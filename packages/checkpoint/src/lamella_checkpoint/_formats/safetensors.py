@@ -55,6 +55,11 @@ _MAX_HEADER_NBYTES: Final = 100_000_000  # The library's: a longer one is no hea
 _NUM_THREADS: Final = 8
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has weights as Hugging Face has them: one file, or an index of several."""
+    return (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists()
+
+
 class SafetensorsSource:
     """A `Source` over `<file>.safetensors`, or a directory with `model.safetensors` or its shards and their index.
 

@@ -26,7 +26,7 @@ from lamella_checkpoint._base.file_boxes import Stored, write_box
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.names import is_of_model, own_name
 from lamella_checkpoint._base.source import Source
-from lamella_checkpoint._base.stream import BUFFER_NBYTES, OnBytes, stream
+from lamella_checkpoint._base.stream import BUFFER_NBYTES, OnBytes, Piece, stream
 from lamella_checkpoint._formats.checksums import ChecksumStream, Span
 from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
 from lamella_checkpoint._formats.safetensors_write import (
@@ -131,20 +131,9 @@ def write_dcp(
         names = _names(dtypes, aliases)
         places = []
         for piece in stream(source, dtypes, buffer_nbytes):
-            file, span, checksum = files.save(piece.values)
-            shape, dtype = source.tensors[piece.name].shape, piece.values.dtype
-            places.append(
-                Placed(
-                    names=names[piece.name], shape=shape, chunk=piece.chunk, dtype=dtype,
-                    file=file, span=span, checksum=checksum,
-                )
-            )  # fmt: skip
+            places.append(files.save_piece(piece, names[piece.name], source.tensors[piece.name].shape))
             on_bytes(piece.values.nbytes)
-        for same, value in _objects(source):
-            file, span, checksum = files.save(value)
-            places.append(
-                Placed(names=same, shape=None, chunk=None, dtype=None, file=file, span=span, checksum=checksum)
-            )
+        places += [files.save_object(value, same) for same, value in _objects(source)]
     if manifest is not None:
         complete(directory, [places], manifest)
     elif path_of is not None:
@@ -270,7 +259,20 @@ class _DcpFiles:
     def __exit__(self, *error: object) -> None:
         self._close()
 
-    def save(self, value: object) -> tuple[str, Span, int]:
+    def save_piece(self, piece: Piece, names: tuple[str, ...], shape: tuple[int, ...]) -> Placed:
+        """Append a chunk of a tensor of some names and shape."""
+        file, span, checksum = self._save(piece.values)
+        return Placed(
+            names=names, shape=shape, chunk=piece.chunk, dtype=piece.values.dtype,
+            file=file, span=span, checksum=checksum,
+        )  # fmt: skip
+
+    def save_object(self, value: object, names: tuple[str, ...]) -> Placed:
+        """Append an object of some names."""
+        file, span, checksum = self._save(value)
+        return Placed(names=names, shape=None, chunk=None, dtype=None, file=file, span=span, checksum=checksum)
+
+    def _save(self, value: object) -> tuple[str, Span, int]:
         """Append an item. Returns its file's name, its place and its checksum."""
         if self._stream is None or self._open is None or self._open.tell() >= self._max_nbytes:
             self._close()

@@ -264,9 +264,9 @@ def open_both(
         if is_quantised(source) and not are_quantised:
             source = Dequantised(source, block=block_of(between.config or {}))
         if each.format in MEGATRONS:
-            return (
-                source if are_megatrons else rename(between.translate(source, "left", published.originals), of_sections)
-            )
+            if are_megatrons:
+                return source
+            return rename(between.translate(source, "left", published.originals), of_sections)
         if each.format is not Format.SAFETENSORS:
             if not between.is_part(source, published.shapes) and published.untrained is None:
                 return source

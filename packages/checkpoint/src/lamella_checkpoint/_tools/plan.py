@@ -26,7 +26,7 @@ from lamella_checkpoint._formats.float8 import (
 )
 from lamella_checkpoint._formats.hf_files import read_published, with_dtype
 from lamella_checkpoint._formats.open import Format, OpenCheckpoint
-from lamella_checkpoint._formats.safetensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsSource
+from lamella_checkpoint._formats.safetensors import SafetensorsSource, has_weights
 from lamella_checkpoint._formats.safetensors_write import stored_dtype
 from lamella_checkpoint._formats.torch_file import TorchFile
 from lamella_checkpoint._formats.untrained import ORIGINALS_FILE, UNTRAINED_FILE, Completed, kept_in
@@ -57,11 +57,7 @@ def beside_of(path: Path) -> Path | None:
         raise CheckpointDamaged(str(path / SIDE_FILES), f"it leads outside, to {str((path / SIDE_FILES).resolve())!r}")
     if (path / SIDE_FILES).is_dir():
         return path / SIDE_FILES
-    return path if _has_weights(path) else None
-
-
-def _has_weights(directory: Path) -> bool:
-    return (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists()
+    return path if has_weights(path) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,7 @@ class Published:
         weights: Source | None = opened.raw if opened.format is Format.SAFETENSORS else None
         untrained = kept_in(beside, UNTRAINED_FILE) if weights is None else None
         originals = kept_in(own, ORIGINALS_FILE) or kept_in(beside, ORIGINALS_FILE)
-        if weights is None and beside is not None and _has_weights(beside):
+        if weights is None and beside is not None and has_weights(beside):
             weights = SafetensorsSource(beside)
         if weights is None:
             shapes = {} if beside is None else read_published(beside)

@@ -10,7 +10,7 @@ Note [What becomes of optimizer state]
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Final, Literal, NamedTuple
 
@@ -349,14 +349,11 @@ def _cut(plan: _Plan, source: Source, each: Correspondence, prefix: str, suffix:
 def _add_cut(plan: _Plan, name: str, shape: Sequence[int], cut: _Cut, source: Source) -> None:
     infos = {piece.left.name: source.tensors[piece.left.name] for piece in cut.pieces}
     dtypes = {part: info.dtype for part, info in infos.items()}
-    dtype = next(iter(dtypes.values()))
-    for other in dtypes.values():
-        dtype = torch.promote_types(dtype, other)
     if len(set(dtypes.values())) > 1:
         plan.mixed[name] = "made of " + " and ".join(f"{_short(each)} {part}" for part, each in dtypes.items())
     _claim(plan, name, infos)
     chunks = [*_carried_chunks(cut.pieces, infos), *([cut.padding] if cut.padding else [])]
-    plan.tensors[name] = TensorInfo(tuple(shape), dtype, tuple(chunks))
+    plan.tensors[name] = TensorInfo(tuple(shape), reduce(torch.promote_types, dtypes.values()), tuple(chunks))
     plan.made_of[name] = cut
 
 
