@@ -1,5 +1,6 @@
 """Which calls of the CUDA driver are made; no driver is there to take them."""
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -43,3 +44,61 @@ def test_copies_are_one_batch_where_the_driver_takes_one(
 def test_no_copies_are_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_driver, "_call", lambda *_: pytest.fail("Expected no call."))
     _driver.Copies([]).enqueue(A_STREAM)
+
+
+def test_structures_are_as_large_as_the_drivers() -> None:
+    """`CUstreamBatchMemOpParams`, a union that is padded to six words, and `CUmemcpyAttributes`."""
+    assert ctypes.sizeof(_driver._MemoryOp) == 6 * 8
+    assert _driver._MemoryOp.address.offset == 8 and _driver._MemoryOp.value.offset == 16
+    assert ctypes.sizeof(_driver._CopyAttributes) == 6 * 4
+    assert ctypes.sizeof(_driver._Handle) == 64
+
+
+def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_driver, "_call", lambda *call: calls.append(call))
+    _driver.FlagOps([64, 128], 5).enqueue(A_STREAM)
+    ((name, stream, num_ops, ops, flags),) = calls
+    assert (name, stream, num_ops, flags) == ("cuStreamBatchMemOp_v2", A_STREAM, 4, 0)
+    is_equal, wait, write = 1, 1, 2  # CU_STREAM_WAIT_VALUE_EQ, ..._MEM_OP_WAIT_VALUE_32, ..._MEM_OP_WRITE_VALUE_32
+    assert [(op.operation, op.address, op.value, op.flags) for op in ops] == [
+        (wait, 64, 5, is_equal),
+        (wait, 128, 5, is_equal),
+        (write, 64, 0, 0),
+        (write, 128, 0, 0),
+    ]
+
+
+def test_prepared_copies_read_from_wherever_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_driver, "_call", lambda *call: calls.append(call))
+    copies = _driver.Copies([(8, 16, 4), (32, 64, 2)])
+    copies.read_from([128, 256])
+    copies.enqueue(LEGACY_DEFAULT)
+    assert [call[1:] for call in calls] == [(8, 128, 4, LEGACY_DEFAULT), (32, 256, 2, LEGACY_DEFAULT)]
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_missing_driver_and_a_refusal_are_errors_that_name_the_call(
+    monkeypatch: pytest.MonkeyPatch, has_driver: bool
+) -> None:
+    def load(name: str) -> _Refusing:
+        if not has_driver:
+            raise OSError(f"{name}: cannot open shared object file")
+        return _Refusing()
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    _driver._function.cache_clear()
+    expected = "{} to succeed, got the driver's error 201" if has_driver else "the CUDA driver to have {}, got: libcuda"
+    try:
+        with pytest.raises(_driver.DriverError, match=expected.format("cuMemGetAddressRange_v2")):
+            _driver.share(64)
+    finally:
+        _driver._function.cache_clear()
+
+
+class _Refusing:
+    """A driver library that refuses everything."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 201

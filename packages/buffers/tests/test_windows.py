@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella_buffers import WindowAllocator, copy_engines_of
+from lamella_buffers import WindowAllocator, _copy_engines, copy_engines_of
 from lamella_buffers._copy_engines import _host
+from lamella_buffers._driver import DriverError
 from lamella_buffers._windows import over_ranks
 from lamella_buffers.testing import check_allocator
 from lamella_testing import run_ranks
@@ -147,22 +148,57 @@ def test_windows_of_buffers_that_died_with_their_bytes_on_all_ranks_serve_again(
     assert len(made) == 3
 
 
-def test_what_fails_on_one_rank_fails_on_all() -> None:
+def test_every_rank_is_told_what_an_action_gives_on_each() -> None:
+    def check() -> list[int]:
+        assert dist.group.WORLD is not None
+        return over_ranks(dist.group.WORLD, lambda: dist.get_rank() ** 2)
+
+    assert run_ranks(check, 3) == [[0, 1, 4]] * 3
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OSError, KeyError])
+def test_what_fails_on_one_rank_fails_on_all(error: type[Exception]) -> None:
     def check() -> str:
         def action() -> int:
             if dist.get_rank() == 1:
-                raise torch.OutOfMemoryError("no memory left")
+                raise error("no memory left")
             return dist.get_rank()
 
         assert dist.group.WORLD is not None
         try:
             over_ranks(dist.group.WORLD, action)
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
+        except Exception as caught:  # noqa: BLE001
+            return f"{type(caught).__name__}: {caught}"
         return "nothing"
 
-    there, here = "DriverError: rank 1: no memory left", "OutOfMemoryError: no memory left"
-    assert run_ranks(check, 3) == [there, here, there]
+    here = f"{error.__name__}: {error('no memory left')}"
+    there = f"DriverError: rank 1: {error('no memory left')}"
+    assert run_ranks(check, 3, timeout_s=30.0) == [there, here, there]
+
+
+@pytest.mark.parametrize("trouble", ["several hosts", "settings of one rank", "a window that one rank cannot map"])
+def test_ranks_of_which_some_cannot_share_memory_have_no_copy_engines(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them alike: who has them calls nothing of NCCL's."""
+    hosts = {"several hosts": ["a", "b"], "settings of one rank": ["a", None]}.get(trouble, ["a", "a"])
+
+    def share(address: int) -> None:
+        if dist.get_rank() == 1:
+            raise DriverError("the other's memory cannot be reached")
+
+    def new_window(group: dist.ProcessGroup, nbytes: int) -> None:
+        over_ranks(group, lambda: share(0))
+
+    def check() -> bool:
+        assert dist.group.WORLD is not None
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(_copy_engines, "_host", lambda: hosts[dist.get_rank()])
+        monkeypatch.setattr(_copy_engines, "new_peer_window", new_window)
+        return copy_engines_of(dist.group.WORLD) is None
+
+    assert run_ranks(check, 2, timeout_s=30.0) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -193,12 +193,13 @@ def over_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]
     """What an action gives on every rank.
 
     Raises:
-        RuntimeError: The action did on some rank; a `DriverError` on the others.
+        Exception: What the action raised on this rank.
+        RuntimeError: It raised on another one: a `DriverError`.
     """
     mine, failure = None, None
     try:
         mine = action()
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001  Peers wait for whatever it is.
         failure = error
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, (mine, None if failure is None else str(failure)), group=group)
