@@ -1,6 +1,8 @@
 """The benchmark runs here too, on gloo with a tiny model: rows, losses, failures, and what is made of them."""
 
 import json
+import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lamella_integration import bench
+from lamella_integration import bench, profile
 from lamella_integration.backends import Workload
 from lamella_integration.bench import parse_options, run
 from lamella_integration.collectives import CollectiveCounter
@@ -60,9 +62,42 @@ def test_backends_that_train_alike_have_equal_losses(tmp_path: Path) -> None:
     assert report.disagreements() == {}
     assert report.is_sound()
     written = json.loads((tmp_path / "report.json").read_text())
+    assert written["environment"].keys() >= {"python", "torch", "device"}
+    steps_s = written["rows"]["lamella"]["steps_s"]
+    assert len(steps_s) == 3
+    assert 0 < rows["lamella"].step_s <= max(steps_s)
     assert written["rows"]["lamella"]["of_ideal"] == report.ratio("lamella", "ideal")
     assert (tmp_path / "report.md").read_text() == report.markdown()
     assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_the_commit_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for command in (["init", "-q"], ["add", "bench.py"], ["commit", "-qm", "all"]):
+        (tmp_path / "bench.py").touch()
+        identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench.py"))
+    commit = bench._commit()["commit"]
+    assert len(commit) == 12
+    (tmp_path / "bench.py").write_text("changed")
+    assert bench._commit() == {"commit": f"{commit}-dirty"}
+    monkeypatch.setattr(bench, "__file__", "/nowhere/bench.py")
+    assert bench._commit() == {}
+
+
+def test_sizes_that_prove_nothing_are_refused_on_every_rank_before_any_step() -> None:
+    def refused() -> str:
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(profile, "process_group", lambda _: nullcontext(CPU))
+        monkeypatch.setattr(profile, "profile_steps", lambda *_: pytest.fail("Expected no step."))
+        try:
+            profile.main(["--device", "cpu", "--size", "proof_small", "--tokens", "2"])
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    for error in run_ranks(refused, 2, timeout_s=30.0):
+        assert "Expected sizes that tell shards, whole parameters and activations apart on 2 ranks" in error
 
 
 def test_steps_that_overlap_with_other_things_lose_nothing() -> None:

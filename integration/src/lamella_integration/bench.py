@@ -11,8 +11,10 @@ because a rank that fails alone inside a step leaves its peers in a collective u
 
 import argparse
 import gc
+import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -209,6 +211,7 @@ def _measure(backend: Backend, workload: Workload, options: Options, baseline_gi
         first_loss=_over_ranks(losses[0].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
         last_loss=_over_ranks(losses[-1].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
         trained=training.learns,
+        steps_s=tuple(_over_ranks(seconds, dist.ReduceOp.MAX, workload) for seconds in step_s),
     )
     if not options.has_phases:
         return measured
@@ -313,14 +316,24 @@ def _over_ranks(value: float, op: dist.ReduceOp.RedOpType, workload: Workload) -
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    environment = {"torch": torch.__version__, "device": "CPU"}
+    environment = {"python": platform.python_version(), "torch": torch.__version__, "device": "CPU"}
     if device.type == "cuda":
         environment["device"] = torch.cuda.get_device_name(device)
+        environment["cuda"] = str(torch.version.cuda)
         environment["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    for peer in ("megatron-fsdp", "deepspeed"):
+    for package in ("lamella-engine", "megatron-fsdp", "deepspeed"):
         with suppress(PackageNotFoundError):
-            environment[peer] = version(peer)
+            environment[package] = version(package)
+    environment |= _commit()
     return environment
+
+
+def _commit() -> dict[str, str]:
+    """The commit that is measured, where this runs from a checkout; marked if files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return {"commit": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
+    return {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

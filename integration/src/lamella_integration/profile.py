@@ -149,13 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = PROFILE_SIZES[options.size]
     with process_group(options.device) as device:
         workload = Workload(config=config, device=device, reduce_dtype=REDUCE_DTYPES[options.reduce])
+        # On every rank: one that alone finds sizes that prove nothing would leave the others waiting.
+        sizes = parameter_sizes(workload, options.tokens) if options.size.startswith("proof") else None
         keep = options.out if dist.get_rank() == 0 else None
         kernels = profile_steps(backend(workload), *workload.batch(options.tokens), keep)
         is_zero_copy = True
         if dist.get_rank() == 0:
             print(markdown(options.backend, breakdown(kernels)), flush=True)
-            if options.size.startswith("proof"):
-                is_zero_copy = _is_zero_copy(kernels, parameter_sizes(workload, options.tokens))
+            is_zero_copy = sizes is None or _is_zero_copy(kernels, sizes)
         dist.barrier()
     return 0 if is_zero_copy else 1
 

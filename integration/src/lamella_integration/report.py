@@ -57,8 +57,10 @@ class HostTime:
 class Measurement:
     """One backend's figures, the slowest or fullest rank's. Losses are means over ranks.
 
+    `step_s` is the slowest rank's median step; `steps_s` has every measured step, as long as its slowest rank took.
     `built_gib` is allocated before the first step; `at_rest_gib` between steps, with optimizer state and
-    without gradients. Memory is counted without what was allocated before the backend was built. `trouble` is what kept
+    without gradients. Allocated memory is counted without what was there before the backend was built; reserved memory
+    is all that the process has, windows that copy engines keep from earlier rows among it. `trouble` is what kept
     phases or host time from being measured.
     """
 
@@ -72,6 +74,7 @@ class Measurement:
     first_loss: float
     last_loss: float
     trained: bool
+    steps_s: tuple[float, ...] = ()
     phases: Phases | None = None
     host: HostTime | None = None
     trouble: str = ""
