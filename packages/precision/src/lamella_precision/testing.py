@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 
 from lamella_precision._recipe import Recipe
@@ -56,9 +58,13 @@ def check_recipe(
 
 
 def _encoded(recipe: Recipe, shards: list[torch.Tensor], dtypes: tuple[torch.dtype, ...]) -> list[list[torch.Tensor]]:
-    payloads = [[torch.full_like(shard, 77, dtype=dtype) for shard in shards] for dtype in dtypes]
-    recipe.encode(shards, payloads)
-    for destinations in payloads:
-        for into in destinations:
-            assert not bool((into == 77).any()), "`encode` must write every element of its destination"
-    return payloads
+    found, again = (
+        [[torch.full_like(shard, before, dtype=dtype) for shard in shards] for dtype in dtypes] for before in (1, 2)
+    )
+    recipe.encode(shards, found)
+    recipe.encode(shards, again)
+    for into, other in zip(chain(*found), chain(*again), strict=True):
+        assert torch.equal(into.view(torch.uint8), other.view(torch.uint8)), (
+            "`encode` must write every element of its destination"
+        )
+    return found
