@@ -24,7 +24,7 @@ from lamella._prepare import prepare
 from lamella._report import StepRecord, ValidationRecord, read
 from lamella._train import Trainer
 from lamella_checkpoint import find_family
-from lamella_testing import run_ranks
+from lamella_testing import run_ranks, write_entry_points
 
 # What a rank imports on its way: once here, and not in each forked rank.
 for module in ("torch._dynamo", "matplotlib.backends.backend_agg", "transformers.models.llama.modeling_llama"):
@@ -112,13 +112,11 @@ def config(tmp_path: Path, text_folder: Path, model_file: Path) -> Config:
 def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Qwen adapter as it is installed; from a source tree nobody would find it."""
     if find_family("qwen3_5_text") is None:
-        metadata = tmp_path / "site" / "lamella_qwen-0.dist-info"
-        metadata.mkdir(parents=True)
         types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-        lines = [f"{name} = lamella_qwen:FAMILY" for name in types]
-        (metadata / "entry_points.txt").write_text("\n".join(["[lamella.families]", *lines]), encoding="utf-8")
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lamella-qwen\nVersion: 0\n", encoding="utf-8")
-        monkeypatch.syspath_prepend(str(metadata.parent))
+        write_entry_points(
+            tmp_path / "site", "lamella-qwen", "lamella.families", dict.fromkeys(types, "lamella_qwen:FAMILY")
+        )
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
 
 @pytest.fixture

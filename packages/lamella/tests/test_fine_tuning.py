@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,10 +18,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
 )
 
 from lamella import Config, ConfigError
@@ -33,57 +30,14 @@ from lamella._tokens import load_tokens, sequences, validation_indices
 from lamella._train import Trainer
 from lamella.cli import config_of, main, parse
 from lamella_checkpoint import load
-from lamella_testing import RankFailure
+from lamella_testing import RankFailure, qwen
+from lamella_testing.qwen import KINDS, Kind
 
 TrainOn = Callable[[Config, int], "object"]
 
-TEXT = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-}
-DENSE = TEXT | {"intermediate_size": 24}
-MOE = TEXT | {
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-}
-VISION = {
-    "depth": 1,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_heads": 2,
-    "out_hidden_size": 16,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
 
-
-def make_model(kind: str) -> nn.Module:
-    torch.manual_seed(1)
-    match kind:
-        case "dense":
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **DENSE))
-        case "moe":
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_moe_text", **MOE))
-        case "vision":
-            text = DENSE | {"tie_word_embeddings": True}
-            config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
-            model = Qwen3_5ForConditionalGeneration(config)
-        case _:
-            model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=MOE, vision_config=VISION))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+def make_model(kind: Kind) -> nn.Module:
+    return cast(nn.Module, qwen.make_model(kind, vocab_size=300, spread=0.05))
 
 
 @pytest.fixture
@@ -94,23 +48,14 @@ def save(tmp_path: Path, text_folder: Path) -> Callable[[nn.Module], Path]:
         directory = tmp_path / "published"
         model.to(torch.bfloat16).save_pretrained(directory)
         if any(".linear_attn." in name for name, _ in model.named_parameters()):
-            add_mtp(directory / "model.safetensors")
+            weights = load_file(file := directory / "model.safetensors")
+            save_file(weights | qwen.make_mtp(weights), file, {"format": "pt"})
         tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 290)
         tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text('{"model_max_length": 32}', encoding="utf-8")
         return directory
 
     return save
-
-
-def add_mtp(file: Path) -> None:
-    """Add the layer that predicts further tokens: an attention layer, between norms and a projection of its own."""
-    weights = load_file(file)
-    last = {name.partition("layers.3.")[2]: tensor for name, tensor in weights.items() if "layers.3." in name}
-    mtp = {f"layers.0.{name}": tensor + 1 for name, tensor in last.items()}
-    mtp |= {name: torch.randn(16).bfloat16() for name in ("norm.weight", "pre_fc_norm_hidden.weight")}
-    mtp |= {"pre_fc_norm_embedding.weight": torch.randn(16).bfloat16(), "fc.weight": torch.randn(16, 32).bfloat16()}
-    save_file(weights | {f"mtp.{name}": tensor for name, tensor in mtp.items()}, file, {"format": "pt"})
 
 
 def starting_from(config: Config, directory: Path) -> Config:
@@ -127,10 +72,10 @@ def nats_per_byte(model: nn.Module, directory: RunDirectory) -> float:
     return float(nats / data.token_nbytes[batch[:, 1:]].sum())
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "vision", "vision-moe"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("family")
 def test_a_qwen_is_trained_on_from_its_published_weights(
-    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], kind: str
+    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], kind: Kind
 ) -> None:
     directory = save(make_model(kind))
     run = train(starting_from(config, directory), 2)
@@ -147,7 +92,7 @@ def test_a_qwen_is_trained_on_from_its_published_weights(
 @pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow), "vision"])
 @pytest.mark.usefixtures("family")
 def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
-    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], kind: str, tmp_path: Path,
+    config: Config, train: TrainOn, save: Callable[[nn.Module], Path], kind: Kind, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     directory = save(make_model(kind))
@@ -220,7 +165,7 @@ def test_weights_that_are_not_the_models_are_refused(config: Config, save: Calla
     values = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(values | {"intermediate_size": 20}))
     with pytest.raises(
-        ConfigError, match=r"to be the model's, got .*gate_proj.*\(24, 16\).*\(20, 16\) here.*and 9 more"
+        ConfigError, match=r"to be the model's, got .*gate_proj.*\(48, 32\).*\(20, 32\) here.*and 9 more"
     ):
         prepare(starting_from(config, directory))
 

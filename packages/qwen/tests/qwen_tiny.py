@@ -1,88 +1,12 @@
-"""Tiny models of every kind of the family, and checkpoints that are dicts of tensors."""
-
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+"""Checkpoints of tiny models of the family that are dicts of tensors."""
 
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-)
 
 from lamella_checkpoint import TensorInfo, Wanted, parameter_shapes, translate
 from lamella_layout import Chunk
-
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 4,
-}
-DENSE = TEXT | {"intermediate_size": 48}
-MOE = TEXT | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 20,
-}
-VISION = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 16,
-}
-
-
-def make_config(kind):
-    match kind:
-        case "dense":
-            return AutoConfig.for_model("qwen3_5_text", **DENSE)
-        case "moe":
-            return AutoConfig.for_model("qwen3_5_moe_text", **MOE)
-        case "vision":
-            text = DENSE | {"tie_word_embeddings": True}
-            return Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
-        case "vision-moe":
-            return Qwen3_5MoeConfig(text_config=MOE, vision_config=VISION)
-
-
-KINDS = ["dense", "moe", "vision", "vision-moe"]
-
-
-def make_model(kind):
-    """A model with no two weights alike: norms that are all ones would hide a wrong offset."""
-    config = make_config(kind)
-    torch.manual_seed(0)
-    match kind:
-        case "vision":
-            model = Qwen3_5ForConditionalGeneration(config)
-        case "vision-moe":
-            model = Qwen3_5MoeForConditionalGeneration(config)
-        case _:
-            model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
+from lamella_testing.qwen import make_config, make_model, make_mtp
 
 
 def config_of(kind):
@@ -97,14 +21,9 @@ def weights_of(model):
     return {name: tensor.detach().bfloat16().float() for name, tensor in named.items() if name in persistent}
 
 
-def make_mtp(kind, prefix, *, packed):
-    """Weights of the layer that predicts further tokens, which transformers has no module for: an attention layer's."""
-    weights = weights_of(make_model(kind))
-    torch.manual_seed(1)
-    mtp = {name: torch.randn(32) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    mtp = {f"mtp.{name}.weight": tensor for name, tensor in mtp.items()} | {"mtp.fc.weight": torch.randn(32, 64)}
-    layer = {name: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}layers.3.")}
-    mtp |= {name.replace(f"{prefix}layers.3.", "mtp.layers.0."): tensor + 1 for name, tensor in layer.items()}
+def mtp_of(kind, *, packed):
+    """Weights of the layer that predicts further tokens, for a model of this kind."""
+    mtp = make_mtp(weights_of(make_model(kind)))
     return mtp if packed else one_by_one(mtp)
 
 

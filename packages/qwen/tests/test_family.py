@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from qwen_tiny import KINDS, MemorySource, config_of, make_model, read_all, translated
+from qwen_tiny import MemorySource, config_of, read_all, translated
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lamella_qwen import FAMILY
 from lamella_qwen._sizes import MODEL_TYPES
+from lamella_testing.qwen import KINDS, make_model
 
 
 def test_the_package_declares_every_model_type_of_the_family():

@@ -7,10 +7,11 @@ over the ranks where its row-parallel projections do.
 import pytest
 import torch
 import torch.nn.functional as F
-from qwen_tiny import MemorySource, config_of, make_model, read_all, translated, weights_of
+from qwen_tiny import MemorySource, config_of, read_all, translated, weights_of
 
 from lamella_checkpoint._translation.megatron import RELEASE_0_19, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
+from lamella_testing.qwen import make_model
 
 NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 8
 NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM, VALUE_DIM = 4, 8, 4, 6

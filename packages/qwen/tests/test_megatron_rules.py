@@ -5,12 +5,10 @@ from math import prod
 import pytest
 import torch
 from qwen_tiny import (
-    KINDS,
     MemorySource,
     config_of,
     held,
-    make_model,
-    make_mtp,
+    mtp_of,
     one_by_one,
     read_all,
     to_hugging_face,
@@ -22,6 +20,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from lamella_checkpoint._translation.megatron import BRIDGE, RELEASE_0_19, read_fsdp_dtensor, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
+from lamella_testing.qwen import KINDS, make_model
 
 MODELS = {kind: weights_of(make_model(kind)) for kind in KINDS}
 
@@ -70,20 +69,19 @@ def with_optimizer(weights):
 @pytest.mark.parametrize(("packed", "packed_mtp"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("kind", ["moe", "vision-moe"])
 def test_experts_are_the_same_for_megatron_whether_they_were_packed_or_not(kind, packed, packed_mtp):
-    prefix = "model.language_model." if kind == "vision-moe" else "model."
     as_published = megatron_rules(config_of(kind))
     rules = megatron_rules(config_of(kind), packed_experts=packed, packed_mtp_experts=packed_mtp)
     weights = MODELS[kind] if packed else one_by_one(MODELS[kind])
-    weights = weights | make_mtp(kind, prefix, packed=packed_mtp)
+    weights = weights | mtp_of(kind, packed=packed_mtp)
     tensors = to_megatron(weights, as_published)
-    assert_same(tensors, to_megatron(MODELS[kind] | make_mtp(kind, prefix, packed=False), rules))
+    assert_same(tensors, to_megatron(MODELS[kind] | mtp_of(kind, packed=False), rules))
     assert_same(to_hugging_face(tensors, rules), weights)
 
 
 @pytest.mark.parametrize(("kind", "outer"), [("dense", ""), ("vision", "language_model.")])
 def test_the_layer_that_predicts_further_tokens_is_megatrons(kind, outer):
     rules = megatron_rules(config_of(kind))
-    weights = make_mtp(kind, "model.language_model." if outer else "model.", packed=True)
+    weights = mtp_of(kind, packed=True)
     tensors = to_megatron(weights, rules)
     assert_same(to_hugging_face(tensors, rules), weights)
     for theirs, ours in {

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from qwen_tiny import KINDS, config_of, make_config, make_model, make_mtp, translated
+from qwen_tiny import config_of, mtp_of, translated
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +20,7 @@ from lamella_checkpoint._tools.convert import convert
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
 from lamella_testing import run_ranks
+from lamella_testing.qwen import KINDS, make_empty_model, make_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:torch.distributed is unavailable"
@@ -35,10 +36,8 @@ CLASSES = {
 
 def make_empty(kind):
     """A model whose weights are to come from elsewhere, and its optimizer."""
-    config = make_config(kind)
     with torch.random.fork_rng():
-        make = CLASSES[kind].from_config if CLASSES[kind] is AutoModelForCausalLM else CLASSES[kind]
-        model = make(config)
+        model = make_empty_model(kind)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -161,7 +160,7 @@ def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed, t
     """Its experts are stacked in Qwen3.6's files, and one by one in Qwen3.5's."""
     make_model("moe").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    weights = load_file(file) | make_mtp("moe", "model.", packed=packed)
+    weights = load_file(file) | mtp_of("moe", packed=packed)
     save_file(weights, file, {"format": "pt"})
     convert(tmp_path / "hf", tmp_path / "native", to="dcp")
     for way, source in (("straight", "hf"), ("trained", "native")):
