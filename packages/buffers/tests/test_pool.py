@@ -406,6 +406,45 @@ def test_any_passes_in_any_order_never_share_live_bytes_and_each_is_planned_in_t
     assert after.planned_nbytes >= after.bound_nbytes
 
 
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 7]), min_size=5, max_size=5),
+    PROGRAMS,
+    st.lists(st.sampled_from(["compute", "gather"]), min_size=1, max_size=7),
+)
+def test_what_lies_in_the_plan_never_lies_where_another_stream_has_memory(
+    sizes: list[int], passes: list[tuple[int, ...]], streams: list[str]
+) -> None:
+    """A stream that is late may still write to what was freed: only its own later allocations come after that."""
+    stream = "compute"
+    lay: dict[str, list[tuple[int, int]]] = {"compute": [], "gather": []}
+
+    class Noting(PoolAllocator):
+        def allocate(self, buffer: torch.Tensor) -> None:
+            num_inside = self.report().num_inside
+            super().allocate(buffer)
+            if self.report().num_inside > num_inside:
+                lay[stream].append((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pool, "_current_stream", lambda _: stream)
+        pool = Noting()
+        buffers = _Buffers(pool, sizes)
+        for turn in range(4):
+            if turn == 3:  # by now all of them are planned, in one plan
+                lay["compute"].clear()
+                lay["gather"].clear()
+                num_plans = pool.report().num_plans
+            for order in passes:
+                for i, each in enumerate(order):
+                    stream = streams[i % len(streams)]
+                    buffers.toggle(each)
+                buffers.rest()
+    assert pool.report().num_plans == num_plans > 0
+    assert lay["compute"] or lay["gather"]
+    for begin, end in lay["compute"]:
+        assert all(end <= start or stop <= begin for start, stop in lay["gather"])
+
+
 # -- the other one -----------------------------------------------------------------------------------------------------
 
 

@@ -184,10 +184,27 @@ def test_an_unsharded_buffer_is_born_without_bytes_and_its_views_survive() -> No
     buffer = UnshardedBuffer(layout, 0, torch.float32, CPU, CachingAllocator())
     assert buffer.flat.untyped_storage().nbytes() == 0
     for value in (1.0, 2.0):
+        assert not buffer.has_bytes
         buffer.allocate()
+        assert buffer.has_bytes
         buffer.flat.fill_(value)
         assert all(bool((tensor == value).all()) for tensor in buffer.tensors)
         buffer.free()
+
+
+def test_shards_in_another_dtype_are_a_copy_with_the_same_values() -> None:
+    sharded = _sharded(EvenLayout.build(SHAPES, 2), 1)
+    cast = sharded.cast_to(torch.float64)
+    assert (cast.dtype, cast.device, cast.rank) == (torch.float64, CPU, 1)
+    for shard, wide in zip(sharded.shards, cast.shards, strict=True):
+        assert torch.equal(shard.double(), wide)
+    sharded.flat.zero_()
+    assert bool(cast.flat.any())
+
+
+def test_a_shard_on_the_meta_device_has_no_bytes_to_share() -> None:
+    view = torch.empty(8, device="meta")[2:4]
+    assert standalone(view) is view
 
 
 def test_another_dim_that_does_not_divide_is_refused_when_the_buffer_is_made() -> None:

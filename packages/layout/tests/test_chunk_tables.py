@@ -157,6 +157,12 @@ def test_strided_placements_of_an_uneven_dim_can_differ_from_the_order_as_docume
     assert ordered[:6] == strided[:6]
 
 
+def test_strided_placements_do_not_guess_whether_two_dims_are_one() -> None:
+    with pytest.raises(ValueError, match=r"all counted from the first, or all from the last, got \(Shard\(dim=0\), "):
+        strided_placements((2, 2), [Shard(0), Shard(-2)], order=(1, 0))
+    assert strided_placements((2, 2), [Shard(-2), Shard(-2)], order=(1, 0))[0] == _StridedShard(-2, split_factor=2)
+
+
 def test_the_fsdp_and_tp_order_of_torch_s_own_documentation_is_reproduced() -> None:
     strided = strided_placements((2, 2), [Shard(0), Shard(0)], order=(1, 0))
     assert strided == (_StridedShard(0, split_factor=2), Shard(0))

@@ -85,9 +85,15 @@ def strided_placements(
         placements: One an axis, none of them `_StridedShard`.
         order: Axes in the order in which they cut.
 
+    Raises:
+        ValueError: See `mesh_region`; or some dims are counted from the first and some from the last, which may or may
+            not be the same: only the tensor could tell.
+
     Effects: none.
     """
     _check_mesh(mesh_shape, placements, order)
+    if len({placement.dim < 0 for placement in placements if isinstance(placement, Shard)}) > 1:
+        raise ValueError(f"Expected dims all counted from the first, or all from the last, got {tuple(placements)!r}.")
     return tuple(_strided(axis, mesh_shape, placements, order) for axis in range(len(mesh_shape)))
 
 
