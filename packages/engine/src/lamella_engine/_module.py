@@ -490,10 +490,7 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: The unit's parameters lie on several meshes.
             TypeError: It is not callable, or has no `allocate`.
         """
-        check_collective(comm)
-        state = state_of(self)
-        _check_one_mesh(state, "the group that `comm` is called with")
-        for group in state.groups:
+        for group in _groups_for(self, comm):
             group.transport = with_all_gather(group.transport, comm)
             if group.neighbours is not None:
                 group.neighbours = with_all_gather(group.neighbours, comm)
@@ -510,10 +507,7 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: The unit's parameters lie on several meshes.
             TypeError: It is not callable, or has no `allocate`.
         """
-        check_collective(comm)
-        state = state_of(self)
-        _check_one_mesh(state, "the group that `comm` is called with")
-        for group in state.groups:
+        for group in _groups_for(self, comm):
             group.reduce_transport = with_reduce_scatter(group.reduce_transport or group.transport, comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -649,6 +643,14 @@ def _find(state: FSDPState, parameter: nn.Parameter) -> tuple[ParameterGroup, Sh
         f"Expected a parameter of {state.title}, got one of shape {tuple(parameter.shape)} that is not. Ask the unit "
         "that owns it, after it was sharded."
     )
+
+
+def _groups_for(module: object, comm: object) -> tuple[ParameterGroup, ...]:
+    """The groups of a unit whose collectives a user brings."""
+    check_collective(comm)
+    state = state_of(module)
+    _check_one_mesh(state, "the group that `comm` is called with")
+    return state.groups
 
 
 def _check_one_mesh(state: FSDPState, what: str) -> None:
