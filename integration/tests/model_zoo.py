@@ -402,12 +402,12 @@ _DECODERS = (
     "afmoe apertus arcee aria_text bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot "
     "bloom cohere cohere2 cohere2_moe cwm data2vec-text diffllama doge electra emu3 ernie ernie4_5 ernie4_5_moe "
     "exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 glm glm4 glm4_moe gpt_bigcode gpt_neox "
-    "gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoeshared helium hunyuan_v1_dense "
-    "hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 laguna lfm2 lfm3 llama4_text mamba marian mbart megatron-bert mellum "
-    "mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral modernbert-decoder moshi mvp nanochat "
-    "nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus persimmon phi phi3 phimoe plbart prophetnet qwen2 "
-    "qwen2_moe qwen3 qwen3_moe qwen3_next roberta roberta-prelayernorm roformer seed_oss smollm3 solar_open stablelm "
-    "starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl"
+    "gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
+    "hy_v3 hyperclovax internlm3 iquestcoder jais2 laguna lfm2 lfm3 llama4_text mamba marian mbart megatron-bert "
+    "mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral modernbert-decoder moshi mvp "
+    "nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus persimmon phi phi3 phimoe plbart prophetnet "
+    "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next roberta roberta-prelayernorm roformer seed_oss smollm3 solar_open "
+    "stablelm starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl"
 )
 _ENCODERS = (
     "camembert convbert deberta deberta-v2 distilbert electra ernie esm eurobert gte ibert jina_embeddings_v3 layoutlm "
