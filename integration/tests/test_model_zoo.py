@@ -76,6 +76,8 @@ WAYS = {
 }
 # Their modules keep numbers in a dtype of their own that do not compute in bf16, with FSDP2 as with lamella.
 FP32_ONLY = {"batch norm", "spectral norm"}
+# Weights of linear layers, handed to a kernel: such a layer can be no unit, with FSDP2 as with lamella.
+READ_THEIR_CHILDREN = {"falcon_mamba", "jamba"}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +89,9 @@ def team() -> Iterator[Team]:
 
 def _cases(subjects: dict[str, Subject], ways: tuple[str, ...]) -> list[tuple[str, str]]:
     def has(name: str, way: Way) -> bool:
-        subject = subjects[name]
-        return (subject.recomputes or way.recompute is None) and (name not in FP32_ONLY or way.compute is None)
+        if (name in FP32_ONLY and way.compute is not None) or (name in READ_THEIR_CHILDREN and way.each_layer):
+            return False
+        return subjects[name].recomputes or way.recompute is None
 
     return [(name, way) for name in subjects for way in ways if has(name, WAYS[way])]
 
@@ -187,8 +190,9 @@ def _program(module: str, subject: Subject, way: Way) -> Trace:
 def _prepared(api: ModuleType | None, subject: Subject, way: Way) -> nn.Module:
     model: Any = subject.make()
     if api is not None and way.on_meta:
-        whole, buffers = copy.deepcopy(model.state_dict()), dict(copy.deepcopy(model).named_buffers())
-        model.to("meta")
+        whole, buffers = model.state_dict(), dict(model.named_buffers())
+        with torch.device("meta"):
+            model = subject.make()
     if way.recompute is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": way.recompute})
     if way.compiled:
