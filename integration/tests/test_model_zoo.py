@@ -36,6 +36,7 @@ UNSHARDED = ""
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # compiled
 ]
 
 Trace = dict[str, Any]
