@@ -72,7 +72,7 @@ def call_on_ran(function):
         ("os", "mkdir"),
         ("posix", "mkdir"),
         ("builtins", "eval"),
-        ("builtins", "getattr"),
+        ("builtins", "setattr"),
         ("torch", "os.mkdir"),
         ("torch", "float32.__class__"),
         ("torch", "Size.__new__"),
@@ -302,6 +302,19 @@ def test_metadata_that_makes_no_sense_is_refused(path, change, message):
     metadata = dcp.FileSystemReader(path).read_metadata()
     change(metadata)
     assert message in str(refused(path, pickle.dumps(metadata)))
+
+
+def test_metadata_of_a_python_that_stores_enums_by_name_is_read(path, monkeypatch):
+    def reduce(self, protocol):
+        return getattr, (type(self), self._name_)
+
+    expected = dcp.FileSystemReader(path).read_metadata()
+    encoding = type(next(iter(expected.state_dict_metadata.values())).properties.__getstate__()[3])
+    monkeypatch.setattr(encoding, "__reduce_ex__", reduce)
+    content = pickle.dumps(expected)
+    assert b"getattr" in content
+    (path / ".metadata").write_bytes(content)
+    assert StoredMetadata.read(path).tensors.keys() == expected.state_dict_metadata.keys()
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))

@@ -20,6 +20,7 @@ from engine_models import (
     inputs,
     mean_square,
     shard,
+    shard_on,
     twins,
 )
 from torch import nn
@@ -401,3 +402,49 @@ def test_attention_that_reads_its_childrens_weights_works_inside_a_unit() -> Non
             return out
 
     _check(Attention, lambda model: model(torch.ones(5, 2, 4).cumsum(0).sin()), fully_shard)
+
+
+class _Notes:
+    """What blocks are given to leave tensors in."""
+
+    def __init__(self) -> None:
+        self.taken: list[torch.Tensor] = []
+
+
+class _Noting(Residual):
+    """Leaves a tensor that it computes behind, past its outputs."""
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__(dim)
+        self.side = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, notes: _Notes) -> torch.Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        notes.taken.append(self.side(x))
+        return x
+
+
+class _NotingNet(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return _Noting(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        notes = _Notes()
+        for layer in self.layers:
+            x = layer(x, notes)
+        head: torch.Tensor = self.head(x + torch.stack(notes.taken).sum(0))
+        return head
+
+
+def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_gradients() -> None:
+    """Its backward runs before the unit's: where that gathers, parameters are allocated and not there."""
+
+    def check() -> None:
+        _, model = twins(_NotingNet)
+        with pytest.raises(RuntimeError, match="before its backward begins"):
+            model(X).square().mean().backward()
+        kept = twins(_NotingNet, shard_on(reshard_after_forward=False))
+        assert_trains_alike(*kept, mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)

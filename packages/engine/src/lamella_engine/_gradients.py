@@ -84,6 +84,7 @@ class Gradients:
             parameter has no gradient.
         all_reduce_hook: What is shown the flat shards before they are installed.
         all_reduce_hook_stream: Where it runs; None means the stream of the all-reduces.
+        has_sums: Whether microbatches, on this rank or on another, left gradients that are not reduced yet.
     """
 
     def __init__(self) -> None:
@@ -94,13 +95,13 @@ class Gradients:
         self.reduces_unused_parameters = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: torch.Stream | None = None
-        self._has_sums = False  # of microbatches, in the reduce dtype: on this rank, or on another
+        self.has_sums = False
 
     def take_over(self, other: Gradients) -> None:
         """Be another unit's gradients too, from now on. Both units must be at rest."""
         self.main_grads += other.main_grads
         self.delayed.take_over(other.delayed)
-        self._has_sums |= other._has_sums
+        self.has_sums |= other.has_sums
         other.main_grads = ()
 
     # -- at the end of a backward -----------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Gradients:
         compute = unit.context.compute_stream
         self.settle(compute)
         if self._wait_for_later(unit) or self.delayed.num_due:
-            self._has_sums = True
+            self.has_sums = True
             self.delayed.join(compute)
             for group in unit.groups:
                 group.accumulate_gradients()
@@ -131,7 +132,7 @@ class Gradients:
 
         Effects: those of `reduce`; a collective on the outer axis for gradients that were not reduced over it.
         """
-        self._has_sums |= self._wait_for_later(unit)  # here too, if it is another rank that used the unit
+        self.has_sums |= self._wait_for_later(unit)  # here too, if it is another rank that used the unit
         if self.delayed.num_due or unit.num_holds:
             return
         self.settle(unit.context.compute_stream)
@@ -156,7 +157,7 @@ class Gradients:
 
     def drop(self, unit: Reducible) -> None:
         """Forget those that were not reduced."""
-        self._has_sums = False
+        self.has_sums = False
         for group in unit.groups:
             group.partial = None
             for parameter in group.parameters:
@@ -195,7 +196,7 @@ class Gradients:
         compute, stream = context.compute_stream, context.reduce_scatter_stream
         self.delayed.join(compute)
         parts = [(group, group.take_gradients(), self._wire_of(group)) for group in groups]
-        self._has_sums = False
+        self.has_sums = False
         self.delayed.release(compute)
         unit.check_order("reduce", lambda: sum(g.gradient_nbytes(taken, wire) for g, taken, wire in parts))
         stream.wait_stream(compute)
@@ -218,7 +219,7 @@ class Gradients:
 
     def _wire_of(self, group: ParameterGroup) -> torch.dtype:
         """What a group's gradients travel in. Sums of microbatches, and what layers add up, are as wide as they get."""
-        if self._has_sums or (self.main_grads and any(grads.group is group for grads in self.main_grads)):
+        if self.has_sums or (self.main_grads and any(grads.group is group for grads in self.main_grads)):
             return group.reduce_dtype
         return group.wire_dtype
 

@@ -199,7 +199,11 @@ class FSDPState(UnitParameters):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Unshard for the unit's backward, and gather the next unit ahead."""
+        """Unshard for the unit's backward, and gather the next unit ahead.
+
+        Raises:
+            RuntimeError: Some of its backward ran already, with parameters that were not there yet.
+        """
         if self.awaits_backward_end:
             return  # another output of the same forward
         if stepping.is_stepped(self):
@@ -209,6 +213,13 @@ class FSDPState(UnitParameters):
             self.drop_stale_weights()
         for grads in self.gradients.main_grads:
             grads.offer()
+        if self.is_unsharding and self.has_gradients and not self.gradients.has_sums:
+            raise RuntimeError(
+                f"Expected no gradient of {self.title} before its backward begins, got some, made with parameters that "
+                "were still being gathered. A tensor that it computed reaches the loss past its outputs: by an object "
+                "that it was given, an attribute, or a hook. Return the tensor from forward, or shard the unit with "
+                "reshard_after_forward=False. Gradients of this pass are wrong: call reset_iter_state()."
+            )
         with label("pre_backward", self.name):
             ahead = _ahead(self.backward_prefetch, self.context.enter_backward(self))
             if self.unshards_in_backward:

@@ -43,6 +43,8 @@ _KNOWN_TYPES: Final = frozenset(
             for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
         ),
         ("torch.serialization", "_get_layout"),
+        # Python before 3.11.4 stores a member of an enum as a call of this; a stand-in's call does nothing.
+        ("builtins", "getattr"),
         # torch 2.0 and 2.1 kept a tensor's properties where sharded tensors are.
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
