@@ -440,11 +440,22 @@ class _NotingNet(Net):
 def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_gradients() -> None:
     """Its backward runs before the unit's: where that gathers, parameters are allocated and not there."""
 
+    def with_frozen_sides() -> _NotingNet:
+        model = _NotingNet()
+        for layer in model.layers:
+            layer.side.requires_grad_(False)
+        return model
+
     def check() -> None:
-        _, model = twins(_NotingNet)
-        with pytest.raises(RuntimeError, match="before its backward begins"):
-            model(X).square().mean().backward()
-        kept = twins(_NotingNet, shard_on(reshard_after_forward=False))
-        assert_trains_alike(*kept, mean_square(lambda model: model(X)))
+        for make, message in (
+            (_NotingNet, "before its backward begins"),
+            (with_frozen_sides, "modified by an inplace operation"),
+        ):
+            with case(message):
+                _, model = twins(make)
+                with pytest.raises(RuntimeError, match=message):
+                    model(X).square().mean().backward()
+                kept = twins(make, shard_on(reshard_after_forward=False))
+                assert_trains_alike(*kept, mean_square(lambda model: model(X)))
 
     run_ranks(check, 2)

@@ -55,6 +55,10 @@ class Member(Gatherable, Protocol):
         """Start gathering."""
         ...
 
+    def forbid_frozen(self) -> None:
+        """Let nobody compute with frozen parameters until the gather is waited for."""
+        ...
+
     def ahead_in_forward(self, learned: Sequence[Member]) -> Sequence[Member]:
         """The units to gather ahead when its forward begins: those that it was told, or what a learned order says."""
         ...

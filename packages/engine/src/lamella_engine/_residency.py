@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 
 from lamella_buffers import Done, Pending, all_gather
 from lamella_engine import _overlapping as overlapping
@@ -76,6 +78,7 @@ class UnitParameters:
         self._holders: set[object] = set()
         self._readers: list[torch.Event] = []
         self._gather: _Gather | None = None
+        self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None
         self._gathered_at = -1  # how many updates had been by then
         self._expects_update = False
@@ -213,6 +216,16 @@ class UnitParameters:
                     group.unsharded_weight.free()
             raise
 
+    def forbid_frozen(self) -> None:
+        """Let autograd refuse frozen parameters until a gather in flight is waited for.
+
+        It sees them modified. What uses others so early leaves gradients, which show it.
+        """
+        frozen = tuple(p.unsharded for group in self.groups for p in group.parameters if not p.trains)
+        if frozen and self._gather is not None and self._forbidden is None:
+            self._forbidden = _unsafe_preserve_version_counter(frozen)
+            increment_version(frozen)
+
     def wait_for_unshard(self) -> None:
         """Order the compute stream after the gather, and make the modules hold the unsharded parameters.
 
@@ -232,6 +245,9 @@ class UnitParameters:
             return
         context = self.context
         (pending, event), self._gather = self._gather, None
+        if self._forbidden is not None:
+            self._forbidden.__exit__(None, None, None)
+            self._forbidden = None
         self._early = None
         if pending:  # gloo copies its results into place now: where what they lie in was allocated
             with context.on(context.all_gather_stream):

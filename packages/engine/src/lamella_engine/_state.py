@@ -224,7 +224,10 @@ class FSDPState(UnitParameters):
             ahead = _ahead(self.backward_prefetch, self.context.enter_backward(self))
             if self.unshards_in_backward:
                 self.unshard()
-            _gather_ahead([member for member in ahead if member.unshards_in_backward], "backward")
+            ahead = [member for member in ahead if member.unshards_in_backward]
+            _gather_ahead(ahead, "backward")
+            for member in ahead:
+                member.forbid_frozen()
             self.wait_for_unshard()
 
     def end_backward(self) -> None:
