@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import shutil
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, open_checkpoint, save
-from lamella_checkpoint._base.pickles import Inert, MemoTooLarge, UnknownType, read_pickle
+from lamella_checkpoint._base.pickles import Inert, PickleTooLarge, UnknownType, read_pickle
 from lamella_checkpoint._formats.items import unpickle
 from lamella_checkpoint._formats.megatron_files import plain_contents
 from lamella_checkpoint._formats.metadata import StoredMetadata
@@ -198,8 +199,56 @@ def test_numbers_are_found_wherever_they_are(value, protocol, where):
     places = [place for _, _, place in pickletools.genops(content)]
     place = places[int(where * (len(places) - 1))]
     for number in NUMBERED.values():
-        with pytest.raises(MemoTooLarge):
+        with pytest.raises(PickleTooLarge):
             read_pickle(content[:place] + number + content[place:], knows=lambda *_: True)
+
+
+def _doubled(make, depth=40):
+    node = make("leaf", "leaf")
+    for _ in range(depth):
+        node = make(node, node)
+    return node
+
+
+NESTS = {
+    "lists": lambda a, b: [a, b],
+    "tuples": lambda a, b: (a, b),
+    "dicts": lambda a, b: {"a": a, "b": b},
+    "ordered dicts": lambda a, b: OrderedDict(a=a, b=b),
+    "objects": lambda a, b: StorageMeta(a, b),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_values_that_hold_one_another_twice_over_and_over_are_refused(nest):
+    content = pickle.dumps(_doubled(NESTS[nest]))
+    assert len(content) < 10_000
+    with pytest.raises(PickleTooLarge):
+        read_pickle(content, knows=lambda *_: True)
+
+
+def test_a_value_that_holds_itself_is_refused():
+    node = []
+    node.append(node)
+    with pytest.raises(PickleTooLarge):
+        read_pickle(pickle.dumps(node), knows=lambda *_: False)
+
+
+def test_what_is_shared_a_few_times_is_read():
+    shared = list(range(1000))
+    assert read_pickle(pickle.dumps([shared] * 100), knows=lambda *_: False) == [shared] * 100
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_checkpoint_that_never_ends_is_refused_by_name(tmp_path, trust):
+    file = tmp_path / "bomb.pt"
+    torch.save({"model": {"weight": torch.zeros(2)}, "epoch": _doubled(NESTS["lists"])}, file)
+    with pytest.raises(CheckpointDamaged, match="bomb.pt"):
+        open_checkpoint(file, trust=trust)
+    content = io.BytesIO()
+    torch.save(_doubled(NESTS["lists"]), content)
+    with pytest.raises(CheckpointDamaged, match="epoch"):
+        unpickle(content, file, "epoch", trust=trust)
 
 
 def test_trust_makes_what_the_metadata_asks_for(path):

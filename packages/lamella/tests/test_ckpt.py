@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,15 +207,19 @@ def test_a_checkpoint_gives_way_when_forced_and_nothing_else_does(
 # -- Qwen3.5, to Megatron and back ------------------------------------------------------------------------------------
 
 
+def publish(kind: Any, folder: Path, dtype: torch.dtype) -> Path:
+    """A Qwen3.5 as it is published, with the layer that predicts further tokens."""
+    from lamella_testing.qwen import make_model, make_mtp
+
+    make_model(kind, vocab_size=300, spread=0.05).to(dtype).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | make_mtp(weights), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @pytest.fixture(params=["dense", "moe", "vision", "vision-moe"])
 def qwen(request: pytest.FixtureRequest, family: None, tmp_path: Path) -> Path:
-    """A published Qwen3.5, in bf16, with the layer that predicts further tokens."""
-    from test_fine_tuning import add_mtp, make_model
-
-    model = make_model(request.param).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "qwen")  # type: ignore[operator]
-    add_mtp(tmp_path / "qwen" / "model.safetensors")
-    return tmp_path / "qwen"
+    return publish(request.param, tmp_path / "qwen", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +250,7 @@ def test_a_qwen_goes_to_megatron_and_back_bit_for_bit(
     assert all(": dtype: " in line for line in lines[:-1])
     lines = run("diff", qwen, megatron, "--tp", 2, "--limit", 1000, code=1).splitlines()
     [line] = [line for line in lines if "values" in line]
-    assert line.startswith(f"model.{norm}: 1 of 4 values, first at [1]: ")
+    assert line.startswith(f"model.{norm}: 1 of 6 values, first at [1]: ")
 
 
 @pytest.mark.usefixtures("family")
@@ -254,12 +259,9 @@ def test_what_a_run_trains_goes_to_megatron_and_back_with_what_it_does_not(
     run: Run, refusal: Run, tmp_path: Path, kind: str
 ) -> None:
     """The text model is trained; Megatron gets the whole, and it is published again as it was."""
-    from test_fine_tuning import add_mtp, make_model
     from transformers import AutoModelForCausalLM
 
-    qwen, kept = tmp_path / "qwen", tmp_path / "kept"
-    make_model(kind).save_pretrained(qwen)  # type: ignore[operator]
-    add_mtp(qwen / "model.safetensors")
+    qwen, kept = publish(kind, tmp_path / "qwen", torch.float32), tmp_path / "kept"
     before = load_file(qwen / "model.safetensors")
     untrained = [name for name in before if name.startswith(("mtp.", "model.visual."))]
     kept.mkdir()
@@ -308,8 +310,8 @@ def test_what_megatron_needs_to_know_is_asked_for_by_its_option(
     megatron, there = tmp_path / "megatron", tmp_path / "there"
     message = refusal("convert", qwen, megatron, "--to", "fsdp_dtensor")
     assert "Expected --tp, " in message and "in_proj.weight.query" in message
-    assert "Expected a tensor_parallel_size that divides the 2 key heads" in refusal(
-        "convert", qwen, megatron, "--to", "fsdp_dtensor", "--tp", 4
+    assert "Expected a tensor_parallel_size that divides the 4 key heads" in refusal(
+        "convert", qwen, megatron, "--to", "fsdp_dtensor", "--tp", 8
     )
     run("convert", qwen, megatron, "--to", "fsdp_dtensor", "--tp", 2)
     message = refusal("convert", megatron, there, "--to", "hf")

@@ -13,6 +13,11 @@ Note [What is remembered]
     number, twice: five bytes of a file can make it 64 GB. Whoever writes pickles counts from 0 on, so a number larger
     than the pickle has bytes is somebody's who means harm. Numbers are looked at before anything is unpickled, most
     opcodes by one match of a pattern: a tenth of the time that unpickling takes, where `pickletools.genops` takes half.
+
+Note [What is named twice]
+    A list that holds another one twice, and that another one twice, is forty short lines of a pickle and ends no walk
+    through it. So what was read is walked through once, with an end: a value takes a byte at least, unless it is
+    shared, and what is shared by many is a leaf.
 """
 
 import io
@@ -46,8 +51,8 @@ class UnknownType(Exception):
         self.name = name
 
 
-class MemoTooLarge(Exception):
-    """A pickle numbers a value as no writer does: Note [What is remembered]."""
+class PickleTooLarge(Exception):
+    """A pickle makes more than one of its length can need: Notes [What is remembered] and [What is named twice]."""
 
 
 class Inert:
@@ -91,16 +96,48 @@ def read_pickle(content: bytes, *, knows: Callable[[str, str], bool], trust: boo
         trust: Whether types that are neither known nor plain data are imported and made, which can run anything.
 
     Raises:
-        MemoTooLarge: It would make the unpickler hold more than a pickle of its length can need.
+        PickleTooLarge: It would make the unpickler, or who walks through the result, do what no pickle of its length
+            can need.
         UnknownType: Such a type, without `trust`.
         Exception: Anything, where the file is no pickle.
 
     Effects: none without `trust`, see Note [Nothing runs].
     """
     _check_memo(content)
-    return _Unpickler(content, knows, trust).load()
+    result = _Unpickler(content, knows, trust).load()
+    check_size(result, len(content))
+    return result
 
 
+def check_size(value: object, nbytes: int) -> None:
+    """Note [What is named twice].
+
+    Args:
+        value: What was read.
+        nbytes: From how many bytes.
+
+    Raises:
+        PickleTooLarge: A walk through it does not end, or takes too long.
+    """
+    most = left = _FEW_VALUES + 4 * nbytes
+    unseen = [value]
+    while unseen:
+        node = unseen.pop()
+        inside: list[object] = []
+        if isinstance(node, dict):
+            inside = [*node, *node.values()]
+        elif isinstance(node, list | tuple | set | frozenset):
+            inside = [*node]
+        elif isinstance(node, Inert):
+            inside = [node.args, node.state, node.items]
+        left -= len(inside)
+        if left < 0:
+            raise PickleTooLarge(f"expected at most {most} values in {nbytes} bytes, got more: some are shared")
+        unseen += [each for each in inside if isinstance(each, _NESTS)]
+
+
+_NESTS: Final = (dict, list, tuple, set, frozenset, Inert)
+_FEW_VALUES: Final = 1 << 20  # Walked through in less than a second.
 _OPCODES: Final = {op.code.encode("latin-1"): op for op in pickletools.opcodes}
 _NUMBERS_A_VALUE: Final = frozenset({"PUT", "LONG_BINPUT"})  # A table of 256 entries, for `BINPUT`, harms nobody.
 
@@ -134,7 +171,7 @@ def _check_memo(content: bytes) -> None:
             return
         arg = op.arg.reader(stream)
         if op.name in _NUMBERS_A_VALUE and arg > len(content):
-            raise MemoTooLarge(f"expected {len(content)} bytes to number as many values at most, got number {arg}")
+            raise PickleTooLarge(f"expected {len(content)} bytes to number as many values at most, got number {arg}")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -31,7 +31,7 @@ import torch
 
 from lamella_checkpoint._base.errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_checkpoint._base.file_boxes import Stored, read_box
-from lamella_checkpoint._base.pickles import MemoTooLarge
+from lamella_checkpoint._base.pickles import PickleTooLarge, check_size
 from lamella_checkpoint._formats.metadata import Item
 from lamella_checkpoint._formats.torch_zip import (
     FileSlice,
@@ -169,11 +169,13 @@ def unpickle(content: BinaryIO, file: Path, name: str, *, trust: bool) -> Any:
         return plain_data(content)
     except Exception as error:  # torch knows more types, and says better what is wrong.
         is_refused = isinstance(error, zipfile.BadZipFile) and zipfile.is_zipfile(content)
-        if is_refused or isinstance(error, MemoTooLarge):
+        if is_refused or isinstance(error, PickleTooLarge):
             raise damaged(file, name, error) from error
     content.seek(0)
     try:
-        return torch.load(content, map_location="cpu", weights_only=not trust)
+        value = torch.load(content, map_location="cpu", weights_only=not trust)
+        check_size(value, content.seek(0, io.SEEK_END))
+        return value
     except pickle.UnpicklingError as error:
         unknown = unsafe_types(content, error)
         if unknown and not trust:
