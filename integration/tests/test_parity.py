@@ -127,13 +127,19 @@ def test_a_model_built_on_meta_starts_with_the_weights_of_one_built_whole(name: 
 @ALL_TASKS
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=["reduce_fp32", "reduce_bf16"])
 def test_bf16_training_equals_torch_fsdp2_bit_by_bit(name: str, num_ranks: int, reduce_dtype: torch.dtype) -> None:
-    """No tolerance: both round the same weights to bf16, run the same kernels, and sum in the same order."""
+    """No tolerance, but for sums of four: both round the same weights to bf16 and run the same kernels.
+
+    In fp32 ours are added up in the order of the ranks, and gloo's grouped reduce-scatter is an all-reduce, whose order
+    changes from segment to segment of a tensor: whether that shows, the processor decides.
+    In bf16 both are gloo's; but where a dim does not divide, segments are not shards.
+    """
     task = TASKS[name]
     recipe = Recipe(num_steps=6, max_norm=1.0)
-    # But for one case: gloo's grouped reduce-scatter is an all-reduce, whose order of summation changes from segment to
-    # segment of a tensor. Where a dim does not divide, segments are not shards, and among four ranks the order counts.
-    loss_tolerance = 2**-8 if (name, num_ranks, reduce_dtype) == ("odd", 4, torch.bfloat16) else 0.0
-    weight_tolerance = 2 * recipe.learning_rate if loss_tolerance else 0.0
+    loss_tolerance, weight_tolerance = 0.0, 0.0
+    if num_ranks == 4 and reduce_dtype is torch.float32:
+        loss_tolerance, weight_tolerance = 1e-4, recipe.learning_rate / 10
+    elif num_ranks == 4 and name == "odd":
+        loss_tolerance, weight_tolerance = 2**-8, 2 * recipe.learning_rate
 
     def traces() -> tuple[Trace, Trace]:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
