@@ -431,12 +431,10 @@ def _all() -> Iterator[tuple[str, Subject]]:
         yield f"{kind} translator", _translator(kind)
     for kind in ("beit", "dinov2", "dinov2_with_registers", "ijepa", "siglip", "vit_msn"):
         yield f"{kind} classifier", _classifier(kind)
-    for kind in ("deepseek_v2", "minicpm3", "longcat_flash", "youtu"):
+    for kind in ("deepseek_v2", "minicpm3", "youtu"):
         yield kind, _decoder(kind, **_MLA)
-    for kind in ("hubert", "wavlm", "unispeech-sat"):
-        yield kind, _listener(kind, **_WAV)
-    for kind in ("rwkv", "mpt"):
-        yield kind, _decoder(kind, recomputes=kind != "mpt")
+    yield "unispeech-sat", _listener("unispeech-sat", **_WAV)
+    yield "mpt", _decoder("mpt", recomputes=False)
     yield "bamba", _decoder("bamba", attn_layer_indices=[1])
     yield "codegen", _decoder("codegen", rotary_dim=4)
     yield "falcon_h1", _decoder("falcon_h1", mamba_d_ssm=64)
