@@ -132,7 +132,7 @@ def check_size(value: object, nbytes: int) -> None:
             inside = [node.args, node.state, node.items]
         left -= len(inside)
         if left < 0:
-            raise PickleTooLarge(f"expected at most {most} values in {nbytes} bytes, got more: some are shared")
+            raise PickleTooLarge(f"expected at most {most} values in {nbytes} bytes, got more: some hold one another")
         unseen += [each for each in inside if isinstance(each, _NESTS)]
 
 
