@@ -45,6 +45,7 @@ _KNOWN_TYPES: Final = frozenset(
         ("torch.serialization", "_get_layout"),
         # Python before 3.11.4 stores a member of an enum as a call of this; a stand-in's call does nothing.
         ("builtins", "getattr"),
+        ("__builtin__", "getattr"),  # its name in old protocols
         # torch 2.0 and 2.1 kept a tensor's properties where sharded tensors are.
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
