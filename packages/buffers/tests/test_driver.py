@@ -1,10 +1,13 @@
 """Which calls of the CUDA driver are made; no driver is there to take them."""
 
 import ctypes
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lamella_buffers import _driver
 
@@ -19,6 +22,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch, stream: int, *, has_batches: bool, i
 
     monkeypatch.setattr(_driver, "_call", call)
     monkeypatch.setattr(_driver, "_has_batches", lambda: has_batches)
+    monkeypatch.setattr(_driver, "_allocation_of", lambda address: address)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     _driver.Copies([(8, 16, 4), (32, 64, 4)]).enqueue(stream)
     return calls
@@ -41,17 +45,57 @@ def test_copies_are_one_batch_where_the_driver_takes_one(
     assert ("Batch" in calls[0]) == (num_calls == 1)
 
 
+MOVES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 3), st.integers(0, 9), st.sampled_from([0, 1, 2])),
+    unique_by=lambda move: move[:2],
+)
+
+
+@given(MOVES)
+def test_rows_are_the_copies_that_they_stand_for(places: list[tuple[int, ...]]) -> None:
+    """Each place is an allocation, and where in it, in pitches of which some are too far for the driver."""
+    far = (1 << 31) // 4
+    moves = [(a * 99 * far + i * far, b * 99 * far + j * far, nbytes) for a, i, b, j, nbytes in places]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_driver, "_allocation_of", lambda address: address // (99 * far))
+        found = list(_driver._as_rows(moves))
+    unrolled = []
+    for rows in found:
+        into, source = rows.into, rows.source
+        unrolled += [
+            (into.address + i * into.pitch, source.address + i * source.pitch, rows.width) for i in range(rows.height)
+        ]
+        assert rows.width <= into.pitch < 1 << 31 and rows.width <= source.pitch < 1 << 31
+        assert into.kind == source.kind == 4, "CU_MEMORYTYPE_UNIFIED"
+    assert sorted(unrolled) == sorted(move for move in moves if move[2] > 0)
+
+
+def test_pieces_of_a_decoders_block_are_captured_as_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query and output, key and value, three of the feed-forward layer, two norms: four for each peer."""
+    monkeypatch.setattr(_driver, "_allocation_of", lambda address: address >> 32)
+    numels = {"norm": 4, "q": 64, "k": 16, "v": 16, "o": 64, "second norm": 4, "gate": 224, "up": 224, "down": 224}
+    starts = list(itertools.accumulate(numels.values(), initial=0))
+    moves = [
+        (peer << 32 | start, start, numel)
+        for start, numel in zip(starts, numels.values(), strict=False)
+        for peer in (1, 2, 3)
+    ]
+    assert len(list(_driver._as_rows(moves))) == 4 * 3
+
+
 def test_no_copies_are_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_driver, "_call", lambda *_: pytest.fail("Expected no call."))
     _driver.Copies([]).enqueue(A_STREAM)
 
 
 def test_structures_are_as_large_as_the_drivers() -> None:
-    """`CUstreamBatchMemOpParams`, a union that is padded to six words, and `CUmemcpyAttributes`."""
+    """`CUstreamBatchMemOpParams`, a union that is padded to six words, `CUmemcpyAttributes`, `CUDA_MEMCPY2D`."""
     assert ctypes.sizeof(_driver._MemoryOp) == 6 * 8
     assert _driver._MemoryOp.address.offset == 8 and _driver._MemoryOp.value.offset == 16
     assert ctypes.sizeof(_driver._CopyAttributes) == 6 * 4
     assert ctypes.sizeof(_driver._Handle) == 64
+    assert ctypes.sizeof(_driver._Rows) == 2 * 7 * 8 + 2 * 8
+    assert _driver._Side.address.offset == 4 * 8
 
 
 def test_flags_are_waited_for_before_any_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:

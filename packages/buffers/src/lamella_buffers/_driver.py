@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,7 +14,9 @@ _LAZY_PEER_ACCESS = 1
 _EQUAL = 1
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _LEGACY_DEFAULT = 0
-_COPY, _BATCH = "cuMemcpyDtoDAsync_v2", "cuMemcpyBatchAsync_v2"
+_UNIFIED = 4
+_MAX_PITCH = 2**31 - 1
+_COPY, _BATCH, _ROWS = "cuMemcpyDtoDAsync_v2", "cuMemcpyBatchAsync_v2", "cuMemcpy2DAsync_v2"
 
 
 class DriverError(RuntimeError):
@@ -42,6 +45,26 @@ class _CopyAttributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
+class _Side(ctypes.Structure):
+    """Where rows are read or written: at an address, a pitch apart."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+
+
+class _Rows(ctypes.Structure):
+    """A copy of rows of equal width."""
+
+    _fields_ = (("source", _Side), ("into", _Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
+
+
 _IN_STREAM_ORDER = _CopyAttributes(order=1)
 
 
@@ -60,10 +83,9 @@ def share(address: int) -> Shared:
 
     Effects: none on a stream.
     """
-    base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    base, handle = _allocation_of(address), _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return Shared(bytes(memoryview(handle).cast("B")), address - base.value)
+    return Shared(bytes(memoryview(handle).cast("B")), address - base)
 
 
 def map_shared(shared: Shared) -> int:
@@ -112,18 +134,63 @@ class Copies:
         """Put them on a stream, which must be torch's current one.
 
         As one batch, which costs the host a tenth of as many calls and leaves copy engines no gaps, if the driver has
-        that. It cannot be captured in a graph, and is refused on CUDA's legacy default stream, which is torch's.
+        that. It is refused on CUDA's legacy default stream, which is torch's, and cannot be captured in a graph: there
+        copies of equal sizes are rows of one, where they lie that way.
 
         Effects: copies by copy engines where the two are on different devices; together they come after what came
             before on the stream, and before what comes after.
         """
         if not self._num:
             return
-        if stream != _LEGACY_DEFAULT and _has_batches() and not torch.cuda.is_current_stream_capturing():
+        moves = zip(self._into, self._sources, self._nbytes, strict=True)
+        if stream != _LEGACY_DEFAULT and torch.cuda.is_current_stream_capturing():
+            for rows in _as_rows(moves):
+                _call(_ROWS, ctypes.byref(rows), stream)
+        elif stream != _LEGACY_DEFAULT and _has_batches():
             _call(_BATCH, *self._batch, stream)
-            return
-        for into, source, nbytes in zip(self._into, self._sources, self._nbytes, strict=True):
-            _call(_COPY, into, source, nbytes, stream)
+        else:
+            for move in moves:
+                _call(_COPY, *move, stream)
+
+
+def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_Rows]:
+    """The same copies in few: one for those of a size, between the same two allocations, that are equally far apart.
+
+    Pieces of weights of one shape lie so wherever there are two, and those of a layer's experts all together.
+    """
+    alike: defaultdict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    for into, source, nbytes in moves:
+        if nbytes:
+            alike[_allocation_of(into), _allocation_of(source), nbytes].append((into, source))
+    for (_, _, nbytes), places in alike.items():
+        for run in _runs(sorted(places), nbytes):
+            pitches = _apart(*run[:2]) if len(run) > 1 else (nbytes, nbytes)
+            sides = (_Side(kind=_UNIFIED, address=at, pitch=by) for at, by in zip(run[0], pitches, strict=True))
+            yield _Rows(into=next(sides), source=next(sides), width=nbytes, height=len(run))
+
+
+def _runs(places: Iterable[tuple[int, int]], nbytes: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut places (where to, where from) where they stop to be equally far apart, by what the driver takes as pitches."""
+    run: list[tuple[int, int]] = []
+    for place in places:
+        if run:
+            pitches = _apart(run[-1], place)
+            is_pitch = all(nbytes <= each <= _MAX_PITCH for each in pitches)
+            if not is_pitch or (len(run) > 1 and pitches != _apart(*run[:2])):
+                yield run
+                run = []
+        run.append(place)
+    yield run
+
+
+def _apart(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return other[0] - one[0], other[1] - one[1]
+
+
+def _allocation_of(address: int) -> int:
+    base = ctypes.c_uint64()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(address))
+    return base.value
 
 
 class FlagOps:
@@ -152,6 +219,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuIpcGetMemHandle": [ctypes.c_void_p, ctypes.c_uint64],
     "cuIpcOpenMemHandle_v2": [ctypes.c_void_p, _Handle, ctypes.c_uint],
     _COPY: [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
+    _ROWS: [ctypes.c_void_p, ctypes.c_void_p],
     _BATCH: [
         ctypes.c_void_p,
         ctypes.c_void_p,
