@@ -170,7 +170,7 @@ def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_Rows]:
 
 
 def _runs(places: Iterable[tuple[int, int]], nbytes: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut places (where to, where from) where they stop to be equally far apart, by what the driver takes as pitches."""
+    """Cut places (where to, where from) where they are no longer equally far apart, or farther than a pitch can be."""
     run: list[tuple[int, int]] = []
     for place in places:
         if run:
