@@ -7,7 +7,7 @@ import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 
-from lamella_engine import MixedPrecisionPolicy, capture_step, fully_shard
+from lamella_engine import MixedPrecisionPolicy, _overlapping, capture_step, fully_shard, overlap_optimizer
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_testing import run_ranks
 
@@ -18,9 +18,10 @@ NUM_STEPS = 8
 
 
 class Loop:
-    """A sharded model of several units and a step over it, with clipping and a learning rate that falls."""
+    """A sharded model of several units and a step over it, with a learning rate that falls, and clipping if told."""
 
-    def __init__(self, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, reduce_dtype: torch.dtype | None = None, *, max_norm: float | None = 0.5) -> None:
+        self.max_norm = max_norm
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.task = TASKS["llama"]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -32,7 +33,8 @@ class Loop:
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = self.task.loss(self.model(tokens), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
@@ -67,10 +69,42 @@ def test_a_captured_step_replays_as_the_eager_one(num_ranks: int, reduce_dtype: 
         torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
 
 
+@ALL_RANKS
+def test_a_captured_step_updates_some_while_the_last_gradients_are_reduced(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[list[int]] = []
+    step_some = _overlapping._step
+
+    def note(optimizer: torch.optim.Optimizer, part: Any) -> None:
+        parts[-1].append(sum(map(len, part)))
+        step_some(optimizer, part)
+
+    def both() -> list[object]:
+        eager = Loop(max_norm=None)
+        expected = eager.losses(eager.step), eager.weights()
+        loop = Loop(max_norm=None)
+        overlap_optimizer(loop.optimizer, late_gradients=True)
+        monkeypatch.setattr(_overlapping, "_step", note)
+
+        def step(*batch: torch.Tensor) -> torch.Tensor:
+            parts.append([])
+            return loop.step(*batch)
+
+        found = loop.losses(capture_step(step, loop.optimizer)), loop.weights()
+        *_, (num_early, num_gathered_first) = parts
+        assert len(parts) == 4, "three eager steps, and the one that is captured"
+        assert num_early > 0 and num_gathered_first == 0
+        return [expected, found]
+
+    for eager, captured in run_ranks(both, num_ranks, device="cuda"):
+        torch.testing.assert_close(captured, eager, rtol=0.0, atol=0.0)
+
+
 @pytest.mark.gpu1
 def test_hooks_that_wait_are_called_before_each_replay() -> None:
     def num_waits() -> int:
-        loop = Loop(None)
+        loop = Loop()
         waits: list[object] = []
 
         def wait(*_: object) -> None:

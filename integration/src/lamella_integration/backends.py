@@ -171,8 +171,6 @@ def lamella(
     graph: bool = False,
 ) -> Training:
     """`lamella_engine.fully_shard`, built on the meta device."""
-    if graph and overlap_optimizer != "false":
-        raise ValueError("Expected `overlap_optimizer` without `graph`, got both: a captured step gathers nothing.")
     allocators = {
         "caching": buffers.CachingAllocator,
         "mempool": buffers.MemPoolAllocator,

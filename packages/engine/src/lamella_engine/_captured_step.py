@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lamella_engine._overlapping import drop_early
 from lamella_engine._step_hooks import held_by, wait_before_update
 from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
 
@@ -115,6 +116,7 @@ class CapturedStep(Generic[P, R]):
         return outputs
 
     def _capture(self, stream: torch.cuda.Stream) -> tuple[Callable[[], object], R]:
+        drop_early(self._optimizer)
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()  # A graph's memory is its own: what eager steps left would lie beside it.
@@ -170,8 +172,9 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
 
     Effects: eager steps run on a stream of their own, which the current one waits for; the capture waits for the
         device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the
-        memory that the step needs. Call `remove()` of `overlap_optimizer`'s handle before. Over parameters on the CPU
-        all calls run as they are, and inputs and param groups are checked alike.
+        memory that the step needs. With `overlap_optimizer` a captured step gathers nothing for the next one, but late
+        gradients are late there too. Over parameters on the CPU all calls run as they are, and inputs and param groups
+        are checked alike.
     """
     if num_eager_steps < 1:
         raise ValueError(

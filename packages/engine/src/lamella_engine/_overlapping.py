@@ -80,6 +80,13 @@ class OverlapOptimizer:
         if (optimizer := self._optimizer()) is not None:
             release(optimizer)
             updates.forget_step(optimizer)
+        self.drop_early()
+
+    def drop_early(self) -> None:
+        """Free what the last step has gathered, unless a forward has used it.
+
+        Effects: those of `FSDPModule.reshard`.
+        """
         for member in list(self._early):
             member.drop_early()
 
@@ -161,9 +168,9 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     outermost one with embedding and head, and one more. These gathers then run while the optimizer updates the rest,
     and forward need not wait for them. The training loop stays as it is. Weights, state and state dict are to the bit
     those of the same training without this. Clipping, gradient scalers, step hooks and learning rate schedulers work
-    as before. A step with a closure, without a backward before it, that is compiled (`torch.compile`), or in a CUDA
-    graph that is captured, gathers nothing, and is made as without this; `remove()` what this returns before a forward
-    is captured.
+    as before. A step with a closure, without a backward before it, or that is compiled (`torch.compile`) gathers
+    nothing, and is made as without this. One in a CUDA graph gathers nothing either, but late gradients are late there
+    too: `capture_step` sees to it; before other captures `remove()` what this returns.
 
     What was gathered is gathered again at the next forward if the weights changed since: by `load_state_dict`, `.to()`,
     another optimizer, operations on the parameters. Say `mark_updated()`, on every rank, after writes that torch's
@@ -208,6 +215,13 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     check_steps_apart(optimizer, overlap_optimizer.__name__)
     claim(optimizer, overlap_optimizer.__name__)
     return OverlapOptimizer(optimizer, late_gradients=late_gradients)
+
+
+def drop_early(optimizer: Optimizer) -> None:
+    """Free what this optimizer's last step has gathered, unless a forward has used it."""
+    for each in list(_active.values()):
+        if each._optimizer() is optimizer:
+            each.drop_early()
 
 
 def expect_step(context: Context) -> None:

@@ -124,8 +124,8 @@ class FSDPState(UnitParameters):
         if self.context.is_captured:
             raise RuntimeError(
                 f"Expected nothing to be gathered yet when a CUDA graph of a forward is captured, got {self.title}, "
-                "which an optimizer's step has gathered before (overlap_optimizer). remove() what overlap_optimizer "
-                "returned before the capture: a captured step cannot gather for the next one."
+                "which an optimizer's step has gathered before (overlap_optimizer). A captured step cannot gather for "
+                "the next one. Use capture_step(), or remove() what overlap_optimizer returned before the capture."
             )
 
     def begin_forward(self, module_id: int, *, is_recomputed: bool) -> bool:
