@@ -308,8 +308,7 @@ def _measurement(first_loss: float, last_loss: float, *, trained: bool = True, l
         peak_reserved_gib=3.0,
         built_gib=1.0,
         at_rest_gib=1.5,
-        first_loss=first_loss,
-        last_loss=last_loss,
+        losses=(first_loss, last_loss),
         trained=trained,
         leaked_gib=leaked_gib,
     )

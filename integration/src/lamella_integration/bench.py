@@ -208,8 +208,7 @@ def _measure(backend: Backend, workload: Workload, options: Options, baseline_gi
         peak_reserved_gib=_over_ranks(reserved_gib, dist.ReduceOp.MAX, workload),
         built_gib=_over_ranks(built_gib, dist.ReduceOp.MAX, workload),
         at_rest_gib=_over_ranks(_allocated_gib(workload.device) - baseline_gib, dist.ReduceOp.MAX, workload),
-        first_loss=_over_ranks(losses[0].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
-        last_loss=_over_ranks(losses[-1].item(), dist.ReduceOp.SUM, workload) / dist.get_world_size(),
+        losses=_means_over_ranks(losses),
         trained=training.learns,
         steps_s=tuple(_over_ranks(seconds, dist.ReduceOp.MAX, workload) for seconds in step_s),
     )
@@ -313,6 +312,12 @@ def _over_ranks(value: float, op: dist.ReduceOp.RedOpType, workload: Workload) -
     tensor = torch.tensor(value, dtype=torch.float64, device=workload.device)
     dist.all_reduce(tensor, op=op)
     return tensor.item()
+
+
+def _means_over_ranks(losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    means = torch.stack(list(losses)).double()
+    dist.all_reduce(means)
+    return tuple((means / dist.get_world_size()).tolist())
 
 
 def _environment(device: torch.device) -> dict[str, str]:

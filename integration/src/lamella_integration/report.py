@@ -55,13 +55,13 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One backend's figures, the slowest or fullest rank's. Losses are means over ranks.
+    """One backend's figures, the slowest or fullest rank's.
 
-    `step_s` is the slowest rank's median step; `steps_s` has every measured step, as long as its slowest rank took.
-    `built_gib` is allocated before the first step; `at_rest_gib` between steps, with optimizer state and
-    without gradients. Allocated memory is counted without what was there before the backend was built; reserved memory
-    is all that the process has, windows that copy engines keep from earlier rows among it. `trouble` is what kept
-    phases or host time from being measured.
+    `losses` has every step's, the mean over ranks, from the first that warms up. `step_s` is the slowest rank's median
+    step; `steps_s` has every measured step, as long as its slowest rank took. `built_gib` is allocated before the first
+    step; `at_rest_gib` between steps, with optimizer state and without gradients. Allocated memory is counted without
+    what was there before the backend was built; reserved memory is all that the process has, windows that copy engines
+    keep from earlier rows among it. `trouble` is what kept phases or host time from being measured.
     """
 
     step_s: float
@@ -71,14 +71,21 @@ class Measurement:
     peak_reserved_gib: float
     built_gib: float
     at_rest_gib: float
-    first_loss: float
-    last_loss: float
+    losses: tuple[float, ...]
     trained: bool
     steps_s: tuple[float, ...] = ()
     phases: Phases | None = None
     host: HostTime | None = None
     trouble: str = ""
     leaked_gib: float = 0.0
+
+    @property
+    def first_loss(self) -> float:
+        return self.losses[0]
+
+    @property
+    def last_loss(self) -> float:
+        return self.losses[-1]
 
     @property
     def mfu(self) -> float:
