@@ -10,12 +10,13 @@ from typing import cast
 import pytest
 import torch
 import torch._dynamo  # The optimizer imports it: once here instead of once a rank.
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lamella_integration import bench, profile
-from lamella_integration.backends import Workload
+from lamella_integration.backends import BACKENDS, Training, Workload
 from lamella_integration.bench import parse_options, run
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import SIZES, Block, Llama, next_token_loss, num_flops_per_token
@@ -321,13 +322,36 @@ def test_losses_beyond_their_tolerance_are_flagged_with_both_values() -> None:
         "close": _measurement(11.801, 8.1),
         "wrong": _measurement(11.8, 8.5),
         "other": _measurement(11.9, 8.0),
+        "steep": _measurement(11.8, 8.1),
     }
     report = Report(title="t", environment={}, rows=dict(rows))
     assert report.disagreements() == {
-        "wrong": "LOSS DISAGREES: expected a last loss of 8.00000 as first has, got 8.50000",
+        "wrong": "LOSS DISAGREES: expected a mean loss of 9.90000 as first has, got 10.15000",
         "other": "LOSS DISAGREES: expected a first loss of 11.80000 as first has, got 11.90000",
     }
     assert "LOSS DISAGREES" in report.markdown()
+    assert not report.is_sound()
+
+
+@pytest.mark.parametrize("wrong", ["a rank's gradient is lost", "one weight of eight is not updated"])
+def test_a_backend_that_trains_wrong_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_wrong(workload: Workload) -> Training:
+        training = BACKENDS["fsdp2"](workload)
+        parameters = list(training.model.parameters())[::8]
+
+        def backward(loss: torch.Tensor) -> None:
+            (loss * 0.0 if wrong.startswith("a rank") and dist.get_rank() == 1 else loss).backward()  # type: ignore[no-untyped-call]
+
+        def step() -> None:
+            for parameter in parameters if wrong.startswith("one weight") else []:
+                parameter.grad = None
+            training.optimizer_step()
+
+        return replace(training, backward=backward, optimizer_step=step)
+
+    monkeypatch.setitem(BACKENDS, "wrong", train_wrong)
+    report = _run("--backends", "fsdp2", "lamella", "wrong", "--steps", "10", num_ranks=4)
+    assert list(report.disagreements()) == ["wrong"]
     assert not report.is_sound()
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,12 +16,13 @@ PEAK_TFLOPS = 989.0  # Dense bf16 of one H100 or H200.
 # Note [Loss tolerances]
 #   The first loss is a forward pass over equal bf16 weights. Backends that compute alike agree to the last bit;
 #   autocast keeps the residual stream in fp32. bf16 rounds each activation by up to 2**-9, and the mean over
-#   thousands of tokens averages that away: 1e-3 is generous. The last loss has gone through a dozen AdamW
-#   updates, whose first ones move every weight by the sign of its gradient, whatever its size, so roundings of small
-#   gradients count in full. A reduction that drops a rank, or a gradient read after it was freed, moves the loss
-#   by far more than 2 %. (A gradient scaled as a whole does not: AdamW divides the scale out.)
+#   thousands of tokens averages that away: 1e-3 is generous. AdamW's first updates move every weight by the sign of
+#   its gradient, whatever its size, so roundings of small gradients count in full, and where the loss falls steeply two
+#   runs of one backend end 8 % apart. The mean over all steps is within 0.6 % there, and within 0.2 % in longer
+#   sequences. A reduction that drops one rank of four moves it by more than 1 % even where little is learnt. (A
+#   gradient scaled as a whole does not: AdamW divides the scale out.)
 FIRST_LOSS_TOLERANCE = 1e-3
-LAST_LOSS_TOLERANCE = 2e-2
+MEAN_LOSS_TOLERANCE = 1e-2
 LEAK_TOLERANCE_GIB = 0.25  # cuBLAS keeps a workspace of 32 MiB for each stream that it was used on.
 
 
@@ -84,6 +86,10 @@ class Measurement:
         return self.losses[0]
 
     @property
+    def mean_loss(self) -> float:
+        return fmean(self.losses)
+
+    @property
     def last_loss(self) -> float:
         return self.losses[-1]
 
@@ -144,7 +150,7 @@ class Report:
     def markdown(self) -> str:
         """The tables that people paste."""
         columns = ["tokens/s/GPU", "of ideal", "x FSDP2", "step s", "MFU", "peak GiB", "reserved", "at rest", "built"]
-        columns += ["first loss", "last loss", "notes"]
+        columns += ["first loss", "mean loss", "last loss", "notes"]
         environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         command = [f"`{self.command}`", ""] if self.command else []
         rows = {name: self._cells(name, row) for name, row in self.rows.items()}
@@ -171,7 +177,7 @@ class Report:
             *(f"{gib:.1f}" for gib in (row.peak_allocated_gib, row.peak_reserved_gib)),
             *(f"{gib:.1f}" for gib in (row.at_rest_gib, row.built_gib)),
             f"{row.first_loss:.5f}",
-            f"{row.last_loss:.5f}" if row.trained else "-",
+            *([f"{row.mean_loss:.5f}", f"{row.last_loss:.5f}"] if row.trained else ["-", "-"]),
             self._notes(name, row),
         ]
 
@@ -268,7 +274,7 @@ def _phase_cells(row: Measurement) -> list[str]:
 def _disagreement(row: Measurement, reference: Measurement, reference_name: str) -> str:
     pairs = [("first", row.first_loss, reference.first_loss, FIRST_LOSS_TOLERANCE)]
     if row.trained:
-        pairs.append(("last", row.last_loss, reference.last_loss, LAST_LOSS_TOLERANCE))
+        pairs.append(("mean", row.mean_loss, reference.mean_loss, MEAN_LOSS_TOLERANCE))
     return "; ".join(
         f"LOSS DISAGREES: expected a {which} loss of {expected:.5f} as {reference_name} has, got {loss:.5f}"
         for which, loss, expected, tolerance in pairs
