@@ -101,8 +101,9 @@ def _assert_replays(pool: PoolAllocator, buffers: _Buffers, step: Sequence[int] 
     assert after.num_plans == before.num_plans
 
 
-@pytest.mark.parametrize("pool", [PoolAllocator(), PoolAllocator(PoolAllocator())], ids=["pool", "pool of a pool"])
-def test_the_pool_conforms(pool: PoolAllocator) -> None:
+@pytest.mark.parametrize("source_of", [lambda: None, PoolAllocator], ids=["pool", "pool of a pool"])
+def test_the_pool_conforms(source_of: Callable[[], Allocator | None]) -> None:
+    pool = PoolAllocator(source_of())
     assert isinstance(pool, Allocator)
     check_allocator(pool)
     assert pool.report().num_plans > 0, "the test must see a plan at work"
