@@ -219,6 +219,7 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     options = [option for option in session.posargs if option != "--published"]
     # Ranks share the cores, and a sum must not depend on how many there are.
     session.env["OMP_NUM_THREADS"] = "1"
+    session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
     session.run("python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *map(str, args), *options)
 
 
