@@ -104,7 +104,8 @@ def oldest(session: nox.Session, package: str) -> None:
     """Test one package, or all of them together, under the oldest torch that is supported."""
     _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
     session.install("--no-config", OLDEST_TORCH)  # In place of the one that constraints.txt and pyproject.toml pin.
-    _pytest_installed(session, FOLDERS[package] / "tests", "--ignore-glob", "*/tests/mcore")
+    documentation = [ROOT / "tests" / "documentation"] if package == "integration" else []
+    _pytest_installed(session, FOLDERS[package] / "tests", *documentation, "--ignore-glob", "*/tests/mcore")
 
 
 @nox.session(default=False)
@@ -219,6 +220,7 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     options = [option for option in session.posargs if option != "--published"]
     # Ranks share the cores, and a sum must not depend on how many there are.
     session.env["OMP_NUM_THREADS"] = "1"
+    session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
     session.run("python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *map(str, args), *options)
 
 

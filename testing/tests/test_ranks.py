@@ -1,15 +1,19 @@
 """`run_ranks`: results by rank, failures at once, hangs named."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_testing import RankFailure, RankTimeout, run_ranks
+from lamella_testing import RankFailure, RankTimeout, Team, run_ranks
 
 
 def _sum_of_ranks() -> float:
@@ -124,6 +128,53 @@ def test_ranks_can_run_autograd_after_the_parent_has() -> None:
         return weight.grad[0, 0].item()
 
     assert run_ranks(gradient, 2) == [64.0, 64.0]
+
+
+THREADS_OF_AUTOGRAD = r"Expected a parent process whose autograd has no threads.*`run_ranks\(..., num_ranks=1\)`"
+
+
+def test_a_parent_whose_autograd_has_threads_is_refused() -> None:
+    named, leave = threading.Event(), threading.Event()
+
+    def pose() -> None:
+        name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        name.write_text("pt_autograd_0")
+        named.set()
+        leave.wait()
+        name.write_text("python")  # It is listed a moment longer than it runs.
+
+    thread = threading.Thread(target=pose)
+    thread.start()
+    assert named.wait(timeout=10)
+    try:
+        with pytest.raises(RuntimeError, match=THREADS_OF_AUTOGRAD):
+            run_ranks(_sum_of_ranks, 1)
+        with pytest.raises(RuntimeError, match=THREADS_OF_AUTOGRAD):
+            Team(1).run(_sum_of_ranks)
+    finally:
+        leave.set()
+        thread.join()
+    assert run_ranks(_sum_of_ranks, 1) == [0.0]
+
+
+PASS_BACKWARD_AND_FORK = """
+import torch
+from torch._subclasses import FakeTensorMode
+from lamella_testing import run_ranks
+
+with FakeTensorMode():
+    pass
+torch.ones((), requires_grad=True).backward()
+run_ranks(lambda: None, 1)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs gives autograd no threads")
+def test_autograd_has_threads_where_there_are_gpus_real_or_fake() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", PASS_BACKWARD_AND_FORK], capture_output=True, text=True, check=False
+    )
+    assert re.search(THREADS_OF_AUTOGRAD, process.stderr), process.stderr
 
 
 def test_no_rank_at_all_is_refused() -> None:

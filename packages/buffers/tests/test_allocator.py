@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lamella_buffers import Allocator, CachingAllocator
+from lamella_buffers import Allocator, CachingAllocator, MemPoolAllocator, PoolAllocator
 from lamella_buffers.testing import check_allocator
 
 
@@ -127,3 +127,15 @@ def test_the_conformance_test_catches_freed_buffers_whose_bytes_can_be_read() ->
 
     with pytest.raises(AssertionError, match="no bytes"):
         check_allocator(Keeping())
+
+
+def test_a_torch_that_cannot_swap_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "UntypedStorage", object)
+    with pytest.raises(RuntimeError, match=r"Expected a torch that can move memory .* or CachingAllocator"):
+        PoolAllocator()
+
+
+def test_torchs_memory_pools_are_refused_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"Expected a CUDA device, got none.*CachingAllocator or PoolAllocator"):
+        MemPoolAllocator()

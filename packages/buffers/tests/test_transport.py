@@ -76,6 +76,15 @@ class _AnsweredByGloo:
 
         return answer
 
+    def alltoall(self, arrivals: list[torch.Tensor], pieces: list[torch.Tensor], options: Any) -> None:
+        """One piece to each rank; gloo before torch 2.12 exchanges the parts of one tensor and nothing else."""
+        self.noted.append("alltoall")
+        sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
+        arrived = torch.empty_like(sent)
+        _world().alltoall_base(arrived, sent, [], [], options).wait()
+        for place, piece in zip(arrivals, arrived.view(pieces[0].dtype).chunk(len(arrivals)), strict=True):
+            place.copy_(piece.view_as(place))
+
     def _start_coalescing(self, device: torch.device) -> None:
         self.noted.append("start")
 

@@ -106,6 +106,13 @@ def test_a_dtype_is_what_is_written(tmp_path):
     assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.tensor([1.0], dtype=torch.bfloat16))
 
 
+def test_one_file_of_torch_puts_no_fake_gpus_in_the_process(source, tmp_path, monkeypatch):
+    """With them, autograd would have threads from then on, and forks of the process no autograd."""
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: pytest.fail("fake GPUs"))
+    write_torch(source, kept(source), tmp_path / "a.pt")
+    assert equal(torch.load(tmp_path / "a.pt"), source, "model.")
+
+
 def trained(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

@@ -155,7 +155,9 @@ def test_a_step_that_is_compiled_is_compiled_as_often_as_without(name: str) -> N
                 optimizer.step()
                 optimizer.zero_grad()
             if name == "SGD":  # compiled, AdamW's arithmetic is another than what it steps with inside
-                pair.assert_equal()
+                for expected, got in zip(*(model.parameters() for model in pair.models), strict=True):
+                    # Compiled by torch 2.11, SGD rounds in its own way.
+                    torch.testing.assert_close(local(got), local(expected), rtol=1e-6, atol=1e-7)
         ordinary, ours = graphs_of
         assert len(ours) == len(ordinary)
 

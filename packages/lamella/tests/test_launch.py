@@ -13,6 +13,8 @@ import pytest
 from lamella import WorkerError
 from lamella._launch import run_workers
 
+DEADLINE_S = 60  # What takes longer hangs, on a busy machine too.
+
 # A worker's program; `body` runs in it with its rank. Not torch's start-up, which takes seconds.
 PROGRAM = """
     import os, signal, sys, time
@@ -45,8 +47,8 @@ def is_alive(pid: int) -> bool:
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
-def wait_until(condition: "object", seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: "object") -> None:
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -106,7 +108,7 @@ def start_parent(tmp_path: Path) -> "subprocess.Popen[bytes]":
 def test_an_interrupted_parent_takes_its_workers_along(tmp_path: Path) -> None:
     parent = start_parent(tmp_path)
     parent.send_signal(signal.SIGINT)
-    _, errors = parent.communicate(timeout=10)
+    _, errors = parent.communicate(timeout=DEADLINE_S)
     assert b"KeyboardInterrupt" in errors
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
@@ -114,5 +116,5 @@ def test_an_interrupted_parent_takes_its_workers_along(tmp_path: Path) -> None:
 def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent = start_parent(tmp_path)
     parent.kill()
-    parent.communicate(timeout=10)
-    wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)), seconds=10)
+    parent.communicate(timeout=DEADLINE_S)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)))

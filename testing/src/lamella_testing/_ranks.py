@@ -21,7 +21,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -88,14 +89,14 @@ def run_ranks(
     Raises:
         RankFailure: A rank raised or died. Carries the rank and its traceback.
         RankTimeout: Carries the ranks that still ran; its text shows where they stood.
-        RuntimeError: Fewer GPUs than ranks are visible, or this process has already used CUDA.
+        RuntimeError: Fewer GPUs than ranks are visible, or this process has already used CUDA, or backward where torch
+            sees GPUs.
 
     Effects: forks `num_ranks` children and waits for them; none outlives the call.
     """
     if num_ranks < 1:
         raise ValueError(f"Expected `num_ranks` of at least 1, got {num_ranks}.")
-    if device == "cuda":
-        check_gpus(num_ranks)
+    check_parent(num_ranks, device)
     with tempfile.TemporaryDirectory(prefix="lamella-ranks-") as directory:
         ranks: list[Rank] = []
 
@@ -117,8 +118,25 @@ def run_ranks(
     return [pickle.loads(payload) for payload in payloads]
 
 
-def check_gpus(num_ranks: int) -> None:
-    """Refuse to fork ranks that could not use their GPUs."""
+def check_parent(num_ranks: int, device: Device) -> None:
+    """Refuse to fork ranks that could not run autograd, or could not use their GPUs."""
+    if any(name.startswith("pt_autograd") for name in _thread_names()):
+        raise RuntimeError(
+            "Expected a parent process whose autograd has no threads, got one that ran a backward pass where torch saw "
+            "GPUs, or FakeTensorMode's in their place: its forks cannot run another. Move that pass into "
+            "`run_ranks(..., num_ranks=1)`; where no GPU is needed, CUDA_VISIBLE_DEVICES='' hides them."
+        )
+    if device == "cuda":
+        _check_gpus(num_ranks)
+
+
+def _thread_names() -> Iterator[str]:
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # It has ended meanwhile.
+            yield (thread / "comm").read_text()
+
+
+def _check_gpus(num_ranks: int) -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "Expected a parent process that has not used CUDA, got one that has: forked ranks cannot use it "

@@ -11,7 +11,7 @@ from typing import TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 import torch.distributed as dist
 
-from lamella_testing._ranks import Device, Rank, check_gpus, collect, join_group, kill, outcome_of, start
+from lamella_testing._ranks import Device, Rank, check_parent, collect, join_group, kill, outcome_of, start
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,8 @@ class Team:
         Raises:
             RankFailure: A rank raised or died.
             RankTimeout: Not all of them were done in time.
-            RuntimeError: Fewer GPUs than ranks are visible, or this process has used CUDA.
+            RuntimeError: Fewer GPUs than ranks are visible, or this process has used CUDA, or backward
+                where torch sees GPUs.
         """
         message = cloudpickle.dumps(fn)
         try:
@@ -62,8 +63,7 @@ class Team:
             self._directory = None
 
     def _start(self) -> None:
-        if self._device == "cuda":
-            check_gpus(self._num_ranks)
+        check_parent(self._num_ranks, self._device)
         self._directory = TemporaryDirectory(prefix="lamella-team-")
         directory = Path(self._directory.name)
 

@@ -44,6 +44,18 @@ from lamella_checkpoint._formats.torch_zip import seal
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 
 
+class _FakeOnCpu(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors without memory, on the CPU.
+
+    Where torch could use GPUs and finds none, its own mode puts eight that do not exist in their place, for good:
+    autograd then has threads for them, and cannot run in forks of this process.
+    """
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return False
+
+
 def write_safetensors(
     source: Source,
     dtypes: Mapping[str, torch.dtype],
@@ -171,7 +183,7 @@ def write_torch(
 
     Effects: as Note [An archive that is filled].
     """
-    with FakeTensorMode():
+    with _FakeOnCpu():
         blanks = {name: torch.empty(source.tensors[name].shape, dtype=dtype) for name, dtype in dtypes.items()}
     ties = {alias: blanks[name] for alias, name in aliases.items() if name in blanks}
     objects = {name: value for names, value in _objects(source) for name in names}
@@ -196,7 +208,7 @@ def write_torch(
 
 def _starts(contents: object, file: Path) -> dict[int, int]:
     """By the id of a tensor that was saved, the byte of the file at which its elements start."""
-    with FakeTensorMode():
+    with _FakeOnCpu():
         loaded = torch.load(file, weights_only=True)
     return {
         id(saved): cast(int, tensor.untyped_storage()._checkpoint_offset) for saved, tensor in _pairs(contents, loaded)
