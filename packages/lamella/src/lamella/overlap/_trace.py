@@ -49,6 +49,11 @@ class Kind(Enum):
     def is_collective(self) -> bool:
         return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.COLLECTIVE)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether an operator of this kind does the work itself, whatever small ones it calls."""
+        return self.is_collective or self in (Kind.ATTENTION, Kind.MATMUL, Kind.OPTIMIZER)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
@@ -161,9 +166,9 @@ def kernels_of(trace: Trace) -> list[Kernel]:
 
 
 def operators_of(trace: Trace) -> list[Kernel]:
-    """What stands in for kernels on a CPU: the main thread's operators that call no other.
+    """What stands in for kernels on a CPU: the main thread's operators that do the work themselves, or call no other.
 
-    Collectives count as such and other threads are left out, because what gloo and its transport copy is their affair.
+    Other threads are left out, because what gloo and its transport copy is their affair.
     """
     leaves: list[dict[str, Any]] = []
     opaque_until = -math.inf
@@ -175,7 +180,7 @@ def operators_of(trace: Trace) -> list[Kernel]:
         if leaves and event["ts"] < leaves[-1]["ts"] + leaves[-1]["dur"]:
             leaves.pop()
         leaves.append(event)
-        if classify(event["name"]).is_collective:
+        if classify(event["name"]).is_whole:
             opaque_until = event["ts"] + event["dur"]
     return [_kernel(event, _numels(event), event) for event in leaves]
 
