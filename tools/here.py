@@ -5,7 +5,8 @@ import (torch, pytest, ...) and nothing more: no environment is made, nothing is
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs
     python tools/here.py te [PYTEST ARGS]           tests marked te: two GPUs and Transformer Engine, or they fail
-    python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun
+    python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
+                                                    --device cpu on four CPU ranks
     python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
     python tools/here.py python -m lamella train    any Python command with the sources on its path
 """
@@ -28,7 +29,8 @@ def main(args: list[str]) -> int:
         case ["te", *rest]:
             return _require_gpus(2) or _pytest("te", rest)
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
-            return _require_gpus(int(num_gpus)) or _bench(num_gpus, rest)
+            is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
+            return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
         case ["soak", *rest]:
             return _pytest("slow", rest)
         case ["python", *rest]:

@@ -96,6 +96,13 @@ def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command:
     assert run.stderr.strip() == "Expected at least 2 visible GPUs, got 1."
 
 
+@pytest.mark.parametrize("device", [["--device", "cpu"], ["--device=cpu"]], ids=" ".join)
+def test_the_benchmark_asks_for_no_gpus_where_it_is_to_run_on_a_cpu(tmp_path: Path, device: list[str]) -> None:
+    here = [sys.executable, str(ROOT / "tools" / "here.py"), "bench", "2", *device]
+    run = subprocess.run(here, env=_fake_torch(tmp_path, 0), capture_output=True, text=True, check=False)
+    assert "torch.distributed.run" in run.stderr and "visible GPUs" not in run.stderr
+
+
 def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
     here = [sys.executable, str(ROOT / "tools" / "here.py"), "gpus"]
     run = subprocess.run(here, capture_output=True, text=True, check=False)

@@ -325,7 +325,9 @@ class _Page(HTMLParser):
         self.open: list[str] = []
         self.rects: list[dict[str, str | None]] = []
         self.titles: list[str] = []
+        self.marks: dict[str, str | None] = {}
         self.text = ""
+        self._style: str | None = None
         self.feed(text)
         self.close()
 
@@ -334,6 +336,7 @@ class _Page(HTMLParser):
             self.open.append(tag)
         if tag == "rect":
             self.rects.append(dict(attrs))
+        self._style = dict(attrs).get("style")
         assert not {name for name, _ in attrs} & {"src", "href"}  # nothing from elsewhere
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -346,6 +349,8 @@ class _Page(HTMLParser):
         self.text += data
         if self.open and self.open[-1] == "title":
             self.titles.append(data)
+        if self.open and self.open[-1] == "span" and self._style:
+            self.marks[data] = self._style
 
 
 def test_the_page_is_well_formed_and_names_each_unit_and_what_was_exposed() -> None:
@@ -366,6 +371,15 @@ def test_bars_lie_where_their_kernels_ran() -> None:
     scale = 2 * NUM_COLUMNS / 1190.25
     assert float(adam["x"] or 0) == pytest.approx(770 * scale, abs=1)
     assert float(adam["width"] or 0) == pytest.approx(100 * scale, abs=2)
+
+
+def test_the_axis_names_steps_and_milliseconds_where_they_begin() -> None:
+    page = _Page(as_html(overlap_report(two_units_in_two_steps())))
+    assert page.titles[0] == "Overlap report: rank 1 of 4, 2 steps, GPU kernels; milliseconds"
+    assert page.marks["ProfilerStep#5"] == "left:0.000%;width:73.094%"
+    assert page.marks["ProfilerStep#6"] == "left:73.094%;width:26.906%"
+    assert [mark for mark in page.marks if not mark.startswith("Profiler")] == [f"{n / 10:g}" for n in range(12)]
+    assert page.marks["0.7"] == f"left:{70_000 / 1190.25:.3f}%;width:{10_000 / 1190.25:.3f}%"
 
 
 def test_a_page_of_very_many_kernels_stays_small() -> None:
@@ -390,6 +404,9 @@ def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
     assert math.isclose(plain.total.span, 1.19025)
 
 
+COMPLETE = {"ph": "X", "cat": "kernel", "name": MATMUL, "ts": 1, "dur": 2, "pid": 0, "tid": 7}
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -399,6 +416,12 @@ def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
         (b'{"traceEvents": 3}', "JSON without a list of traceEvents"),
         (gzip.compress(b'{"traceEvents": []}')[:-9], "ended before the end-of-stream marker"),
         (b"\x1f\x8b" + b"\x08" * 30, ""),
+        (b"[" * 100_000, "recursion"),
+        (b'{"traceEvents": [3]}', "got a malformed event: 3."),
+        *(
+            (json.dumps({"traceEvents": [COMPLETE | changed]}).encode(), "got a malformed event: {")
+            for changed in ({"name": None}, {"ts": None}, {"dur": "1"}, {"ts": math.nan}, {"args": None})
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -480,4 +503,4 @@ def test_without_a_gpu_nothing_is_said_of_exposure() -> None:
     assert not report.on_gpu and losses(report) == [] and "No GPU kernels" in verdict(report)
     traffic = _unit(report.total, "a").traffic[Role.FORWARD_GATHER]
     assert (traffic.num, traffic.exposed, traffic.hidden) == (1, None, None)
-    assert report.total.whole.host_gaps is None and "exposed  " not in as_text(report)
+    assert report.total.whole.host_gaps is None and "exposed" not in as_text(report).split("No GPU")[0]

@@ -110,7 +110,7 @@ def test_kernels_take_their_sizes_from_their_operator_and_their_launch_from_the_
     assert [(kernel.thread, kernel.launched_us) for kernel in kernels] == [(1, 3), (None, None), (None, None)]
 
 
-def test_without_a_gpu_the_innermost_operators_of_the_main_thread_stand_in() -> None:
+def test_without_a_gpu_the_operators_of_the_main_thread_that_do_the_work_stand_in() -> None:
     shapes = {"External id": 1, "Input Dims": [[64, 64]]}
     trace = {
         "traceEvents": [
@@ -118,12 +118,18 @@ def test_without_a_gpu_the_innermost_operators_of_the_main_thread_stand_in() -> 
             _event("cpu_op", "aten::copy_", 2, 5, **shapes),
             _event("cpu_op", "c10d::reduce_scatter_tensor_coalesced_", 20, 10, **shapes),
             _event("cpu_op", "aten::clone", 22, 5, **shapes),
+            _event("cpu_op", "aten::matmul", 39, 7, **shapes),
             _event("cpu_op", "aten::mm", 40, 5, **shapes),
+            _event("cpu_op", "aten::resolve_conj", 41, 1, **shapes),
+            _event("cpu_op", "aten::_fused_adamw_", 50, 9, **shapes),
+            _event("cpu_op", "aten::_fused_adamw_", 51, 7, **shapes),
+            _event("cpu_op", "aten::item", 52, 1, **shapes),
             _event("cpu_op", "aten::copy_", 40, 5, **shapes) | {"tid": 2},
         ]
     }
-    assert [operator.name for operator in operators_of(trace)] == [
-        "aten::copy_",
-        "c10d::reduce_scatter_tensor_coalesced_",
-        "aten::mm",
+    assert [(operator.name, operator.duration_us) for operator in operators_of(trace)] == [
+        ("aten::copy_", 5),
+        ("c10d::reduce_scatter_tensor_coalesced_", 10),
+        ("aten::mm", 5),
+        ("aten::_fused_adamw_", 9),
     ]

@@ -1,5 +1,6 @@
 """A report as one HTML page: the tables, and a timeline to zoom into."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,14 @@ from html import escape
 
 from lamella.overlap._intervals import Interval, intersect
 from lamella.overlap._report import OverlapReport, Timeline
-from lamella.overlap._tables import UNIT_CAPTION, Row, headline, step_table, unit_table
+from lamella.overlap._tables import Row, headline, step_table, unit_caption, unit_table
 from lamella.overlap._verdict import verdict
 
 NUM_COLUMNS = 8000  # Of a step. Bars that are narrower than a column share one.
 _MOST_COLUMNS = 32000
 _LANE_HEIGHT = 20
 _LONGEST_NAME = 100
+_MOST_TICKS = 20  # of the axis
 
 _EXPOSED = "exposed"
 _COLOURS = {
@@ -60,12 +62,12 @@ def as_html(report: OverlapReport) -> str:
     num_columns = min(NUM_COLUMNS * len(report.steps), _MOST_COLUMNS)
     colours = "".join(f".{kind}{{fill:{colour};background:{colour}}}" for kind, colour in _COLOURS.items())
     legend = " ".join(f'<span class="{kind}">&emsp;</span> {kind.replace("_", " ")}' for kind in _COLOURS)
-    labels = "".join(f"<div>{escape(name)}</div>" for name in lanes)
+    labels = "".join(f"<div>{escape(name)}</div>" for name in ("step", "ms", *lanes))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<title>lamella overlap report</title>
+<title>Overlap report: {escape(headline(report))}</title>
 <style>
 body {{ font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff }}
 table {{ border-collapse: collapse; margin: 1em 0 }}
@@ -75,6 +77,9 @@ td:first-child, th:first-child {{ text-align: left }}
 .labels {{ flex: none; font-size: 12px }}
 .labels div {{ height: {_LANE_HEIGHT}px; padding: 0 6px; white-space: nowrap }}
 .scroll {{ overflow-x: auto; flex: auto }}
+.axis {{ position: relative; height: {_LANE_HEIGHT}px }}
+.axis span {{ position: absolute; box-sizing: border-box; height: 100%; padding-left: 3px; border-left: 1px solid #999;
+ font-size: 12px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }}
 svg {{ display: block; width: 100%; height: {_LANE_HEIGHT * len(lanes)}px }}
 .step {{ stroke: #222; stroke-width: 1; vector-effect: non-scaling-stroke }}
 {colours}
@@ -87,13 +92,15 @@ svg {{ display: block; width: 100%; height: {_LANE_HEIGHT * len(lanes)}px }}
 {_table(step_table(report))}
 <p>{legend}</p>
 <p>Zoom <input type="range" min="100" max="2000" value="100" aria-label="Zoom"
- oninput="document.querySelector('svg').style.width = this.value + '%'"></p>
-<div class="timeline"><div class="labels">{labels}</div><div class="scroll">
+ oninput="document.querySelector('.zoomed').style.width = this.value + '%'"></p>
+<div class="timeline"><div class="labels">{labels}</div><div class="scroll"><div class="zoomed">
+<div class="axis">{_marks(_steps(report.timeline), report.timeline)}</div>
+<div class="axis">{_marks(_ticks(report.timeline), report.timeline)}</div>
 <svg viewBox="0 0 {num_columns} {_LANE_HEIGHT * len(lanes)}" preserveAspectRatio="none">
 {"".join(_drawing(report.timeline, lanes.values(), num_columns))}
 </svg>
-</div></div>
-<p>{UNIT_CAPTION}</p>
+</div></div></div>
+<p>{escape(unit_caption(report))}</p>
 {_table(unit_table(report))}
 </body>
 </html>
@@ -104,6 +111,31 @@ def _table(rows: Sequence[Row]) -> str:
     tags = ["th", *["td"] * (len(rows) - 1)]
     lines = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True))
     return "<table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
+
+
+def _steps(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
+    for name, window in timeline.windows.items():
+        yield window, name
+
+
+def _ticks(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
+    """Milliseconds since the first kernel began, at round numbers."""
+    start, end = timeline.span
+    power = 10 ** math.floor(math.log10((end - start) / _MOST_TICKS))
+    tick = next(power * factor for factor in (1, 2, 5, 10) if power * factor * _MOST_TICKS >= end - start)
+    for number in range(math.ceil((end - start) / tick)):
+        left = start + number * tick
+        yield (left, min(left + tick, end)), f"{number * tick / 1e3:g}"
+
+
+def _marks(named: Iterable[tuple[Interval, str]], timeline: Timeline) -> str:
+    """Names over the time that each is of."""
+    start, end = timeline.span
+    return "".join(
+        f'<span style="left:{(left - start) / (end - start):.3%};width:{(right - left) / (end - start):.3%}">'
+        f"{escape(name)}</span>"
+        for (left, right), name in named
+    )
 
 
 def _lanes(report: OverlapReport) -> dict[str, list[_Item]]:

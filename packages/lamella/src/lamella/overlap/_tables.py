@@ -44,10 +44,12 @@ def unit_table(report: OverlapReport) -> list[Row]:
     return list(zip(*(column for column in columns if any(cell not in ("", "-") for cell in column[1:])), strict=True))
 
 
-UNIT_CAPTION = (
-    "A step's mean: how often each unit was gathered in forward and in backward, and reduced, for how long (ms), how "
-    "much of that was exposed, and what each rank sent in a second."
-)
+def unit_caption(report: OverlapReport) -> str:
+    """What the columns of the units' table are."""
+    often = "A step's mean: how often each unit was gathered in forward and in backward, and reduced"
+    if not report.on_gpu:
+        return f"{often}, and for how long the main thread was in that (ms)."
+    return f"{often}, for how long (ms), how much of that was exposed, and what each rank sent in a second."
 
 
 def _unit_row(unit: UnitReport, num_steps: int) -> Row:
@@ -68,7 +70,7 @@ def _ms(value: float | None, num_steps: int = 1) -> str:
 
 def as_text(report: OverlapReport) -> str:
     """The report for a terminal."""
-    caption, conclusion = (textwrap.fill(text, _WIDTH) for text in (UNIT_CAPTION, verdict(report)))
+    caption, conclusion = (textwrap.fill(text, _WIDTH) for text in (unit_caption(report), verdict(report)))
     parts = [headline(report), _aligned(step_table(report)), caption, _aligned(unit_table(report)), conclusion]
     return "\n\n".join(parts)
 

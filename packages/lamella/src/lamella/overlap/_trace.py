@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+import reprlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ Trace = dict[str, Any]
 
 _COMMUNICATES = r"nccl|c10d::|gloo::|multimem|memcpy ptop"
 _GZIP = b"\x1f\x8b"
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_CALLS = ("cuda_runtime", "cuda_driver")
+_CATEGORIES = {*_DEVICE, *_CALLS, "cpu_op", "user_annotation", "gpu_user_annotation"}
 _ITEM_NBYTES = {"Long": 8, "Double": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # else 1
 
 
@@ -44,6 +48,11 @@ class Kind(Enum):
     @property
     def is_collective(self) -> bool:
         return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.COLLECTIVE)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an operator of this kind does the work itself, whatever small ones it calls."""
+        return self.is_collective or self in (Kind.ATTENTION, Kind.MATMUL, Kind.OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +113,7 @@ def read_trace(path: Path) -> Trace:
         content = path.read_bytes()
         content = gzip.decompress(content) if content.startswith(_GZIP) else content
         trace = json.loads(content.decode(errors="replace"), strict=False)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         got = (
             f"{error.strerror}"
             if isinstance(error, OSError) and error.strerror
@@ -113,7 +122,25 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{expected} {got}.") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise TraceError(f"{expected} JSON without a list of traceEvents.")
+    for event in trace["traceEvents"]:
+        if not _is_event(event):
+            raise TraceError(f"{expected} a malformed event: {reprlib.repr(event)}.")
     return trace
+
+
+def _is_event(event: object) -> bool:
+    """Whether it is an event that nothing reads, or one that says what, where and when it was."""
+    if not isinstance(event, dict):
+        return False
+    if event.get("ph") != "X" or event.get("cat") not in _CATEGORIES:
+        return True
+    is_named = isinstance(event.get("name"), str) and isinstance(event.get("args", {}), dict)
+    times = (event.get("ts"), event.get("dur"))
+    return is_named and {"pid", "tid"} <= event.keys() and all(_is_time(time) for time in times)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @cache
@@ -129,19 +156,19 @@ def kernels_of(trace: Trace) -> list[Kernel]:
     with `record_shapes`; and the call that launched it, by its "correlation".
     """
     numels = {args_of(event).get("External id"): _numels(event) for event in events_of(trace, "cpu_op")}
-    calls = events_of(trace, "cuda_runtime", "cuda_driver")
+    calls = events_of(trace, *_CALLS)
     launches = {event["args"]["correlation"]: event for event in calls if "correlation" in args_of(event)}
     return [
         _kernel(event, numels.get(args.get("External id"), ()), launches.get(args.get("correlation")))
-        for event in events_of(trace, "kernel", "gpu_memcpy", "gpu_memset")
+        for event in events_of(trace, *_DEVICE)
         for args in [args_of(event)]
     ]
 
 
 def operators_of(trace: Trace) -> list[Kernel]:
-    """What stands in for kernels on a CPU: the main thread's operators that call no other.
+    """What stands in for kernels on a CPU: the main thread's operators that do the work themselves, or call no other.
 
-    Collectives count as such and other threads are left out, because what gloo and its transport copy is their affair.
+    Other threads are left out, because what gloo and its transport copy is their affair.
     """
     leaves: list[dict[str, Any]] = []
     opaque_until = -math.inf
@@ -153,7 +180,7 @@ def operators_of(trace: Trace) -> list[Kernel]:
         if leaves and event["ts"] < leaves[-1]["ts"] + leaves[-1]["dur"]:
             leaves.pop()
         leaves.append(event)
-        if classify(event["name"]).is_collective:
+        if classify(event["name"]).is_whole:
             opaque_until = event["ts"] + event["dur"]
     return [_kernel(event, _numels(event), event) for event in leaves]
 
@@ -197,12 +224,12 @@ def _kernel(event: dict[str, Any], numels: tuple[int, ...], launch: dict[str, An
     name = f"{event['name']} {args.get('Collective name', '')}".strip()
     return Kernel(
         name=name,
-        stream=int(args.get("stream", 0)),
+        stream=args.get("stream", 0),
         start_us=float(event["ts"]),
         duration_us=float(event["dur"]),
         numels=numels,
         operator=args.get("External id"),
-        thread=None if launch is None else int(launch["tid"]),
+        thread=None if launch is None else launch["tid"],
         launched_us=None if launch is None else float(launch["ts"]),
         sent_nbytes=_sent_nbytes(name, args),
     )
