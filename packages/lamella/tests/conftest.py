@@ -16,6 +16,7 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from lamella._config import Config, resolve
 from lamella._directory import RunDirectory
@@ -25,6 +26,10 @@ from lamella._report import StepRecord, ValidationRecord, read
 from lamella._train import Trainer
 from lamella_checkpoint import find_family
 from lamella_testing import run_ranks, write_entry_points
+
+# Property tests draw the same examples in every run: a red run is red again.
+settings.register_profile("lamella", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("lamella")
 
 # What a rank imports on its way: once here, and not in each forked rank.
 for module in ("torch._dynamo", "matplotlib.backends.backend_agg", "transformers.models.llama.modeling_llama"):
