@@ -123,6 +123,8 @@ def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on() ->
         assert f"Expected the package {package}" in failure.error
     assert isinstance(report.rows["lamella"], Measurement)
     assert not report.is_sound()
+    table = [line for line in report.markdown().splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1  # the error is in the last column
     assert "| megatron_fsdp | - |" in report.markdown()
 
 

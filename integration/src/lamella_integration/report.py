@@ -166,7 +166,7 @@ class Report:
 
     def _cells(self, name: str, row: Measurement | Failure) -> list[str]:
         if isinstance(row, Failure):
-            return ["-"] * 11 + [" ".join(row.error.split())[:300]]
+            return ["-"] * 12 + [" ".join(row.error.split())[:300]]
         of_ideal, of_fsdp2 = self.ratio(name, "ideal"), self.ratio(name, "fsdp2")
         return [
             f"{row.tokens_per_s:,.0f}",
