@@ -1,4 +1,4 @@
-"""Backwards whose end is a call of its own, as torch's pipeline schedules have it; and memory that keeps its address."""
+"""Backwards whose end is a call of its own, as pipeline schedules of torch have it; memory that keeps its address."""
 
 from collections.abc import Callable
 from typing import Any

@@ -111,6 +111,13 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"Expected {name!r} to have at least one dim, got a 0-D parameter. Change {name} to a 1D tensor with numel "
             "equal to 1."
         )
+    # torch 2.15, whose FSDP2 installs gradients in that dtype; earlier ones overlook it.
+    if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:
+        raise NotImplementedError(
+            f"Expected the gradient of {name!r} to have its dtype, {parameter.dtype}, got "
+            f"grad_dtype={parameter.grad_dtype}. Leave it unset, and say `main_dtype` in `mp_policy` for main weights "
+            "and gradients in a wider one."
+        )
     if not local_of(parameter).is_contiguous():
         raise NotImplementedError(
             f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "

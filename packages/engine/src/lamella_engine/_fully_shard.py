@@ -109,8 +109,8 @@ def fully_shard(
             methods that say what is gathered, or one that takes other arguments; what a module reads directly
             (`declare_reads`) is not there, or cannot be gathered with it.
         TypeError: An argument is of the wrong type.
-        NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
-            class says what is gathered lies as that cannot.
+        NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous or has a
+            `grad_dtype` of its own, or one whose class says what is gathered lies as that cannot.
         RuntimeError: A unit below is in the middle of a step.
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. On GPUs
