@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from engine_models import (
     assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
+    assert_weights_equal,
     descend,
     inputs,
     mean_square,
@@ -27,7 +29,15 @@ from engine_models import (
 )
 from torch import nn
 
-from lamella_engine import CPUOffloadPolicy, FSDPModule, GradientReductionHandle, clip_grad_norm_, fully_shard
+from lamella_engine import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    GradientReductionHandle,
+    clip_grad_norm_,
+    fully_shard,
+    overlap_optimizer,
+    step_in_backward,
+)
 from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
 
@@ -150,6 +160,7 @@ WAIT_BY_THEMSELVES: dict[str, Callable[[nn.Module], object]] = {
     "clipping": lambda model: clip_grad_norm_(model.parameters(), 1.0),
     "zero_grad": lambda model: model.zero_grad(),
     "a state dict": lambda model: model.state_dict(),
+    "who asks for gradients": lambda model: unit(model).wait_for_gradients(),
 }
 
 
@@ -213,6 +224,30 @@ def test_a_gradient_that_was_delayed_must_come_before_the_end() -> None:
         assert_at_rest(sharded)
 
     run_ranks(on_each_rank, 1)
+
+
+@pytest.mark.parametrize("wrap", [step_in_backward, overlap_optimizer, partial(overlap_optimizer, late_gradients=True)])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_optimizers_that_hide_their_steps_step_after_the_end(wrap: Callable[..., object], async_op: bool) -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins()
+        model = unit(sharded)
+        model.set_manual_backward_finalization(True)
+        optimizers = [sgd(list(each.parameters())) for each in (reference, sharded)]
+        wrapped = wrap(optimizers[1])
+        for step in range(3):
+            for microbatch in range(2):
+                model.set_requires_gradient_sync(microbatch == 1)
+                _backward(sharded, 2 * step + microbatch)
+                _backward_of_all_ranks(reference, 2 * step + microbatch)
+            model.finalize_backward(async_op=async_op)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+        assert wrapped is not None
+
+    run_ranks(on_each_rank, 2)
 
 
 def test_backwards_that_hooks_end_train_as_before_afterwards() -> None:

@@ -336,6 +336,7 @@ class Context(Streams):
                 f"Expected no pass under way, got one ({self._phase.value}) that hooks end. Call wait_for_gradients() "
                 "after it, or reset_iter_state() after an exception."
             )
+        self.finish_left()
         if self.is_last_backward:
             for state in self.states:
                 state.check_ended()
