@@ -9,7 +9,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -120,17 +120,26 @@ def test_compiled_blocks_do(team: Team, name: str) -> None:
     team.run(partial(_compare, FEW[name], Way(compiled=True)))
 
 
+# Those that a later torch's FSDP2 trains too.
+RAISED_BEFORE = {"a vision tower without images, two microbatches": "2.15"}
+
+
 @pytest.mark.parametrize("name", FSDP2_RAISES)
 def test_lamella_trains_models_that_fsdp2_does_not(team: Team, name: str) -> None:
     subject, way = FSDP2_RAISES[name], Way(compute=torch.float32, reduce=torch.float64)
     expected, got = (team.run(partial(_program, module, subject, way)) for module in (UNSHARDED, LAMELLA))
     for a, b in zip(expected, got, strict=True):
         _assert_equal(a, b, rtol=1e-4, atol=1e-5)
+    if torch.__version__ >= RAISED_BEFORE.get(name, "3"):
+        return
     with pytest.raises(RankFailure, match="no attribute '_unsharded_param'|uniform original parameter dtype"):
         team.run(partial(_program, FSDP2, subject, way))
 
 
 def _compare(subject: Subject, way: Way) -> None:
+    if torch.__version__ >= "2.15" and way.compute is not None:
+        # Where sums are wider, FSDP2 has autograd make gradients wider too: a weight's that is used twice, or in fp32.
+        way = replace(way, reduce=way.compute)
     theirs, ours = _program(FSDP2, subject, way), _program(LAMELLA, subject, way)
     _assert_equal(theirs, ours, rtol=0, atol=0)
     if way.compute is None:

@@ -1,9 +1,11 @@
 """Mixed precision: what is computed, sent and kept in which dtype, and what is cast at a unit's edges."""
 
 import dataclasses
+import inspect
 import itertools
 from typing import NamedTuple
 
+import pytest
 import torch
 from fsdp2_models import DIM, Api, Stack, Where, assert_close, average, inputs, on_ranks, shard, twins, units
 from torch import nn
@@ -13,6 +15,8 @@ import lamella_engine
 from lamella_integration.collectives import CollectiveCounter
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# What gradients are added up in where no dtype is given for it: the compute dtype before torch 2.15.
+KEEPS_MAIN_DTYPE = torch.__version__ >= "2.15"
 LOW = ((BF16, None), (BF16, FP32), (BF16, BF16), (FP16, FP32), (None, BF16))
 
 
@@ -28,9 +32,10 @@ def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Ap
         assert out.dtype == compute
         out.sum().backward()
         expected(inputs().to(compute)).sum().backward()
-        expected.to(reduce_dtype or compute)
+        summed = _summed(compute, reduce_dtype)
+        expected.to(summed)
         for parameter in expected.parameters():
-            parameter.grad = parameter.grad.to(reduce_dtype or compute)
+            parameter.grad = parameter.grad.to(summed)
         average(expected)
         for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
             assert b.dtype == b.grad.dtype == b.grad.to_local().dtype == FP32
@@ -39,9 +44,13 @@ def test_gradients_are_those_of_a_cast_model_reduced_in_the_reduce_dtype(api: Ap
     on_ranks(scenario, cases=LOW)
 
 
+def _summed(made: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    return reduce_dtype or (FP32 if KEEPS_MAIN_DTYPE else made)
+
+
 def _wire(api: Api, made: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """What a reduction sends: FSDP2 what it adds up, lamella what backward made where the sum holds all of that."""
-    summed = reduce_dtype or made
+    summed = _summed(made, reduce_dtype)
     return made if api is lamella_engine and torch.promote_types(made, summed) == summed else summed
 
 
@@ -86,6 +95,70 @@ def test_kept_gradients_add_up_in_the_reduce_dtype(api: Api) -> None:
             assert_close(b.grad, a.grad, name)  # fp32's tolerance: bf16 sums would miss it
 
     on_ranks(scenario, cases=(True, False))
+
+
+# -- parameters that stay in their dtype ------------------------------------------------------------------------------
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        assert (x.dtype, self.linear.weight.dtype, self.norm.weight.dtype) == (BF16, BF16, FP32)
+        out: torch.Tensor = self.norm(x.float())
+        return out
+
+
+@pytest.fixture
+def overriding(api: Api) -> Api:
+    if "param_dtype_override_fn" not in inspect.signature(api.MixedPrecisionPolicy).parameters:
+        pytest.skip("FSDP2 of this torch has one dtype a unit")
+    return api
+
+
+def test_some_parameters_of_a_unit_may_stay_in_their_dtype(overriding: Api) -> None:
+    api = overriding
+
+    def scenario(reduce_dtype: torch.dtype | None, num_microbatches: int) -> None:
+        expected, model = twins(_Normed)
+        seen = []
+
+        def keep_norms(parameter: nn.Parameter) -> torch.dtype | None:
+            seen.append(tuple(parameter.shape))
+            return {0: BF16, 1: None}.get(len(seen) - 1, parameter.dtype)  # weight and bias of the layer, then the norm
+
+        policy = api.MixedPrecisionPolicy(BF16, reduce_dtype, param_dtype_override_fn=keep_norms)
+        api.fully_shard(model, mp_policy=policy)
+        assert seen == [(DIM, DIM), (DIM,), (DIM,), (DIM,)]
+        for microbatch in range(num_microbatches):
+            model.set_requires_gradient_sync(microbatch == num_microbatches - 1)
+            out = model(inputs(seed=microbatch))
+            assert out.dtype == FP32
+            out.square().sum().backward()
+        assert len(seen) == 4, "each is asked once"
+        expected.linear.to(BF16)
+        for microbatch in range(num_microbatches):
+            expected(inputs(seed=microbatch).to(BF16)).square().sum().backward()
+        expected.float()
+        average(expected)
+        for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+            assert b.dtype == b.grad.dtype == FP32
+            assert_close(b.grad, a.grad, name, rtol=2e-2, atol=2e-2)
+
+    on_ranks(scenario, cases=((FP32, 1), (FP32, 2), (BF16, 1), (None, 1)))
+
+
+@pytest.mark.parametrize("answer", [FP16, "bf16"])
+def test_a_parameter_computes_in_its_own_dtype_or_in_the_policys(overriding: Api, answer: object) -> None:
+    def scenario() -> None:
+        policy = overriding.MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: answer)
+        with pytest.raises(ValueError, match="param_dtype_override_fn must return"):
+            overriding.fully_shard(nn.Linear(DIM, DIM), mp_policy=policy)
+
+    on_ranks(scenario)
 
 
 # -- edges ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import nn
 
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 CLASSES = [
-    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "GradientReductionHandle", "MixedPrecisionPolicy",
+    "OffloadPolicy", "UnshardHandle",
 ]  # fmt: skip
 METHODS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
 
@@ -39,6 +40,8 @@ def test_a_function_takes_the_same_arguments(api: Api, name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_exists(api: Api, name: str) -> None:
+    if api is fsdp2 and not hasattr(api, name):
+        pytest.skip(f"this torch has no {name}")
     assert inspect.isclass(getattr(api, name))
 
 

@@ -22,7 +22,7 @@ WHOLE_TENSORS_ONLY = {
     "Adafactor": "scales by norms of rows and columns in place, and a DTensor's partial norm has no in-place power",
     "LBFGS": "flattens all parameters into one vector, which DTensor refuses for chunks of unequal size",
     "Muon": "orthogonalises whole matrices, and adds in place what DTensor has replicated to do so",
-    "Rprop": "writes through boolean indices, for which DTensor has no in-place strategy",
+    "Rprop": "writes through boolean indices, or copies lists of tensors, for which DTensor has no in-place strategy",
     "SparseAdam": "takes sparse gradients only",
 }
 WHOLE_MATRICES_BEFORE = {"Muon": "2.12"}  # the torch since which it raises; before, DTensor gathered what it multiplied

@@ -24,6 +24,7 @@ from engine_models import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchsPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -153,7 +154,7 @@ def test_clearing_gradients_forgets_what_was_kept_for_the_replicas() -> None:
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_mixed_precision_with_replicas_equals_fsdp2(reduce_dtype: torch.dtype | None) -> None:
     def losses_of(shard: Any) -> list[float]:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        policy = TorchsPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         torch.manual_seed(0)
         model, mesh = _net(), mesh_of((2, 2))
         for unit_of in (*model.layers, model):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from engine_models import (
     Log,
     Net,
@@ -18,14 +20,16 @@ from engine_models import (
     record,
     rows_of_this_rank,
     twins,
+    units,
     whole,
 )
 from torch import nn
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, fully_shard, plan_units
 from lamella_testing import run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+UNSAID = MixedPrecisionPolicy(param_dtype=BF16).reduce_dtype_of(FP32)  # as FSDP2 of this torch has it
 
 
 def _shard(model: Net, policy: MixedPrecisionPolicy) -> Net:
@@ -65,7 +69,7 @@ def test_gradients_are_made_in_the_param_dtype_and_averaged_in_the_reduce_dtype(
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (reference, sharded)]
         for _ in range(3):
             sharded(rows_of_this_rank(inputs())).float().square().mean().backward()
-            by_hand = _reduced_by_hand(reference, reduce_dtype or BF16)
+            by_hand = _reduced_by_hand(reference, reduce_dtype or UNSAID)
             for (name, parameter), expected in zip(sharded.named_parameters(), by_hand, strict=True):
                 assert parameter.grad is not None
                 assert parameter.grad.dtype == parameter.dtype == FP32
@@ -87,7 +91,8 @@ def test_gradients_are_made_in_the_param_dtype_and_averaged_in_the_reduce_dtype(
     ("policy", "gathered", "sent", "summed"),
     [
         (MixedPrecisionPolicy(), FP32, FP32, FP32),
-        (MixedPrecisionPolicy(param_dtype=BF16), BF16, BF16, BF16),
+        (MixedPrecisionPolicy(param_dtype=BF16), BF16, BF16, UNSAID),
+        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16), BF16, BF16, BF16),
         (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), BF16, BF16, FP32),
         (MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32), FP16, FP16, FP32),
         (MixedPrecisionPolicy(reduce_dtype=torch.float64), FP32, FP32, torch.float64),
@@ -108,6 +113,65 @@ def test_the_wire_carries_the_param_dtype_forth_and_the_narrower_dtype_back(
         assert {event.sums for event in log.events if event.kind == "reduce"} == {frozenset({summed})}
 
     run_ranks(check, 2)
+
+
+class _Normed(nn.Sequential):
+    """A linear layer in the compute dtype, and a norm in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        linear, norm = self
+        out: torch.Tensor = norm(linear(x).float())
+        return out
+
+
+def _keep_norms(model: _Normed) -> Callable[[nn.Parameter], torch.dtype | None]:
+    kept = {id(parameter) for parameter in model[1].parameters()}
+    return lambda parameter: parameter.dtype if id(parameter) in kept else None
+
+
+def test_parameters_that_stay_in_their_dtype_travel_in_it_beside_the_others() -> None:
+    def check() -> None:
+        model = _Normed()
+        policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=_keep_norms(model))
+        planned = plan_units(model, units=nn.Linear, mp_policy=policy)
+        assert [p.compute_dtype for each in planned.units for p in each.parameters] == [BF16, BF16, FP32, FP32]
+        fully_shard(model, mp_policy=policy)
+        ((_, state),) = units(model)
+        found = {parameter.name: parameter.unsharded.dtype for group in state.groups for parameter in group.parameters}
+        assert found == {"0.weight": BF16, "0.bias": BF16, "1.weight": FP32, "1.bias": FP32}
+        log = record(model)
+        model(inputs().repeat(1, 2)[:, :4]).sum().backward()
+        assert [event.dtypes for event in log.events if event.kind != "compute"] == 2 * [{BF16, FP32}]
+        assert [event.sums for event in log.events if event.kind == "reduce"] == [{FP32}]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.skipif(not hasattr(fsdp2.MixedPrecisionPolicy, "_resolve_for_param"), reason="torch before 2.15")
+def test_torchs_policy_may_say_so_too() -> None:
+    def check() -> None:
+        model = _Normed()
+        keep: Any = {"param_dtype_override_fn": _keep_norms(model)}
+        fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=BF16, **keep))
+        model.unshard()  # type: ignore[operator]
+        assert [parameter.dtype for parameter in model.parameters()] == [BF16, BF16, FP32, FP32]
+        model.reshard()  # type: ignore[operator]
+
+    run_ranks(check, 1)
+
+
+def test_a_third_dtype_is_refused_before_anything_has_changed() -> None:
+    def check() -> None:
+        model = _Normed()
+        with pytest.raises(ValueError, match=r"Expected None, torch.bfloat16 or torch.float32 .* got torch.float16"):
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: FP16))
+        assert type(model) is _Normed
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+    run_ranks(check, 1)
 
 
 class _Spy(nn.Module):
@@ -231,7 +295,7 @@ def test_unreduced_gradients_are_summed_in_the_reduce_dtype() -> None:
 
     both: dict[str, Any] = {"param_dtype": BF16}
     run_ranks(check, 2, MixedPrecisionPolicy(**both, reduce_dtype=FP32), 1 + 8 * 2**-9)
-    run_ranks(check, 2, MixedPrecisionPolicy(**both), 1.0)
+    run_ranks(check, 2, MixedPrecisionPolicy(**both, reduce_dtype=BF16), 1.0)
 
 
 def test_torchs_own_mixed_precision_works_around_units() -> None:

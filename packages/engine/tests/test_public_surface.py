@@ -22,6 +22,7 @@ from lamella_testing import run_ranks
 # FSDP2's names; older torch lacks some.
 NAMES = [
     *("fully_shard", "FSDPModule", "UnshardHandle", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"),
+    "GradientReductionHandle",
     *("register_fsdp_forward_method", "share_comm_ctx", "DataParallelMeshDims"),
 ]
 

@@ -143,3 +143,17 @@ def test_policies_are_frozen() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with pytest.raises(AttributeError):
         policy.param_dtype = torch.float32  # type: ignore[misc]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "_has_grad_dtype_override"), reason="torch before 2.15 does not tell")
+def test_gradients_of_a_dtype_of_their_own_are_refused_by_name() -> None:
+    def check() -> None:
+        model = nn.Linear(2, 2).bfloat16()
+        model.weight.grad_dtype = torch.bfloat16  # type: ignore[assignment]
+        model.bias.grad_dtype = torch.float32  # type: ignore[assignment]
+        with pytest.raises(NotImplementedError, match=r"gradient of 'bias'.*got grad_dtype=torch\.float32.*main_dtype"):
+            fully_shard(model)
+        model.bias.grad_dtype = torch.bfloat16  # type: ignore[assignment]
+        fully_shard(model)
+
+    _on_one_rank(check)

@@ -108,7 +108,7 @@ def test_a_narrow_reduction_is_added_up_in_the_main_dtype_where_copy_engines_pus
 
     def check() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
         shown: list[torch.dtype] = []
         hooked = fully_shard(_Scaled(), mp_policy=policy)
         unit(hooked).set_all_reduce_hook(lambda reduced: shown.append(reduced.dtype))

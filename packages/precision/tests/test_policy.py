@@ -1,7 +1,9 @@
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lamella_precision import MixedPrecisionPolicy
 
@@ -14,9 +16,31 @@ def test_the_default_policy_keeps_every_parameters_own_dtype() -> None:
         assert policy.reduce_dtype_of(dtype) == dtype
 
 
-def test_gradients_are_reduced_in_the_compute_dtype_unless_told_otherwise() -> None:
-    assert MixedPrecisionPolicy(torch.bfloat16).reduce_dtype_of(torch.float32) == torch.bfloat16
+@pytest.mark.parametrize(("is_new", "unsaid"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_gradients_are_reduced_as_fsdp2_of_this_torch_reduces_them_unless_told_otherwise(
+    is_new: bool, unsaid: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella_precision._policy._REDUCES_IN_MAIN_DTYPE", is_new)
+    assert MixedPrecisionPolicy(torch.bfloat16).reduce_dtype_of(torch.float32) == unsaid
     assert MixedPrecisionPolicy(torch.bfloat16, torch.float32).reduce_dtype_of(torch.float32) == torch.float32
+    assert MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16).reduce_dtype_of(torch.float32) == torch.bfloat16
+
+
+def test_a_parameter_may_be_said_to_compute_in_its_own_dtype() -> None:
+    answers = {2: torch.float32, 3: torch.bfloat16, 4: None}
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda parameter: answers[len(parameter)])
+    found = {size: policy.resolved_for(nn.Parameter(torch.zeros(size))) for size in answers}
+    own, *others = found.values()
+    assert own == MixedPrecisionPolicy(torch.float32)
+    assert others == 2 * [MixedPrecisionPolicy(torch.bfloat16)]
+    assert MixedPrecisionPolicy().resolved_for(nn.Parameter(torch.zeros(2))) == MixedPrecisionPolicy()
+
+
+@pytest.mark.parametrize("answer", [torch.float16, "bf16"])
+def test_a_parameter_cannot_compute_in_a_third_dtype(answer: Any) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda parameter: answer)
+    with pytest.raises(ValueError, match=r"shape \(2,\), got .*param_dtype_override_fn must return None"):
+        policy.resolved_for(nn.Parameter(torch.zeros(2)))
 
 
 def test_a_main_dtype_separates_what_is_stored_from_what_was_built() -> None:

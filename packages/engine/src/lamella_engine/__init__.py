@@ -11,6 +11,7 @@ from lamella_engine._diagnostics import parameter_norms as parameter_norms
 from lamella_engine._fully_shard import fully_shard as fully_shard
 from lamella_engine._functions import register_fsdp_forward_method as register_fsdp_forward_method
 from lamella_engine._functions import share_comm_ctx as share_comm_ctx
+from lamella_engine._handles import GradientReductionHandle as GradientReductionHandle
 from lamella_engine._handles import Hold as Hold
 from lamella_engine._handles import UnshardHandle as UnshardHandle
 from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards

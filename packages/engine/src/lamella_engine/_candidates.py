@@ -47,6 +47,7 @@ def candidates_of(
     axes: DataAxes,
     placement_fn: PlacementFn | None,
     keep_fn: KeepFn,
+    policy: MixedPrecisionPolicy,
 ) -> list[Candidate]:
     """The unit's parameters, each once with every place that holds it."""
     found: dict[int, Candidate] = {}
@@ -64,7 +65,8 @@ def candidates_of(
                 _check_parameter(prefix + name, parameter)
                 kept = _checked_keep(prefix + name, keep_fn(parameter))
                 sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
-                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding)
+                own = policy.resolved_for(parameter)
+                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, own)
             found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(found.values())
 
@@ -109,6 +111,13 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"Expected {name!r} to have at least one dim, got a 0-D parameter. Change {name} to a 1D tensor with numel "
             "equal to 1."
         )
+    # torch 2.15, whose FSDP2 installs gradients in that dtype; earlier ones overlook it.
+    if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:
+        raise NotImplementedError(
+            f"Expected the gradient of {name!r} to have its dtype, {parameter.dtype}, got "
+            f"grad_dtype={parameter.grad_dtype}. Leave it unset, and say `main_dtype` in `mp_policy` for main weights "
+            "and gradients in a wider one."
+        )
     if not local_of(parameter).is_contiguous():
         raise NotImplementedError(
             f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "
@@ -116,14 +125,14 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def by_kind(candidates: list[Candidate], policy: MixedPrecisionPolicy) -> list[list[Candidate]]:
+def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
     """Group what can share buffers: equal axes and dtypes, and frozen apart from trainable, which has gradients."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in candidates:
-        parameter = candidate.parameter
+        parameter, policy = candidate.parameter, candidate.policy
         kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
-        layout = candidate.sharding.keep is None
-        groups.setdefault((layout, candidate.sharding.axes, *dtypes_of(parameter, policy), *kind), []).append(candidate)
+        lies = (candidate.sharding.keep is None, candidate.sharding.axes)
+        groups.setdefault((*lies, policy, *dtypes_of(parameter, policy), *kind), []).append(candidate)
     return list(groups.values())
 
 

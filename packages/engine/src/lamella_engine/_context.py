@@ -11,13 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._kept import KeptForBackward
 from lamella_engine._labels import label
 from lamella_engine._order import LearnedOrders, ReplayedOrder
 from lamella_engine._order_check import OrderCheck
+from lamella_engine._step_hooks import held_by
 from lamella_engine._streams import Streams
+
+# Those with a backward that their user said to finalize, and has not: an optimizer must not step before.
+_unfinalized: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 class Phase(Enum):
@@ -110,12 +116,18 @@ class Member(Gatherable, Protocol):
 class Context(Streams):
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
-    `makes_graph` says whether the last forward pass began with gradients enabled: a backward may follow.
+    Attributes:
+        says_last_backward: Whether the next backward was said to be the step's last.
+        finalizes_by_hand: Whether it is the user who ends a step's backward, and no hook (`finalize`).
+        num_resets: How often whatever was under way was dropped.
+        makes_graph: Whether the last forward pass began with gradients enabled: a backward may follow.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.is_last_backward = True
+        self.says_last_backward = True
+        self.finalizes_by_hand = False
+        self.num_resets = 0
         self.makes_graph = False
         self.ahead = GatheredAhead()
         self.kept = KeptForBackward()
@@ -129,6 +141,8 @@ class Context(Streams):
         self._order = ReplayedOrder()
         self._max_reductions = 1
         self._last_backward_ended_on: torch.Stream | None = None
+        self._is_finalizing = False
+        self._leaves_to_caller = False
 
     @property
     def is_resting(self) -> bool:
@@ -139,6 +153,16 @@ class Context(Streams):
     def is_in_backward(self) -> bool:
         """Whether the pass under way is a backward."""
         return self._phase is Phase.BACKWARD
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the backward that ends is the step's last."""
+        return self._is_finalizing if self.finalizes_by_hand else self.says_last_backward
+
+    @property
+    def awaits_finalization(self) -> bool:
+        """Whether there was a backward that is to be finalized by hand, and was not yet."""
+        return self in _unfinalized
 
     # -- units ------------------------------------------------------------------------------------------------------
 
@@ -234,6 +258,8 @@ class Context(Streams):
             self._phase = Phase.BACKWARD
             self._order = self._learned.begin_backward()
             self._max_reductions = self._most_reductions()
+            if self.finalizes_by_hand:
+                _unfinalized.add(self)
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._look_ahead(state)
 
@@ -288,7 +314,8 @@ class Context(Streams):
         if stream is None or any(state.awaits_gradients for state in self.states):
             return
         self._last_backward_ended_on = None
-        if self.leaves_reductions and self.is_in_backward and not self._awaits_gradients:
+        leaves_to_step = self.leaves_reductions and self.is_in_backward and not self._awaits_gradients
+        if leaves_to_step or self._leaves_to_caller:
             self.leave_reductions()
             return
         self.finish_reductions()
@@ -309,13 +336,44 @@ class Context(Streams):
                 f"Expected no pass under way, got one ({self._phase.value}) that hooks end. Call wait_for_gradients() "
                 "after it, or reset_iter_state() after an exception."
             )
+        self.finish_left()
         if self.is_last_backward:
             for state in self.states:
                 state.check_ended()
         self.finish_backward()
 
+    def finalize(self, *, waits: bool) -> None:
+        """End a step's backward, all of which hooks have left to this.
+
+        Args:
+            waits: Whether the compute stream waits for the reductions, or `finish_left` is called for that.
+
+        Raises:
+            RuntimeError: Hooks end backwards; or as `end_step`.
+
+        Effects: those of `end_step`.
+        """
+        if not self.finalizes_by_hand:
+            raise RuntimeError(
+                "Expected backwards that are finalized by hand, got ones that hooks end: finalize_backward requires "
+                "manual backward finalization. Call set_manual_backward_finalization(True) before forward."
+            )
+        if not self.is_resting:
+            raise RuntimeError(
+                f"Expected no pass under way, got one ({self._phase.value}): finalize_backward must be called after "
+                "backward completes. Call it after the step's last, or reset_iter_state() after an exception."
+            )
+        self._is_finalizing, self._leaves_to_caller = True, not waits
+        try:
+            self.end_step()
+        finally:
+            self._is_finalizing = self._leaves_to_caller = False
+        _unfinalized.discard(self)
+
     def reset(self) -> None:
         """Return to rest after an exception."""
+        self.num_resets += 1
+        _unfinalized.discard(self)
         for state in self.states:
             state.abandon()
         self._last_backward_ended_on = None
@@ -370,3 +428,19 @@ class Context(Streams):
         for member in members:
             for event in self._installed.get(member.index, {}).values():
                 self.compute_stream.wait_event(event)
+
+
+def _refuse_to_step_before_the_end(optimizer: Optimizer, *_: object) -> None:
+    if not _unfinalized:
+        return
+    held = set(map(id, held_by(optimizer)))
+    for context in tuple(_unfinalized):
+        if any(id(parameter) in held for member in context.states for parameter in member.trained):
+            raise RuntimeError(
+                "Expected finalize_backward() before the optimizer's step, got none since the last backward: "
+                "set_manual_backward_finalization(True) leaves gradients unreduced until then. Call it on the "
+                "outermost unit, or reset_iter_state() after an exception."
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_to_step_before_the_end)

@@ -44,7 +44,6 @@ def is_extended(tensor: torch.Tensor) -> bool:
 
 def new_group(
     candidates: Sequence[Candidate],
-    policy: MixedPrecisionPolicy,
     allocator: Allocator | None,
     *,
     neighbours: Transport | None = None,
@@ -53,8 +52,7 @@ def new_group(
     """The group of parameters of which all are extended or none is.
 
     Args:
-        candidates: As for `ParameterGroup`, and so are the next two.
-        policy: Number formats.
+        candidates: As for `ParameterGroup`.
         allocator: Of the unsharded buffer of parameters that are not extended.
         neighbours: The group's.
         offload: As for `ParameterGroup`.
@@ -67,17 +65,17 @@ def new_group(
     """
     if not is_extended(local_of(candidates[0].parameter)):
         kind = ParameterGroup if candidates[0].sharding.keep is None else FlatGroup
-        group = kind(candidates, policy, allocator, offload)
+        group = kind(candidates, allocator, offload)
         group.neighbours = neighbours
         return group
     parameters, shapes = [], []
     for candidate in candidates:
         whole, sharding = local_of(candidate.parameter), candidate.sharding
         _check_lies(candidate.name, sharding, neighbours)
-        _check_main_dtype(candidate, policy)
+        _check_main_dtype(candidate)
         parameters.append(sharded_parameter(candidate, _chunk(whole, sharding.axes, offload)))
         shapes.append(whole.shape)
-    return ExtendedGroup(parameters, shapes, policy, allocator, offload)
+    return ExtendedGroup(parameters, shapes, candidates[0].policy, allocator, offload)
 
 
 def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ...]:
@@ -113,7 +111,7 @@ def _extended(group: ParameterGroup, found: Sequence[ShardedParameter]) -> Exten
         parameter.shard.set_(own if group.offload is None else group.offload.pinned(own))  # type: ignore[call-overload]
     shapes = [group.layout.shapes[group.parameters.index(parameter)] for parameter in found]
     made = ExtendedGroup(found, shapes, group.policy, group.allocator, group.offload)
-    for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only"):
+    for name in ("transport", "reduce_transport", "replicas", "divisor", "sums_only", "keeps_bytes"):
         setattr(made, name, getattr(group, name))
     return made
 
@@ -304,7 +302,9 @@ class _Gathered(UnshardedBuffer):
     def allocate(self) -> None:
         for extension in self._extensions:
             for tensor in extension.tensors:
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+                storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+                if storage.nbytes() != nbytes:  # else they were kept: torch would move them
+                    storage.resize_(nbytes)
         self.slots = tuple(output for extension in self._extensions for output in extension.outputs)
         self.layout = EvenLayout.build([slot.shape for slot in self.slots], self._num_shards)
         if self._versions is None:
@@ -367,8 +367,8 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
             )
 
 
-def _check_main_dtype(candidate: Candidate, policy: MixedPrecisionPolicy) -> None:
-    own, (wanted, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, policy)
+def _check_main_dtype(candidate: Candidate) -> None:
+    own, (wanted, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, candidate.policy)
     if wanted != own:
         raise NotImplementedError(
             f"Expected `main_dtype` to be None or {own} for {candidate.name!r}, whose class defines {_PRE}, got "

@@ -11,7 +11,6 @@ from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._sharded_parameter import Candidate
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import FlatLayout
-from lamella_precision import MixedPrecisionPolicy
 
 # Elements. Starts and cuts are multiples of it, for the reason that even slots are: one layout serves all dtypes.
 ALIGNMENT = 256
@@ -24,7 +23,6 @@ class FlatGroup(ParameterGroup):
 
     Args:
         candidates: As for `ParameterGroup`, each with what of it must stay together, and so are the others.
-        policy: Number formats.
         allocator: Gives the unsharded buffer its bytes.
         offload: Where the shards rest, if not on the device.
 
@@ -34,7 +32,6 @@ class FlatGroup(ParameterGroup):
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        policy: MixedPrecisionPolicy,
         allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
@@ -44,7 +41,7 @@ class FlatGroup(ParameterGroup):
             candidate._replace(sharding=_placed(candidate.sharding, self._packed, i))
             for i, candidate in enumerate(candidates)
         ]
-        super().__init__(placed, policy, allocator, offload)
+        super().__init__(placed, allocator, offload)
 
     def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
         self.main_layout = self._packed

@@ -109,8 +109,8 @@ def fully_shard(
             methods that say what is gathered, or one that takes other arguments; what a module reads directly
             (`declare_reads`) is not there, or cannot be gathered with it.
         TypeError: An argument is of the wrong type.
-        NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous, or one whose
-            class says what is gathered lies as that cannot.
+        NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous or has a
+            `grad_dtype` of its own, or one whose class says what is gathered lies as that cannot.
         RuntimeError: A unit below is in the middle of a step.
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. On GPUs
@@ -126,11 +126,11 @@ def fully_shard(
     axes, strategy = strategy_of(placements, axes)
     keep_fn = as_keep_fn(keep)
     _check_stage(strategy, reshard_after_forward)
-    policy = _as_policy(mp_policy)
+    policy = as_policy(mp_policy)
     _check_allocator(allocator)
     owners = [inner for _, inner in own_modules(modules)]
     device = _device_of(axes.mesh)
-    candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn)
+    candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn, policy)
     inner = _inner_units(modules)
     for below, name in inner.items():
         _check_resting(name, below)
@@ -147,8 +147,8 @@ def fully_shard(
 
     context = Context(device)
     groups = [
-        new_group(members, policy, allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
-        for members in by_kind(candidates, policy)
+        new_group(members, allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
+        for members in by_kind(candidates)
     ]
     del candidates  # the originals: their bytes go before the unsharded buffers take theirs
     for group in groups:
@@ -247,12 +247,21 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+def as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """A policy of this package's; None keeps every parameter's own dtype.
+
+    Raises:
+        TypeError: It is neither this package's nor torch's.
+    """
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy or MixedPrecisionPolicy()
     if isinstance(policy, fsdp2.MixedPrecisionPolicy):
         return MixedPrecisionPolicy(
-            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.output_dtype,
+            policy.cast_forward_inputs,
+            param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),  # torch 2.15
         )
     raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
 
@@ -283,7 +292,7 @@ def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int |
 
 
 def _check_resting(name: str, state: FSDPState) -> None:
-    if not state.context.is_resting:
+    if not state.context.is_resting or state.context.awaits_finalization:
         raise RuntimeError(
             f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
             "steps, or reset_iter_state() after an exception."

@@ -1,13 +1,16 @@
-"""What the verbs of a unit return: an unshard that was started, and a hold on its parameters."""
+"""What the verbs of a unit return: an unshard or a reduction that was started, and a hold on its parameters."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed.fsdp as fsdp2
 
+from lamella_engine._context import Context
 from lamella_engine._state import FSDPState
+
+_TorchsReductionHandle: Any = getattr(fsdp2, "GradientReductionHandle", object)  # torch 2.15
 
 
 class UnshardHandle(fsdp2.UnshardHandle):
@@ -23,6 +26,29 @@ class UnshardHandle(fsdp2.UnshardHandle):
         """
         self._state.wait_for_unshard()
         self._state.order_after_gather()
+
+
+class GradientReductionHandle(_TorchsReductionHandle):  # type: ignore[misc]
+    """The reductions of a backward that was finalized; `finalize_backward(async_op=True)` gives one."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._num_resets = context.num_resets
+
+    def wait(self) -> None:
+        """Make the current stream wait for the gradients; nothing if it has.
+
+        Raises:
+            RuntimeError: The step was dropped since, by `reset_iter_state`, and its gradients with it.
+
+        Effects: no host sync on CUDA, unless shards rest on the CPU; frees the unreduced gradients.
+        """
+        if self._context.num_resets != self._num_resets:
+            raise RuntimeError(
+                "Expected gradients that are being reduced, got a step that reset_iter_state() has dropped: this "
+                "gradient reduction handle was invalidated. Run the step again, and wait for its own handle."
+            )
+        self._context.finish_left()
 
 
 class Hold:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from lamella_engine._custom_collectives import (
     with_reduce_scatter,
 )
 from lamella_engine._errors import MisuseError
-from lamella_engine._handles import Hold, UnshardHandle
+from lamella_engine._handles import GradientReductionHandle, Hold, UnshardHandle
 from lamella_engine._main_grads import main_grads_of
 from lamella_engine._order_check import DEFAULT_TIMEOUT_S, OrderCheck
 from lamella_engine._parameter_group import ParameterGroup
@@ -148,6 +148,41 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         _outermost(self, "wait_for_gradients").context.end_step()
 
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End a step's backward, where `set_manual_backward_finalization(True)` has left that to the caller.
+
+        As `wait_for_gradients()` does for a schedule without hooks: what backwards have kept is reduced, if
+        `set_requires_gradient_sync(True)` is said by now; units are resharded if `set_reshard_after_backward(True)` is;
+        and what is reduced once a step is reduced. Where no unit was reached there is nothing to do.
+
+        Args:
+            async_op: Do not wait for the reductions. Whoever reads `.grad` must wait for the handle before, on the same
+                stream. The next forward, the model's `zero_grad`, our `clip_grad_norm_` and steps of `torch.optim`'s
+                optimizers do by themselves.
+
+        Returns:
+            The handle, if `async_op`.
+
+        Raises:
+            RuntimeError: This is not the outermost unit; backwards are not finalized by hand, or one is under way; a
+                hold was not released, or a delayed gradient has not come.
+
+        Effects: those of `wait_for_gradients`; with `async_op` the current stream waits for none of the reductions but
+            those before the last, and the unreduced gradients of that are held.
+        """
+        context = _outermost(self, "finalize_backward").context
+        context.finalize(waits=not async_op)
+        return GradientReductionHandle(context) if async_op else None
+
     def reset_iter_state(self) -> None:
         """Return the whole tree to rest after an exception in forward or backward; that step's gradients are lost.
 
@@ -259,9 +294,33 @@ class FSDPModule(fsdp2.FSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the step's last: only then the compute stream waits for all reductions.
 
-        Or the optimizer's step does (`overlap_optimizer` with late gradients).
+        Or the optimizer's step does (`overlap_optimizer` with late gradients). With
+        `set_manual_backward_finalization(True)` it is `finalize_backward()` that counts, and not what is said here.
         """
-        state_of(self).context.is_last_backward = is_last_backward
+        state_of(self).context.says_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether the caller ends each step's backward by `finalize_backward()`, instead of the end of autograd's.
+
+        For schedules in which the reduction of gradients is an action of its own: no backward is the step's last then,
+        whatever `set_is_last_backward` says. Until the end gradients may be reduced or not, so an optimizer of
+        `torch.optim` that holds some of the parameters does not step before.
+
+        Args:
+            enabled: For the whole tree, from the next backward on.
+
+        Raises:
+            RuntimeError: This is not the outermost unit; or it would change within a backward, or after one that was
+                not finalized.
+        """
+        context = _outermost(self, "set_manual_backward_finalization").context
+        if enabled != context.finalizes_by_hand and (context.is_in_backward or context.awaits_finalization):
+            raise RuntimeError(
+                "Expected the mode to stay until the backward is finalized, got a change: "
+                "set_manual_backward_finalization cannot change mode during backward, or after backward starts. Call "
+                "finalize_backward() before, or reset_iter_state() after an exception."
+            )
+        context.finalizes_by_hand = enabled
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients, or keeps them unsharded for a later microbatch.
@@ -291,6 +350,17 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         for state in states_of(self, recurse):
             state.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Say whether unsharded parameters keep their memory, at its address, when they go.
+
+        They are gathered anew all the same. For what was captured with their addresses in it. Memory is then that of
+        all these units unsharded.
+
+        Effects: False frees what was kept, if it is not used now, after what is on the current stream.
+        """
+        for state in states_of(self, recurse):
+            state.keep_bytes(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this unit's parameters; not for units below.

@@ -59,8 +59,7 @@ class ParameterGroup:
 
     Args:
         candidates: The parameters, of one set of data axes, on the device where shards rest, or on meta. Their storage
-            is not kept.
-        policy: Number formats.
+            is not kept. All have one policy.
         allocator: Gives the unsharded buffer its bytes. None: the memory that gathers are fastest into.
         offload: How shards rest on the CPU; None where they rest on the mesh's device.
 
@@ -81,6 +80,7 @@ class ParameterGroup:
         neighbours: Ranks that share a larger part of each parameter between forward and backward, or None.
         parts: This rank's of those parts, while there are any.
         partial: Gradients that still have to be reduced over `replicas` or `outer`.
+        keeps_bytes: The unsharded buffer stays where it is when it is freed, with its contents stale.
         computes_with_main: The unsharded parameters are the main weights themselves, and not a copy.
         is_meta: The shards still have to be given storage, and an unsharded buffer is made when they are.
 
@@ -92,14 +92,13 @@ class ParameterGroup:
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        policy: MixedPrecisionPolicy,
         allocator: Allocator | None,
         offload: Offload | None = None,
     ) -> None:
-        self._begin(candidates[0].sharding.axes, policy, allocator, offload)
+        self._begin(candidates[0].sharding.axes, candidates[0].policy, allocator, offload)
         wholes = [local_of(candidate.parameter) for candidate in candidates]
         self._lay_out([whole.shape for whole in wholes], [candidate.sharding.dim for candidate in candidates])
-        main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, policy)
+        main_dtype, _, self.reduce_dtype = dtypes_of(candidates[0].parameter, self.policy)
         self.main_weight = self._new_main_weight(main_dtype, wholes[0].device)
         self.main_weight.copy_from(wholes)
         shards = [standalone(shard) for shard in self.main_weight.shards]
@@ -127,6 +126,7 @@ class ParameterGroup:
         self.allocator = CachingAllocator() if allocator is None else allocator
         self.offload = offload
         self.model_weight: ShardedBuffer | None = None
+        self.keeps_bytes = False
         self.computes_with_main = False
         self.is_meta = False
 
@@ -280,7 +280,7 @@ class ParameterGroup:
             this rank's to the device, into memory of its own that goes with what is returned.
         """
         into = self.unsharded_weight
-        into.allocate()
+        self._allocate_unsharded()
         if self.outer is not None:
             return self._gathered_over_outer(self.outer).slots, into
         return self._slots_on_device(into if self._sends_main else None), into
@@ -327,9 +327,21 @@ class ParameterGroup:
         Effects: on the current stream, which allocates the buffer.
         """
         parts, self.parts = self.parts or [], None
-        self.unsharded_weight.allocate()
+        self._allocate_unsharded()
         wholes = self.unsharded_weight.slots
         return [Payload(part, whole) for part, whole in zip(parts, wholes, strict=True) if part.numel() > 0]
+
+    def _allocate_unsharded(self) -> None:
+        if not self.unsharded_weight.has_bytes:  # else they were kept
+            self.unsharded_weight.allocate()
+
+    def free_unsharded(self) -> None:
+        """Give the unsharded buffer's bytes back, unless they are kept.
+
+        Effects: on the current stream, which must have waited for the last reader.
+        """
+        if not self.keeps_bytes and self.unsharded_weight.has_bytes:
+            self.unsharded_weight.free()
 
     def install_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lamella_engine._context import Context
 from lamella_engine._parameter_group import ParameterGroup, dtypes_of
 from lamella_engine._residency import Residency
 from lamella_engine._sharded_parameter import ShardedParameter
@@ -72,8 +73,9 @@ class StateView(_View):
         return [unit.view() for unit in _tree(self._state)]
 
     @property
-    def _comm_ctx(self) -> CommView:
-        return CommView(self._state)
+    def _comm_ctx(self) -> object:
+        context = self._state.context
+        return context.shown.setdefault(CommView, CommView(context))
 
     @property
     def _fsdp_param_groups(self) -> list[GroupView]:
@@ -188,21 +190,26 @@ class MeshView(_View):
 
 
 class CommView(_View):
-    """What the units of a tree communicate on."""
+    """What the units of a tree communicate on: one object for trees that share streams, as tools compare them."""
 
+    _context: weakref.ref[Context]  # weak: that has this
     all_gather_stream: torch.Stream
     reduce_scatter_stream: torch.Stream
     all_reduce_stream: torch.Stream
-    reduce_scatter_max_input_buffers: int
 
-    def __init__(self, state: FSDPState) -> None:
-        context = state.context
+    def __init__(self, context: Context) -> None:
         vars(self).update(
+            _context=weakref.ref(context),
             all_gather_stream=context.all_gather_stream,
             reduce_scatter_stream=context.reduce_scatter_stream,
             all_reduce_stream=context.all_reduce_stream,
-            reduce_scatter_max_input_buffers=max(member.max_reductions_in_flight for member in context.states),
         )
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """As the units of the tree were told, or of the first to be looked at of several that share this."""
+        context = self._context()
+        return max((member.max_reductions_in_flight for member in context.states), default=1) if context else 1
 
 
 def _tree(state: FSDPState) -> list[FSDPState]:

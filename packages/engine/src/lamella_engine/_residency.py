@@ -212,8 +212,7 @@ class UnitParameters:
             return [each for each in started if not isinstance(each, Done)]
         except BaseException:
             for group in self.groups:
-                if group.unsharded_weight.has_bytes:
-                    group.unsharded_weight.free()
+                group.free_unsharded()
             raise
 
     def forbid_frozen(self) -> None:
@@ -296,13 +295,26 @@ class UnitParameters:
             if keep_parts and group.neighbours is not None:
                 with torch.no_grad(), self.context.on(self.context.all_gather_stream):
                     group.keep_part()
-            group.unsharded_weight.free()
+            group.free_unsharded()
         self.residency = Residency.SHARDED
 
     def _order_gathers_after_readers(self) -> None:
         for event in self._readers:
             self.context.all_gather_stream.wait_event(event)
         self._readers.clear()
+
+    def keep_bytes(self, keep: bool) -> None:
+        """Say whether unsharded buffers stay where they are when they are freed.
+
+        Effects: those that were kept and are not used are freed if they are to go, after the compute stream.
+        """
+        for group in self.groups:
+            group.keeps_bytes = keep
+        if not keep and self._residency is Residency.SHARDED:
+            self.context.order_gathers_after_compute()
+            for group in self.groups:
+                if not group.is_meta:
+                    group.free_unsharded()
 
     def _drop_parts(self) -> None:
         for group in self.groups:
@@ -317,7 +329,7 @@ class UnitParameters:
         if self._residency is Residency.KEPT:
             self.context.order_gathers_after_compute()
             for group in self.groups:
-                group.unsharded_weight.free()
+                group.free_unsharded()
             self.residency = Residency.SHARDED
 
     def _drop_stale(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_engine._ragged import dtensor_over, lie_alike
 from lamella_engine._sharding import Sharding, local_of
+from lamella_precision import MixedPrecisionPolicy
 
 # Originals that were sharded, to what became of them. One that is still found in a module later was tied to the sharded
 # one; one that is found in an optimizer is trained no more.
@@ -168,6 +169,7 @@ class Candidate(NamedTuple):
     parameter: nn.Parameter
     owners: list[Owner]
     sharding: Sharding
+    policy: MixedPrecisionPolicy
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:

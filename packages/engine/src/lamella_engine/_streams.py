@@ -67,6 +67,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.shown: dict[object, object] = {}  # what torch's tools see of the streams
         self._accelerator = torch.get_device_module(device)  # torch.cuda, or torch.cpu with streams that do nothing
         self.post_optim_event: torch.Event | None = None
         self._reductions: deque[Reduction] = deque()
@@ -134,6 +135,7 @@ class Streams:
         self.update_stream = other.update_stream
         self._reductions = other._reductions
         self._all_reductions = other._all_reductions
+        self.shown = other.shown
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 

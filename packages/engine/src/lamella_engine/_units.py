@@ -27,7 +27,8 @@ import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
 from lamella_engine._attached import find_state, state_of
-from lamella_engine._fully_shard import fully_shard
+from lamella_engine._fully_shard import as_policy, fully_shard
+from lamella_engine._parameter_group import dtypes_of
 from lamella_engine._plan import PlannedParameter, PlannedUnit, ShardingPlan
 from lamella_engine._reads import reads_of
 from lamella_engine._text import clean_name, size_text
@@ -146,7 +147,7 @@ class _Tree:
 
     def __init__(self, model: nn.Module, ignored: set[nn.Parameter], policy: Policy | None) -> None:
         self.model = model
-        self._policy = policy
+        self._policy = as_policy(policy)
         self._ignored = {id(parameter) for parameter in ignored}
         self._places: dict[int, list[tuple[str, set[int]]]] = {}
         self._held: dict[int, dict[int, None]] = {}
@@ -183,10 +184,7 @@ class _Tree:
         return [self._described(name, p) for name, p in module.named_parameters() if id(p) in wanted]
 
     def _described(self, name: str, parameter: nn.Parameter) -> PlannedParameter:
-        own = main = compute = parameter.dtype
-        if self._policy is not None and own.is_floating_point:
-            main = getattr(self._policy, "main_dtype", None) or own  # torch's own policy has none
-            compute = getattr(self._policy, "param_dtype", None) or main
+        main, compute, _ = dtypes_of(parameter, self._policy.resolved_for(parameter))
         return PlannedParameter(name, tuple(parameter.shape), main, compute)
 
     def nbytes(self, module: nn.Module) -> int:

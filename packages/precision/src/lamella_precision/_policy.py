@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
+import torch.nn as nn
+
+# FSDP2 reduced in the compute dtype before, where `reduce_dtype` is None.
+_REDUCES_IN_MAIN_DTYPE = torch.__version__ >= "2.15"
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes in which a unit stores, computes, reduces and returns.
 
-    The first four fields are FSDP2's, in FSDP2's order and meaning.
+    All fields but `main_dtype` are FSDP2's, in FSDP2's order and meaning.
 
     Args:
         param_dtype: Dtype of the unsharded parameters: what is gathered and what computes.
             None keeps each parameter's own dtype.
-        reduce_dtype: Dtype that gradients are added up in. None adds them up in the dtype in which backward made
-            them (`param_dtype`, if given), in which they travel too. A wider dtype here does not widen the wire, but
+        reduce_dtype: Dtype that gradients are added up in. None means what it means to FSDP2 of the torch that runs:
+            the main weights' dtype since 2.15, and before the dtype in which backward made them (`param_dtype`, if
+            given), in which they travel too. A wider dtype here does not widen the wire, but
             where they were added up before they travel (microbatches that were not reduced, layers that write
             `main_grad`) or go from host to host. Where adding up in the main weights' dtype is faster, as where copy
             engines push gradients, a narrower dtype here says only what they travel in.
         output_dtype: Floating-point outputs of the unit's forward are cast to it. None leaves them.
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
+        param_dtype_override_fn: Asked once of each parameter when it is sharded; must say the same on every rank. Its
+            own dtype keeps it in that, None or `param_dtype` does not. Inputs are cast to `param_dtype` all the same.
         main_dtype: Dtype of the sharded parameters that the optimizer updates. None keeps each
             parameter's own; torch.float32 gives a model built in bf16 the main weights it should train with.
 
@@ -30,7 +38,7 @@ class MixedPrecisionPolicy:
         TypeError: A field is not a `torch.dtype`.
         ValueError: A dtype cannot hold a gradient (integers, complex, 1-byte floats).
 
-    Source: torch.distributed.fsdp.MixedPrecisionPolicy for the first four fields.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy for all fields but `main_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -39,10 +47,28 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     _: KW_ONLY
     main_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype"):
             _check_dtype(name, getattr(self, name))
+
+    def resolved_for(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+        """What the policy says of one parameter, with `param_dtype_override_fn` asked and left out.
+
+        Raises:
+            ValueError: The function returned something else than the parameter's dtype, `param_dtype` or None.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = self.param_dtype_override_fn(parameter)
+        if dtype not in (None, self.param_dtype, parameter.dtype):
+            raise ValueError(
+                f"Expected None, {self.param_dtype} or {parameter.dtype} for a parameter of shape "
+                f"{tuple(parameter.shape)}, got {dtype!r}: param_dtype_override_fn must return None, param_dtype, or "
+                "the parameter's original dtype. Give parameters of a third dtype a unit of their own."
+            )
+        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
 
     def main_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter built in `dtype` is stored sharded."""
@@ -54,6 +80,8 @@ class MixedPrecisionPolicy:
 
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter built in `dtype` is reduced."""
+        if self.reduce_dtype is None and _REDUCES_IN_MAIN_DTYPE:
+            return self.main_dtype_of(dtype)
         return self.reduce_dtype or self.compute_dtype_of(dtype)
 
 

@@ -1,0 +1,276 @@
+"""Backwards that `finalize_backward()` ends: what is reduced then, and who may not go on before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp2
+from engine_models import (
+    EVERY_STAGE,
+    Net,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_trains_alike,
+    assert_weights_equal,
+    descend,
+    inputs,
+    mean_square,
+    record,
+    rows_of_this_rank,
+    sgd,
+    shard,
+    shard_on,
+    twins,
+    unit,
+)
+from torch import nn
+
+from lamella_engine import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    GradientReductionHandle,
+    clip_grad_norm_,
+    fully_shard,
+    overlap_optimizer,
+    step_in_backward,
+)
+from lamella_engine._attached import state_of
+from lamella_testing import run_ranks
+
+
+def _backward(model: nn.Module, seed: int = 0) -> None:
+    loss: Any = model(rows_of_this_rank(inputs(seed=seed))).square().mean()
+    loss.backward()
+
+
+def _backward_of_all_ranks(model: nn.Module, seed: int = 0) -> None:
+    """What the mean over ranks is, unsharded: each rank has as many rows."""
+    loss: Any = model(inputs(seed=seed)).square().mean()
+    loss.backward()
+
+
+def _left(model: nn.Module) -> bool:
+    return state_of(model).context.is_left
+
+
+def _finalized_late(model: FSDPModule) -> GradientReductionHandle:
+    model.set_manual_backward_finalization(True)
+    _backward(model)
+    handle = model.finalize_backward(async_op=True)
+    assert _left(model), "nobody has waited for the reductions"
+    return handle
+
+
+@pytest.mark.parametrize("stage", EVERY_STAGE)
+@pytest.mark.parametrize("keeps", [False, True], ids=["reduced each time", "kept"])
+def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, keeps: bool) -> None:
+    shape, placements = EVERY_STAGE[stage]
+
+    def on_each_rank() -> None:
+        reference, sharded = twins(Net, shard_on(shape, placements=placements))
+        model = unit(sharded)
+        model.set_manual_backward_finalization(True)
+        for step in range(2):
+            for microbatch in range(3):
+                model.set_requires_gradient_sync(not keeps)
+                _backward(sharded, 3 * step + microbatch)
+                _backward_of_all_ranks(reference, 3 * step + microbatch)
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward(async_op=step == 1)
+            clip_grad_norm_(sharded.parameters(), 1e9)  # waits by itself
+            assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+            assert_at_rest(sharded)
+            for each in (reference, sharded):
+                descend(each)
+            model.mark_updated()
+
+    run_ranks(on_each_rank, torch.Size(shape).numel())
+
+
+def test_what_is_reduced_once_a_step_is_reduced_at_the_end() -> None:
+    def on_each_rank() -> None:
+        _, sharded = twins(Net, shard_on((2,), placements=EVERY_STAGE["ZERO1"][1]))
+        model = unit(sharded)
+        model.set_manual_backward_finalization(True)
+        log = record(sharded)
+        for microbatch in range(2):
+            _backward(sharded, microbatch)
+        assert log.units_of("reduce") == []
+        model.finalize_backward()
+        assert sorted(log.units_of("reduce")) == ["layers.0", "layers.1", "layers.2", "root"]
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_replicas_may_keep_their_own_sums_beyond_the_end() -> None:
+    """FSDP2 refuses to finalize then."""
+
+    def on_each_rank() -> None:
+        reference, sharded = twins(Net, lambda model: shard_on((2, 2))(model))
+        model = unit(sharded)
+        model.set_manual_backward_finalization(True)
+        for microbatch in range(2):
+            model.set_requires_all_reduce(microbatch == 1)
+            _backward(sharded, microbatch)
+            _backward_of_all_ranks(reference, microbatch)
+            model.finalize_backward()
+        assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_each_rank, 4)
+
+
+def test_an_optimizer_does_not_step_before_the_end() -> None:
+    def on_each_rank() -> None:
+        _, sharded = twins()
+        model = unit(sharded)
+        other = nn.Linear(2, 2)
+        optimizer, others = sgd(list(sharded.parameters())), sgd(list(other.parameters()))
+        model.set_manual_backward_finalization(True)
+        before = [parameter.to_local().clone() for parameter in sharded.parameters()]  # type: ignore[attr-defined]
+        _backward(sharded)
+        with pytest.raises(RuntimeError, match=r"Expected finalize_backward\(\) before the optimizer's step"):
+            optimizer.step()
+        others.step()
+        for parameter, was in zip(sharded.parameters(), before, strict=True):
+            assert torch.equal(parameter.to_local(), was)  # type: ignore[attr-defined]
+        model.finalize_backward()
+        optimizer.step()
+        assert any(
+            not torch.equal(parameter.to_local(), was)  # type: ignore[attr-defined]
+            for parameter, was in zip(sharded.parameters(), before, strict=True)
+        )
+        _backward(sharded)
+        model.reset_iter_state()
+        optimizer.step()  # there is nothing to wait for any more
+
+    run_ranks(on_each_rank, 2)
+
+
+def _step(model: nn.Module) -> None:
+    sgd(list(model.parameters())).step()
+
+
+WAIT_BY_THEMSELVES: dict[str, Callable[[nn.Module], object]] = {
+    "the next forward": lambda model: model(inputs()),
+    "an optimizer": _step,
+    "clipping": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+    "zero_grad": lambda model: model.zero_grad(),
+    "a state dict": lambda model: model.state_dict(),
+    "who asks for gradients": lambda model: unit(model).wait_for_gradients(),
+}
+
+
+@pytest.mark.parametrize("who", WAIT_BY_THEMSELVES)
+def test_who_comes_before_a_handle_is_waited_for_waits_itself(who: str) -> None:
+    def on_each_rank() -> None:
+        _, sharded = twins()
+        handle = _finalized_late(unit(sharded))
+        WAIT_BY_THEMSELVES[who](sharded)
+        assert not _left(sharded)
+        handle.wait()  # nothing is left
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_handle_is_torchs_where_torch_has_one_and_waits_once() -> None:
+    def on_each_rank() -> None:
+        _, sharded = twins()
+        handle = _finalized_late(unit(sharded))
+        assert isinstance(handle, getattr(fsdp2, "GradientReductionHandle", GradientReductionHandle))
+        handle.wait()
+        assert not _left(sharded)
+        handle.wait()
+
+    run_ranks(on_each_rank, 1)
+
+
+def test_gradients_that_go_to_the_cpu_are_there_when_the_handle_was_waited_for() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins(Net, lambda model: shard(model, offload_policy=CPUOffloadPolicy()))
+        called = []
+        weight = next(sharded.parameters())
+        weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter))
+        model = unit(sharded)
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        _backward(sharded)
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=True)
+        assert called == []
+        handle.wait()
+        assert [id(parameter) for parameter in called] == [id(weight)]
+        _backward_of_all_ranks(reference)
+        assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_gradient_that_was_delayed_must_come_before_the_end() -> None:
+    def on_each_rank() -> None:
+        _, sharded = twins()
+        model = unit(sharded)
+        assert isinstance(sharded, Net)
+        note = model.delay_gradient(sharded.stem.weight)
+        model.set_manual_backward_finalization(True)
+        _backward(sharded)
+        with pytest.raises(RuntimeError, match=r"Expected every delayed gradient.*stem\.weight"):
+            model.finalize_backward()
+        note()
+        model.finalize_backward()
+        assert_at_rest(sharded)
+
+    run_ranks(on_each_rank, 1)
+
+
+@pytest.mark.parametrize("wrap", [step_in_backward, overlap_optimizer, partial(overlap_optimizer, late_gradients=True)])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_optimizers_that_hide_their_steps_step_after_the_end(wrap: Callable[..., object], async_op: bool) -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins()
+        model = unit(sharded)
+        model.set_manual_backward_finalization(True)
+        optimizers = [sgd(list(each.parameters())) for each in (reference, sharded)]
+        wrapped = wrap(optimizers[1])
+        for step in range(3):
+            for microbatch in range(2):
+                model.set_requires_gradient_sync(microbatch == 1)
+                _backward(sharded, 2 * step + microbatch)
+                _backward_of_all_ranks(reference, 2 * step + microbatch)
+            model.finalize_backward(async_op=async_op)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+        assert wrapped is not None
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_backwards_that_hooks_end_train_as_before_afterwards() -> None:
+    def on_each_rank() -> None:
+        reference, sharded = twins()
+        model = unit(sharded)
+        _finalized_late(model).wait()
+        sharded.zero_grad()
+        model.set_manual_backward_finalization(False)
+        assert_trains_alike(reference, sharded, mean_square(lambda model: model(inputs())))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_unit_is_not_put_into_another_before_the_end() -> None:
+    def on_each_rank() -> None:
+        inner = nn.Linear(2, 2)
+        outer = nn.Sequential(fully_shard(inner))
+        unit(inner).set_manual_backward_finalization(True)
+        inner(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="to be at rest"):
+            fully_shard(outer)
+        unit(inner).finalize_backward()
+        fully_shard(outer)
+
+    run_ranks(on_each_rank, 1)
