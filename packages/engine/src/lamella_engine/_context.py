@@ -117,7 +117,7 @@ class Context(Streams):
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
     Attributes:
-        says_last_backward: Whether the next backward was said to be the step's last.
+        is_last_backward: Whether the backward under way, or the next one, is the step's last.
         finalizes_by_hand: Whether it is the user who ends a step's backward, and no hook (`finalize`).
         num_resets: How often whatever was under way was dropped.
         makes_graph: Whether the last forward pass began with gradients enabled: a backward may follow.
@@ -125,7 +125,7 @@ class Context(Streams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.says_last_backward = True
+        self.is_last_backward = True
         self.finalizes_by_hand = False
         self.num_resets = 0
         self.makes_graph = False
@@ -141,7 +141,7 @@ class Context(Streams):
         self._order = ReplayedOrder()
         self._max_reductions = 1
         self._last_backward_ended_on: torch.Stream | None = None
-        self._is_finalizing = False
+        self._says_last_backward = True
         self._leaves_to_caller = False
 
     @property
@@ -153,11 +153,6 @@ class Context(Streams):
     def is_in_backward(self) -> bool:
         """Whether the pass under way is a backward."""
         return self._phase is Phase.BACKWARD
-
-    @property
-    def is_last_backward(self) -> bool:
-        """Whether the backward that ends is the step's last."""
-        return self._is_finalizing if self.finalizes_by_hand else self.says_last_backward
 
     @property
     def awaits_finalization(self) -> bool:
@@ -342,6 +337,16 @@ class Context(Streams):
                 state.check_ended()
         self.finish_backward()
 
+    def say_last_backward(self, is_last: bool) -> None:
+        """Say whether the next backward is the step's last; it counts where hooks end backwards."""
+        self._says_last_backward = is_last
+        self.is_last_backward = is_last and not self.finalizes_by_hand
+
+    def finalize_by_hand(self, enabled: bool) -> None:
+        """Say whether the caller ends steps' backwards, by `finalize`."""
+        self.finalizes_by_hand = enabled
+        self.say_last_backward(self._says_last_backward)
+
     def finalize(self, *, waits: bool) -> None:
         """End a step's backward, all of which hooks have left to this.
 
@@ -363,11 +368,11 @@ class Context(Streams):
                 f"Expected no pass under way, got one ({self._phase.value}): finalize_backward must be called after "
                 "backward completes. Call it after the step's last, or reset_iter_state() after an exception."
             )
-        self._is_finalizing, self._leaves_to_caller = True, not waits
+        self.is_last_backward, self._leaves_to_caller = True, not waits
         try:
             self.end_step()
         finally:
-            self._is_finalizing = self._leaves_to_caller = False
+            self.is_last_backward = self._leaves_to_caller = False
         _unfinalized.discard(self)
 
     def reset(self) -> None:

@@ -297,7 +297,7 @@ class FSDPModule(fsdp2.FSDPModule):
         Or the optimizer's step does (`overlap_optimizer` with late gradients). With
         `set_manual_backward_finalization(True)` it is `finalize_backward()` that counts, and not what is said here.
         """
-        state_of(self).context.says_last_backward = is_last_backward
+        state_of(self).context.say_last_backward(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Say whether the caller ends each step's backward by `finalize_backward()`, instead of the end of autograd's.
@@ -320,7 +320,7 @@ class FSDPModule(fsdp2.FSDPModule):
                 "set_manual_backward_finalization cannot change mode during backward, or after backward starts. Call "
                 "finalize_backward() before, or reset_iter_state() after an exception."
             )
-        context.finalizes_by_hand = enabled
+        context.finalize_by_hand(enabled)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients, or keeps them unsharded for a later microbatch.

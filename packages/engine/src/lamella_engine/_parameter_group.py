@@ -332,7 +332,7 @@ class ParameterGroup:
         return [Payload(part, whole) for part, whole in zip(parts, wholes, strict=True) if part.numel() > 0]
 
     def _allocate_unsharded(self) -> None:
-        if not self.unsharded_weight.has_bytes:  # else they were kept
+        if not (self.keeps_bytes and self.unsharded_weight.has_bytes):
             self.unsharded_weight.allocate()
 
     def free_unsharded(self) -> None:
@@ -340,7 +340,7 @@ class ParameterGroup:
 
         Effects: on the current stream, which must have waited for the last reader.
         """
-        if not self.keeps_bytes and self.unsharded_weight.has_bytes:
+        if not self.keeps_bytes:
             self.unsharded_weight.free()
 
     def install_unsharded(self) -> None:

@@ -212,7 +212,8 @@ class UnitParameters:
             return [each for each in started if not isinstance(each, Done)]
         except BaseException:
             for group in self.groups:
-                group.free_unsharded()
+                if group.unsharded_weight.has_bytes:
+                    group.free_unsharded()
             raise
 
     def forbid_frozen(self) -> None:
@@ -313,7 +314,7 @@ class UnitParameters:
         if not keep and self._residency is Residency.SHARDED:
             self.context.order_gathers_after_compute()
             for group in self.groups:
-                if not group.is_meta:
+                if not group.is_meta and group.unsharded_weight.has_bytes:
                     group.free_unsharded()
 
     def _drop_parts(self) -> None:
