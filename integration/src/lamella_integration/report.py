@@ -25,6 +25,11 @@ FIRST_LOSS_TOLERANCE = 1e-3
 MEAN_LOSS_TOLERANCE = 1e-2
 LEAK_TOLERANCE_GIB = 0.25  # cuBLAS keeps a workspace of 32 MiB for each stream that it was used on.
 
+_COLUMNS = [
+    *("tokens/s/GPU", "of ideal", "x FSDP2", "step s", "MFU", "peak GiB", "reserved", "at rest", "built"),
+    *("first loss", "mean loss", "last loss", "notes"),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
@@ -149,12 +154,10 @@ class Report:
 
     def markdown(self) -> str:
         """The tables that people paste."""
-        columns = ["tokens/s/GPU", "of ideal", "x FSDP2", "step s", "MFU", "peak GiB", "reserved", "at rest", "built"]
-        columns += ["first loss", "mean loss", "last loss", "notes"]
         environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         command = [f"`{self.command}`", ""] if self.command else []
         rows = {name: self._cells(name, row) for name, row in self.rows.items()}
-        lines = [f"**{self.title}** ({environment})", "", *command, *_table(columns, rows), ""]
+        lines = [f"**{self.title}** ({environment})", "", *command, *_table(_COLUMNS, rows), ""]
         return "\n".join([*lines, *self._phases_table()])
 
     def write(self, folder: Path) -> None:
@@ -166,7 +169,7 @@ class Report:
 
     def _cells(self, name: str, row: Measurement | Failure) -> list[str]:
         if isinstance(row, Failure):
-            return ["-"] * 12 + [" ".join(row.error.split())[:300]]
+            return ["-"] * (len(_COLUMNS) - 1) + [" ".join(row.error.split())[:300]]
         of_ideal, of_fsdp2 = self.ratio(name, "ideal"), self.ratio(name, "fsdp2")
         return [
             f"{row.tokens_per_s:,.0f}",
