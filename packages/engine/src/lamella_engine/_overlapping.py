@@ -207,7 +207,7 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if any(each._optimizer() is optimizer for each in _active.values()):
+    if _given(optimizer) is not None:
         raise ValueError(
             f"Expected {type(optimizer).__name__} once, got it again. remove() what overlap_optimizer returned first."
         )
@@ -217,11 +217,14 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     return OverlapOptimizer(optimizer, late_gradients=late_gradients)
 
 
+def _given(optimizer: Optimizer) -> OverlapOptimizer | None:
+    return next((each for each in _active.values() if each._optimizer() is optimizer), None)
+
+
 def drop_early(optimizer: Optimizer) -> None:
     """Free what this optimizer's last step has gathered, unless a forward has used it."""
-    for each in list(_active.values()):
-        if each._optimizer() is optimizer:
-            each.drop_early()
+    if (found := _given(optimizer)) is not None:
+        found.drop_early()
 
 
 def expect_step(context: Context) -> None:
@@ -268,8 +271,8 @@ def _step(optimizer: Optimizer, part: Parts) -> None:
 @_disable_dynamo
 def _finish_before_step(optimizer: Optimizer, *_: object) -> None:
     """Have gradients there for whatever comes before a step, and for a step that does not wait for them itself."""
-    waits = any(each.waits_late and each._optimizer() is optimizer for each in _active.values())
-    if not waits or has_other_hooks(optimizer, than=1):
+    found = _given(optimizer)
+    if found is None or not found.waits_late or has_other_hooks(optimizer, than=1):
         finish_left()
 
 
