@@ -142,7 +142,6 @@ class Context(Streams):
         self._max_reductions = 1
         self._last_backward_ended_on: torch.Stream | None = None
         self._says_last_backward = True
-        self._leaves_to_caller = False
 
     @property
     def is_resting(self) -> bool:
@@ -285,8 +284,11 @@ class Context(Streams):
             groups = dict.fromkeys(group for state in self.states for group in state.process_groups)
             self.order_check.before(f"end the {self._phase.value}", groups)
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, *, leaves: bool = False) -> None:
         """Leave every unit at rest, whether or not autograd reached it, and reduce what was kept back if that is due.
+
+        Args:
+            leaves: Do not wait for the reductions: `finish_left` is called for that.
 
         Effects: those of `Gradients.reduce`, unit by unit; the compute stream waits for all reductions if this was the
             step's last backward, or when the last gradient that comes later has come.
@@ -296,29 +298,32 @@ class Context(Streams):
         self._drop_unused_gathers()
         if self.is_last_backward:
             self._last_backward_ended_on = self.compute_stream
-            self.finish_awaited()
+            self.finish_awaited(leaves=leaves)
         elif self._on_arrival:
             self.finish_reductions()
 
-    def finish_awaited(self) -> None:
+    def finish_awaited(self, *, leaves: bool = False) -> None:
         """Let the stream that the last backward ended on wait for all reductions, if nothing comes later.
 
-        Or leave them to the optimizer's step, where that waits for them itself.
+        Or leave them to the optimizer's step, where that waits for them itself, or to whoever asked for that.
         """
         stream = self._last_backward_ended_on
         if stream is None or any(state.awaits_gradients for state in self.states):
             return
         self._last_backward_ended_on = None
         leaves_to_step = self.leaves_reductions and self.is_in_backward and not self._awaits_gradients
-        if leaves_to_step or self._leaves_to_caller:
+        if leaves_to_step or leaves:
             self.leave_reductions()
             return
         self.finish_reductions()
         if stream != self.compute_stream:  # the last gradient was made on another
             stream.wait_stream(self.compute_stream)
 
-    def end_step(self) -> None:
+    def end_step(self, *, leaves: bool = False) -> None:
         """End a backward that was driven by hand: its last one, or one that others follow.
+
+        Args:
+            leaves: As for `finish_backward`.
 
         Raises:
             RuntimeError: A pass is under way; or this is the last backward, and somebody keeps a unit unsharded, or
@@ -335,7 +340,7 @@ class Context(Streams):
         if self.is_last_backward:
             for state in self.states:
                 state.check_ended()
-        self.finish_backward()
+        self.finish_backward(leaves=leaves)
 
     def say_last_backward(self, is_last: bool) -> None:
         """Say whether the next backward is the step's last; it counts where hooks end backwards."""
@@ -347,11 +352,11 @@ class Context(Streams):
         self.finalizes_by_hand = enabled
         self.say_last_backward(self._says_last_backward)
 
-    def finalize(self, *, waits: bool) -> None:
+    def finalize(self, *, leaves: bool) -> None:
         """End a step's backward, all of which hooks have left to this.
 
         Args:
-            waits: Whether the compute stream waits for the reductions, or `finish_left` is called for that.
+            leaves: As for `finish_backward`.
 
         Raises:
             RuntimeError: Hooks end backwards; or as `end_step`.
@@ -368,11 +373,11 @@ class Context(Streams):
                 f"Expected no pass under way, got one ({self._phase.value}): finalize_backward must be called after "
                 "backward completes. Call it after the step's last, or reset_iter_state() after an exception."
             )
-        self.is_last_backward, self._leaves_to_caller = True, not waits
+        self.is_last_backward = True
         try:
-            self.end_step()
+            self.end_step(leaves=leaves)
         finally:
-            self.is_last_backward = self._leaves_to_caller = False
+            self.is_last_backward = False
         _unfinalized.discard(self)
 
     def reset(self) -> None:

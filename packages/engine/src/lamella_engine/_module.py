@@ -180,7 +180,7 @@ class FSDPModule(fsdp2.FSDPModule):
             those before the last, and the unreduced gradients of that are held.
         """
         context = _outermost(self, "finalize_backward").context
-        context.finalize(waits=not async_op)
+        context.finalize(leaves=async_op)
         return GradientReductionHandle(context) if async_op else None
 
     def reset_iter_state(self) -> None:
