@@ -42,6 +42,16 @@ from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
 
 
+def _by_hand(
+    make: Callable[[], nn.Module] = Net, apply: Callable[..., object] = shard
+) -> tuple[nn.Module, nn.Module, FSDPModule]:
+    """The same model as it is and sharded, and the latter's outermost unit, whose backwards are finalized by hand."""
+    reference, sharded = twins(make, apply)
+    model = unit(sharded)
+    model.set_manual_backward_finalization(True)
+    return reference, sharded, model
+
+
 def _backward(model: nn.Module, seed: int = 0) -> None:
     loss: Any = model(rows_of_this_rank(inputs(seed=seed))).square().mean()
     loss.backward()
@@ -71,9 +81,7 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded = twins(Net, shard_on(shape, placements=placements))
-        model = unit(sharded)
-        model.set_manual_backward_finalization(True)
+        reference, sharded, model = _by_hand(Net, shard_on(shape, placements=placements))
         for step in range(2):
             for microbatch in range(3):
                 model.set_requires_gradient_sync(not keeps)
@@ -93,9 +101,7 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
 
 def test_what_is_reduced_once_a_step_is_reduced_at_the_end() -> None:
     def on_each_rank() -> None:
-        _, sharded = twins(Net, shard_on((2,), placements=EVERY_STAGE["ZERO1"][1]))
-        model = unit(sharded)
-        model.set_manual_backward_finalization(True)
+        _, sharded, model = _by_hand(Net, shard_on((2,), placements=EVERY_STAGE["ZERO1"][1]))
         log = record(sharded)
         for microbatch in range(2):
             _backward(sharded, microbatch)
@@ -110,9 +116,7 @@ def test_replicas_may_keep_their_own_sums_beyond_the_end() -> None:
     """FSDP2 refuses to finalize then."""
 
     def on_each_rank() -> None:
-        reference, sharded = twins(Net, lambda model: shard_on((2, 2))(model))
-        model = unit(sharded)
-        model.set_manual_backward_finalization(True)
+        reference, sharded, model = _by_hand(Net, lambda model: shard_on((2, 2))(model))
         for microbatch in range(2):
             model.set_requires_all_reduce(microbatch == 1)
             _backward(sharded, microbatch)
@@ -125,11 +129,9 @@ def test_replicas_may_keep_their_own_sums_beyond_the_end() -> None:
 
 def test_an_optimizer_does_not_step_before_the_end() -> None:
     def on_each_rank() -> None:
-        _, sharded = twins()
-        model = unit(sharded)
+        _, sharded, model = _by_hand()
         other = nn.Linear(2, 2)
         optimizer, others = sgd(list(sharded.parameters())), sgd(list(other.parameters()))
-        model.set_manual_backward_finalization(True)
         before = [parameter.to_local().clone() for parameter in sharded.parameters()]  # type: ignore[attr-defined]
         _backward(sharded)
         with pytest.raises(RuntimeError, match=r"Expected finalize_backward\(\) before the optimizer's step"):
@@ -190,12 +192,10 @@ def test_a_handle_is_torchs_where_torch_has_one_and_waits_once() -> None:
 
 def test_gradients_that_go_to_the_cpu_are_there_when_the_handle_was_waited_for() -> None:
     def on_each_rank() -> None:
-        reference, sharded = twins(Net, lambda model: shard(model, offload_policy=CPUOffloadPolicy()))
+        reference, sharded, model = _by_hand(Net, lambda model: shard(model, offload_policy=CPUOffloadPolicy()))
         called = []
         weight = next(sharded.parameters())
         weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter))
-        model = unit(sharded)
-        model.set_manual_backward_finalization(True)
         model.set_requires_gradient_sync(False)
         _backward(sharded)
         model.set_requires_gradient_sync(True)
@@ -230,9 +230,7 @@ def test_a_gradient_that_was_delayed_must_come_before_the_end() -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 def test_optimizers_that_hide_their_steps_step_after_the_end(wrap: Callable[..., object], async_op: bool) -> None:
     def on_each_rank() -> None:
-        reference, sharded = twins()
-        model = unit(sharded)
-        model.set_manual_backward_finalization(True)
+        reference, sharded, model = _by_hand()
         optimizers = [sgd(list(each.parameters())) for each in (reference, sharded)]
         wrapped = wrap(optimizers[1])
         for step in range(3):
