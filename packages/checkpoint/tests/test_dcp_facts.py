@@ -110,7 +110,7 @@ def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path):
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         assert {each.compress_type for each in archive.infolist()} == {zipfile.ZIP_STORED}
     found = find_tensor(io.BytesIO(content))
-    start, length, crc = found.record
+    _, start, length, crc = found.record
     assert content[start : start + length] == tensor.numpy().tobytes()
     assert crc == zlib.crc32(tensor.numpy().tobytes())
     assert start % 64 == 0

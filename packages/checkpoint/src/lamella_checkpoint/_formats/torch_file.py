@@ -23,9 +23,11 @@ from lamella_checkpoint._formats.torch_zip import (
     Record,
     StoredTensor,
     TensorRecord,
+    check_places,
     is_little_endian,
     read_record,
     records,
+    storage_records,
     stored_tensor,
 )
 
@@ -66,7 +68,7 @@ class TorchFile:
         except CheckpointDamaged:
             raise
         except Exception as error:  # Of values that are not what they seem.
-            raise self._damaged(error) from error
+            raise _damaged(self.path, error) from error
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -90,20 +92,20 @@ class TorchFile:
         """Fill the given memory; where a checksum is to be verified, whole storages are read, each once."""
         reads: dict[TensorRecord, ItemRead] = {}
         strided: list[tuple[Wanted, StoredTensor]] = []
-        parts: dict[str, StoredTensor] = {}
+        parts: dict[Record, str] = {}
         for each in wanted:
             held = self._held[each.name]
             if isinstance(held, torch.Tensor):
                 _copy(each, held)
                 continue
             if held.whole is None:
-                parts[each.name] = held
+                parts[held.record] = each.name
             if (found := held.found) is None:
                 strided.append((each, held))
             else:
                 read = reads.setdefault(found, self._item_read(each.name, found))
                 read.copies.append(Copy(each.chunk, each.into.detach()))
-        self._verify_storages(parts)
+        self._verify_records(parts)
         read_tensors(self.path.parent, reads.values(), self._expected)
         self._verified.update(found.record for found in reads)
         for each, held in strided:
@@ -116,17 +118,21 @@ class TorchFile:
             if not _kinds(value):
                 return value
         except RecursionError as error:
-            raise self._damaged(error) from error
+            raise _damaged(self.path, error) from error
+        needed = [self._files[each] for each in storage_records(value) if each in self._files]
+        self._verify_records({record: f"{name} ({record.name})" for record in needed})
         whole: Any = self._read_by_torch
         for key in self.paths[name]:
             whole = whole[key]
         return whole
 
-    def whole_records(self) -> Iterator[ItemRead]:
-        """A read of each storage that a tensor lies in, of which nothing is wanted."""
-        held = {each.record: (name, each) for name, each in self._held.items() if isinstance(each, StoredTensor)}
-        for record, (name, each) in held.items():
-            yield self._item_read(name, _elements(record, each.dtype))
+    def names_of_records(self) -> Mapping[str, Sequence[str]]:
+        """The records that values refer to, and the names of the values; a record may be absent from the archive."""
+        found: dict[str, dict[str, None]] = {}
+        for name, value in (*self._held.items(), *self._values.items()):
+            for record in [value.record.name] if isinstance(value, StoredTensor) else storage_records(value):
+                found.setdefault(record, {})[name] = None
+        return {record: [*names] for record, names in found.items()}
 
     @property
     def _expected(self) -> Expected | None:
@@ -135,13 +141,13 @@ class TorchFile:
     def _open(self) -> tuple[Any, dict[str, Record]]:
         try:
             with self.path.open("rb") as file:
-                if zipfile.is_zipfile(file):
-                    files = records(file)
-                    if is_little_endian(file, files):
-                        content = read_record(file, files["data.pkl"])
-                        return read_pickle(content, knows=lambda *_: True), files
+                files = records(file) if zipfile.is_zipfile(file) else {}
+                if files and is_little_endian(file, files):
+                    content = read_record(file, files["data.pkl"])
+                    return read_pickle(content, knows=lambda *_: True), files
         except Exception as error:  # Of garbage.
-            raise self._damaged(error) from error
+            raise _damaged(self.path, error) from error
+        self._verify_records({record: record.name for record in files.values()})
         return self._read_by_torch, {}
 
     @cached_property
@@ -152,12 +158,13 @@ class TorchFile:
         except Exception as error:
             if not self._trust and (unknown := unsafe_types(self.path, error)):
                 raise CheckpointUntrusted(str(self.path), unknown) from None
-            raise self._damaged(error) from error
+            raise _damaged(self.path, error) from error
 
     def _dict_of(self, root: object) -> dict[Any, Any]:
         if isinstance(root, Inert) and stored_tensor(root, self._files) is None:
             if not self._trust:
                 raise CheckpointUntrusted(str(self.path), root.kind)
+            self._verify_records({record: record.name for record in self._files.values()})
             root = self._read_by_torch
         if isinstance(root, nn.Module):
             root = root.state_dict()
@@ -180,12 +187,11 @@ class TorchFile:
         is_verified = found.record in self._verified
         return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
 
-    def _verify_storages(self, parts: Mapping[str, StoredTensor]) -> None:
-        """Hold the storages that tensors are a part of against their checksums, which those have none of."""
-        storages = {held.record: (name, held) for name, held in parts.items() if held.record not in self._verified}
-        reads = [self._item_read(name, _elements(record, held.dtype)) for record, (name, held) in storages.items()]
+    def _verify_records(self, names: Mapping[Record, str]) -> None:
+        """Compare whole records with their checksums: a part of one has none, and torch itself compares none."""
+        reads = [whole_read(self.path, each, name) for each, name in names.items() if each not in self._verified]
         read_tensors(self.path.parent, reads, self._expected)
-        self._verified.update(storages)
+        self._verified.update(names)
 
     def _read_strided(self, wanted: Wanted, held: StoredTensor) -> None:
         """A tensor that lies in another order, or with gaps: all of it is read, and looked at so."""
@@ -197,13 +203,31 @@ class TorchFile:
         read_tensors(self.path.parent, [read], self._expected)
         _copy(wanted, elements.as_strided(held.shape, held.strides))
 
-    def _damaged(self, error: Exception) -> CheckpointDamaged:
-        return CheckpointDamaged(str(self.path), f"{type(error).__name__}: {error}")
+
+def archive_records(path: Path) -> dict[str, Record]:
+    """The records of a file by name, where torch finds them too; none of a file from before torch 1.6.
+
+    Raises:
+        CheckpointDamaged: The archive's directory and headers do not say where they are, or torch reads others.
+    """
+    try:
+        with path.open("rb") as file:
+            files = records(file) if zipfile.is_zipfile(file) else {}
+        if files:
+            check_places(path, files)
+    except Exception as error:  # Of garbage.
+        raise _damaged(path, error) from error
+    return files
 
 
-def _elements(record: Record, dtype: torch.dtype) -> TensorRecord:
-    """All that a storage holds, as one row of elements."""
-    return TensorRecord((record.length // dtype.itemsize,), dtype, record)
+def whole_read(path: Path, record: Record, name: str) -> ItemRead:
+    """A read of all bytes of a record, of which nothing is wanted but that they have its checksum."""
+    found = TensorRecord((record.length,), torch.uint8, record)
+    return ItemRead(name=name, item=Item(path.name, 0, record.start + record.length), sizes=found.shape, found=found)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointDamaged:
+    return CheckpointDamaged(str(path), f"{type(error).__name__}: {error}")
 
 
 def _copy(wanted: Wanted, held: torch.Tensor) -> None:

@@ -5,8 +5,9 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
@@ -22,12 +23,14 @@ _CRC_AT: Final = 16
 _LENGTHS_AT: Final = 28
 _ENTRY_LENGTHS: Final = struct.Struct("<3H")  # of the name, the extra field and the comment, which follow
 _DESCRIPTOR: Final = b"PK\7\x08"  # Begins what follows a record, where its header came before its length was known.
+_DIRECTORY: Final = 0x10  # Of an entry's attributes, as DOS has them.
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
 
 
 class Record(NamedTuple):
     """One file of the archive: where its bytes are, and their CRC-32 as the archive has it; None where it has none."""
 
+    name: str
     start: int
     length: int
     crc: int | None
@@ -81,8 +84,10 @@ def records(file: BinaryIO) -> dict[str, Record]:
     num_bytes = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise zipfile.BadZipFile(f"{info.filename!r} is compressed")
+            if info.external_attr & _DIRECTORY and info.file_size:  # torch leaves the memory for it as it is.
+                raise zipfile.BadZipFile(f"{info.filename!r} is marked as a directory, and has contents")
             file.seek(info.header_offset)
             signature, num_name, num_extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             if signature != b"PK\3\4":
@@ -95,8 +100,23 @@ def records(file: BinaryIO) -> dict[str, Record]:
                 raise zipfile.BadZipFile(f"{info.filename!r} ends behind the archive")
             if name in found:
                 raise zipfile.BadZipFile(f"{name!r} is there twice")
-            found[name] = Record(start, info.file_size, crc)
+            found[name] = Record(name, start, info.file_size, crc)
     return found
+
+
+def check_places(path: Path, files: Mapping[str, Record]) -> None:
+    """Compare where the records of an archive are with where torch itself finds them: it reads other fields.
+
+    Raises:
+        zipfile.BadZipFile: They differ, or torch cannot open the archive.
+    """
+    try:
+        reader: Any = torch._C.PyTorchFileReader(str(path))
+        found = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
+    except RuntimeError as error:
+        raise zipfile.BadZipFile(str(error).partition("\n")[0]) from error
+    if differing := {(each.name, each.start) for each in files.values()} ^ {*found.items()}:
+        raise zipfile.BadZipFile(f"torch reads other bytes as {min(differing)[0]!r} than the directory says")
 
 
 def find_tensor(file: BinaryIO) -> TensorRecord | None:
@@ -156,7 +176,7 @@ class StoredTensor(NamedTuple):
     def _part(self, numel: int) -> Record:
         """The record's part with some elements from the first on."""
         itemsize = self.dtype.itemsize
-        return Record(self.record.start + self.offset * itemsize, numel * itemsize, None)
+        return self.record._replace(start=self.record.start + self.offset * itemsize, length=numel * itemsize, crc=None)
 
     @property
     def is_contiguous(self) -> bool:
@@ -202,6 +222,20 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
             return None
 
 
+def storage_records(value: object) -> Iterator[str]:
+    """Names of the records that a value of an archive's pickle refers to, whatever it is made into."""
+    match value:
+        case ("storage", _, str(key), *_):
+            yield f"data/{key}"
+        case Inert(args=args, state=state, items=items):
+            yield from storage_records((args, state, items))
+        case dict():
+            yield from storage_records((*value, *value.values()))
+        case list() | tuple() | set() | frozenset():
+            for each in value:
+                yield from storage_records(each)
+
+
 def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
     """Whether numbers are stored in the byte order of the machines that torch runs on."""
     return "byteorder" not in files or read_record(file, files["byteorder"]) == b"little"
@@ -214,11 +248,11 @@ def read_record(file: BinaryIO, record: Record) -> bytes:
         zipfile.BadZipFile: They differ, or it is longer than what it may hold could be.
     """
     if record.length > MAX_NBYTES:
-        raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most at {record.start}, got {record.length}")
+        raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most for {record.name!r}, got {record.length}")
     file.seek(record.start)
     content = file.read(record.length)
     if record.crc is not None and zlib.crc32(content) != record.crc:
-        raise zipfile.BadZipFile(f"the {record.length} bytes at {record.start} are not what their checksum says")
+        raise zipfile.BadZipFile(f"the {record.length} bytes of {record.name!r} are not what their checksum says")
     return content
 
 

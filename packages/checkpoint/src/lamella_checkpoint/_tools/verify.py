@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole: every byte against its checksum, every tensor against its chunks, every file."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -23,7 +23,7 @@ from lamella_checkpoint._formats.items import Expected, ItemRead, check_object, 
 from lamella_checkpoint._formats.metadata import Item, StoredMetadata
 from lamella_checkpoint._formats.open import Format, find_files
 from lamella_checkpoint._formats.safetensors import SafetensorsSource
-from lamella_checkpoint._formats.torch_file import TorchFile
+from lamella_checkpoint._formats.torch_file import TorchFile, archive_records, whole_read
 
 T = TypeVar("T")
 
@@ -183,15 +183,31 @@ class _Run:
             self._check_object(item, name, expected)
 
     def of_torch_file(self, *, trust: bool) -> None:
-        file = TorchFile(self._path, trust=trust)
-        reads = {read.found.record: read for read in file.whole_records() if read.found is not None}
-        self._total = sum(record.length for record in reads)
-        self.num_unverified_bytes = sum(record.length for record in reads if record.crc is None)
-        lengths = {read.item: record.length for record, read in reads.items()}
-        for error in check_tensors(
-            self._path.parent, reads.values(), lambda _: None, lambda item: self._count(lengths[item])
-        ):
+        """Each record of the archive against its checksum, named by the values that refer to it, if that is known."""
+        files = archive_records(self._path)
+        names, refused = self._names_of_records(trust)
+        reads = [whole_read(self._path, each, _told(each.name, names.get(each.name))) for each in files.values()]
+        self._total = sum(each.length for each in files.values())
+        self.num_unverified_bytes = sum(each.length for each in files.values() if each.crc is None)
+        lengths = {read.item: prod(read.sizes) for read in reads}
+        damage = check_tensors(self._path.parent, reads, lambda _: None, lambda item: self._count(lengths[item]))
+        for error in damage or refused:
             self.note(error)
+        for record in names.keys() - files.keys() if files else ():
+            problem = f"no record {record!r}, which {_first(names[record])!r} needs"
+            self.note(CheckpointDamaged(str(self._path), problem))
+        if not files and not refused:  # torch has read all of it, and keeps no checksums in this format.
+            self._total = self.num_unverified_bytes = self._path.stat().st_size
+            self._count(self._total)
+
+    def _names_of_records(self, trust: bool) -> tuple[Mapping[str, Sequence[str]], list[CheckpointDamaged]]:
+        """The values that refer to each record of a file of `torch.save`, or why the file cannot be opened."""
+        try:
+            return TorchFile(self._path, trust=trust, verify=False).names_of_records(), []
+        except CheckpointUntrusted:
+            raise
+        except CheckpointDamaged as error:
+            return {}, [error]
 
     def of_safetensors(self) -> None:
         """The format keeps no checksums; opening it compares its headers with the files' sizes and the index."""
@@ -271,3 +287,11 @@ class _Run:
 
     def _wrong_metadata(self, problem: str) -> None:
         self.note(CheckpointDamaged(str(self._path / METADATA_FILE), problem))
+
+
+def _told(record: str, names: Sequence[str] | None) -> str:
+    return f"{_first(names)} ({record})" if names else record
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
