@@ -110,17 +110,6 @@ def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
     assert "gpu 2 [PYTEST ARGS]" in run.stderr
 
 
-def test_the_bootstrap_refuses_an_old_python(tmp_path: Path) -> None:
-    old = tmp_path / "python3.9"
-    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 || exit 1\n')
-    old.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(old)}
-    run = subprocess.run([ROOT / "dev"], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert "Expected PYTHON to be 3.11 or newer" in run.stderr
-    assert "Python 3.9.2" in run.stderr
-
-
 def _pages() -> Iterator[Path]:
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md"):
         yield from ROOT.glob(pattern)
