@@ -1,26 +1,55 @@
-"""Fully sharded training in thin layers: the command line, the training recipe and the names most code needs."""
+"""Fully sharded training in thin layers: the command line, the training recipe and the names most code needs.
 
+A name is imported when it is first used: `lamella --help` needs no torch, and checkpoints need no transformers.
+"""
+
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final
 
 try:
     __version__ = version("lamella")
 except PackageNotFoundError:  # Sources on PYTHONPATH, as on a GPU host where nothing can be installed.
     __version__ = "0+source"
 
-from lamella._config import Config as Config
-from lamella._config import DataConfig as DataConfig
-from lamella._config import ModelConfig as ModelConfig
-from lamella._config import OptimConfig as OptimConfig
-from lamella._config import ParallelConfig as ParallelConfig
-from lamella._config import RunConfig as RunConfig
-from lamella._launch import WorkerError as WorkerError
-from lamella._options import ConfigError as ConfigError
-from lamella._run import Result as Result
-from lamella._run import train as train
-from lamella_checkpoint import CheckpointDirectory as CheckpointDirectory
-from lamella_checkpoint import load as load
-from lamella_checkpoint import save as save
-from lamella_engine import FSDPModule as FSDPModule
-from lamella_engine import MixedPrecisionPolicy as MixedPrecisionPolicy
-from lamella_engine import UnshardHandle as UnshardHandle
-from lamella_engine import fully_shard as fully_shard
+if TYPE_CHECKING:
+    from lamella._config import Config as Config
+    from lamella._config import DataConfig as DataConfig
+    from lamella._config import ModelConfig as ModelConfig
+    from lamella._config import OptimConfig as OptimConfig
+    from lamella._config import ParallelConfig as ParallelConfig
+    from lamella._config import RunConfig as RunConfig
+    from lamella._launch import WorkerError as WorkerError
+    from lamella._options import ConfigError as ConfigError
+    from lamella._run import Result as Result
+    from lamella._run import train as train
+    from lamella_checkpoint import CheckpointDirectory as CheckpointDirectory
+    from lamella_checkpoint import load as load
+    from lamella_checkpoint import save as save
+    from lamella_engine import FSDPModule as FSDPModule
+    from lamella_engine import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from lamella_engine import UnshardHandle as UnshardHandle
+    from lamella_engine import fully_shard as fully_shard
+
+_NAMES: Final = {
+    "lamella._config": ("Config", "DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
+    "lamella._launch": ("WorkerError",),
+    "lamella._options": ("ConfigError",),
+    "lamella._run": ("Result", "train"),
+    "lamella_checkpoint": ("CheckpointDirectory", "load", "save"),
+    "lamella_engine": ("FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"),
+}
+_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_HOMES]
+
+if not TYPE_CHECKING:  # A type checker that saw it would take every name for one of the module's.
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -8,14 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar, cast, get_args
+from typing import Final, Self, TypeVar, cast
 
 import torch
 from tqdm import tqdm
 
+from lamella._ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
 from lamella._options import ConfigError, nearest
 from lamella._output import one_line, printable, say, show
 from lamella_checkpoint import (
@@ -39,52 +39,9 @@ from lamella_checkpoint import (
 
 T = TypeVar("T")
 
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-DIALECTS: Final = ("release-0.19", "bridge")
-MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
-TARGETS: Final[tuple[str, ...]] = get_args(Target)
-
 _DIFFERS, _DAMAGED = 1, 1
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _NUM_NAMED: Final = 5
-_NUM_LINES: Final = 60
-
-
-class DamageError(Exception):
-    """A checkpoint that cannot be read as it is: one line that names the file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """One of the commands: what it takes, and what it does, to the exit code."""
-
-    run: Callable[[argparse.Namespace], int]
-    help: str
-    paths: tuple[str, ...]
-    options: Mapping[str, Mapping[str, Any]]
-
-
-def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add `ckpt` and its own commands to a parser's."""
-    text = "list, compare, convert or check checkpoints"
-    group = commands.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
-    inner = group.add_subparsers(dest="ckpt_command", required=True, metavar="command")
-    for name, command in _COMMANDS.items():
-        parser = inner.add_parser(name, help=command.help, description=_sentence(command.help), allow_abbrev=False)
-        for path in command.paths:
-            parser.add_argument(path.lower(), metavar=path)
-        for flag, settings in command.options.items():
-            parser.add_argument(flag, **settings)
-
-
-def options_of(name: str) -> Sequence[str]:
-    """The options of one of the commands."""
-    return tuple(_COMMANDS[name].options)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     Effects: no collective, no accelerator.
     """
     try:
-        return _COMMANDS[arguments.ckpt_command].run(arguments)
+        return _RUNS[arguments.ckpt_command](arguments)
     except ModelUnknown as error:
         raise ConfigError(_no_family(error)) from error
     except SizeUnknown as error:
@@ -118,7 +75,7 @@ def _no_family(error: ModelUnknown) -> str:
     known = ", ".join(error.known) or "none"
     return (
         f"Expected a model type whose rules a package has, got {error.model_type!r}. Known: {known}. Packages with "
-        f"rules are extras: pip install 'lamella[qwen]' adds Qwen3.5."
+        f"rules are extras. Qwen3.5's, from a clone: uv pip install './packages/lamella[qwen]'"
     )
 
 
@@ -168,10 +125,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _at_a_glance(found: Inspection) -> Iterator[str]:
     """All of it, or as deep as a screen or two hold it."""
     whole = [*found.lines()]
-    if len(whole) <= _NUM_LINES:
+    if len(whole) <= NUM_LINES:
         return iter(whole)
     depth, shown = 1, [*found.lines(depth=1)]
-    while len(deeper := [*found.lines(depth=depth + 1)]) <= _NUM_LINES:
+    while len(deeper := [*found.lines(depth=depth + 1)]) <= NUM_LINES:
         depth, shown = depth + 1, deeper
     return iter([*shown, f"{len(whole):,} lines in all; these are --depth {depth}"])
 
@@ -202,7 +159,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"Expected {flag} with --to fsdp_dtensor only, got --to {to}. Leave {flag} out.")
     if to != "hf" and arguments.float8:
         raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
-    dtype = None if arguments.dtype is None else DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)]
+    dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
     dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
     mtp_layer = cast(MtpLayer, _one_of("--mtp-layer", arguments.mtp_layer or MTP_LAYERS[0], MTP_LAYERS))
     size = _nbytes(arguments.max_shard_size)
@@ -255,97 +212,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if found else _DAMAGED
 
 
-_TRUST: Final = {
-    "--trust": {"action": "store_true", "help": "build types that it pickles, which runs their code"},
+_RUNS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "inspect": _inspect,
+    "diff": _diff,
+    "convert": _convert,
+    "verify": _verify,
 }
-_JSON: Final = {
-    "--json": {"metavar": "PATH", "help": "write the same as JSON; - prints that in place of the text"},
-}
-_MODEL: Final = {
-    "--config": {
-        "metavar": "PATH",
-        "help": "the model's Hugging Face folder, or its config.json, where the checkpoint has none",
-    },
-    "--tp": {"metavar": "N", "help": "tensor-parallel ranks, where tensors of fsdp_dtensor lie in their order"},
-}
-
-_COMMANDS: Final[Mapping[str, _Command]] = {
-    "inspect": _Command(
-        run=_inspect,
-        help="list what a checkpoint holds: names, shapes, dtypes, bytes, chunks",
-        paths=("PATH",),
-        options={
-            "--depth": {
-                "metavar": "N",
-                "help": "how many parts of a name are shown; the rest is summed up [all; on a terminal, what fits "
-                f"{_NUM_LINES} lines]",
-            },
-            **_JSON,
-            **_TRUST,
-        },
-    ),
-    "diff": _Command(
-        run=_diff,
-        help="compare two checkpoints of any formats; exit code 1 where they differ",
-        paths=("A", "B"),
-        options={
-            "--rtol": {"metavar": "X", "default": "0", "help": "how far apart values may be, in relation to B's [0]"},
-            "--atol": {"metavar": "X", "default": "0", "help": "how far apart values may be besides [0]"},
-            "--names-only": {"action": "store_true", "help": "compare names, shapes and dtypes, and no values"},
-            "--limit": {"metavar": "N", "default": "20", "help": "how many differences are printed [20]"},
-            **_MODEL,
-            **_JSON,
-            **_TRUST,
-        },
-    ),
-    "convert": _Command(
-        run=_convert,
-        help="write a checkpoint in another format, holding no more of it than a buffer",
-        paths=("SRC", "DST"),
-        options={
-            "--to": {
-                "required": True,
-                "metavar": "FORMAT",
-                "help": "dcp (torch.distributed.checkpoint), hf (safetensors), torch (torch.save) or "
-                "fsdp_dtensor (Megatron)",
-            },
-            "--dtype": {"metavar": "DTYPE", "help": f"of the weights: {', '.join(DTYPES)} [as they are]"},
-            "--dialect": {
-                "metavar": "NAME",
-                "help": f"of fsdp_dtensor: {' or '.join(DIALECTS)} [{DIALECTS[0]}]",
-            },
-            "--mtp-layer": {
-                "metavar": "NAME",
-                "help": f"what fsdp_dtensor calls the layer that predicts further tokens: {' or '.join(MTP_LAYERS)} "
-                f"[{MTP_LAYERS[0]}]",
-            },
-            "--padded-vocab": {
-                "metavar": "N",
-                "help": "rows that fsdp_dtensor has for tokens, zeros behind the model's own [as many as the model]",
-            },
-            **_MODEL,
-            "--float8": {
-                "action": argparse.BooleanOptionalAction,
-                "help": "weights in float8 with a scale a block, with --to hf [as they are]",
-            },
-            "--max-shard-size": {"metavar": "SIZE", "default": "5GB", "help": "about how much one file holds [5GB]"},
-            "--force": {"action": "store_true", "help": "replace the checkpoint that is at DST"},
-            "--verify": {
-                "action": argparse.BooleanOptionalAction,
-                "default": True,
-                "help": "hold what is read against its checksums [yes]",
-            },
-            **_TRUST,
-        },
-    ),
-    "verify": _Command(
-        run=_verify,
-        help="read all of a checkpoint and say what is wrong with it; exit code 1 where something is",
-        paths=("PATH",),
-        options={**_JSON, **_TRUST},
-    ),
-}
-NAMES: Final = tuple(_COMMANDS)
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
@@ -434,7 +306,3 @@ def _nbytes(given: str) -> int:
 def _first(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NUM_NAMED])
     return f"{shown} and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else shown
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."

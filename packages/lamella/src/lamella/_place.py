@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from lamella._config import Config, ParallelConfig
 from lamella._options import ConfigError
+
+if TYPE_CHECKING:
+    import torch  # The command line's help needs none.
 
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_VARIABLE = "LAMELLA_STORE"
@@ -39,6 +40,8 @@ def place(config: Config) -> Config:
 
 
 def _decide(asked: ParallelConfig) -> ParallelConfig:
+    import torch
+
     num_gpus = torch.cuda.device_count()
     device = asked.device if asked.device != "auto" else "cuda" if num_gpus else "cpu"
     ranks = _num_ranks(asked.ranks, num_gpus if device == "cuda" else 2)
@@ -85,7 +88,7 @@ class Rank:
 
     rank: int
     num_ranks: int
-    device: torch.device
+    device: "torch.device"
 
     @property
     def is_first(self) -> bool:
@@ -99,6 +102,9 @@ def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
 
     Effects: collective; sets this process's CUDA device or its number of CPU threads.
     """
+    import torch
+    import torch.distributed as dist
+
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = parallel.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -9,14 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
-from lamella import __version__, _ckpt
+from lamella import __version__, _ckpt_options
 from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, to_toml
 from lamella._launch import WorkerError
-from lamella._models import named_settings
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
 from lamella._output import show, write
-from lamella._pretrained import pretrained_settings
-from lamella._run import train
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace
 
 DEFAULT_MODEL = "llama-small"
@@ -36,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except (ConfigError, TraceError) as error:
         return _leave(f"error: {error}", _REFUSED)
-    except (WorkerError, _ckpt.DamageError) as error:
+    except (WorkerError, _ckpt_options.DamageError) as error:
         return _leave(f"error: {error}", _FAILED)
     except KeyboardInterrupt:
         goes_on = "; the same command goes on from the last checkpoint" if "train" in argv[:1] else ""
@@ -51,13 +48,18 @@ def _leave(message: str, code: int) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
+    # Each command imports what it needs: torch takes seconds, transformers as many again.
     if arguments.command == "ckpt":
+        from lamella import _ckpt
+
         return _ckpt.run(arguments)
     if arguments.command == "overlap-report":
         _report_overlap(arguments)
     elif arguments.print_config:
         print(to_toml(config_of(arguments)))
     else:
+        from lamella._run import train
+
         train(config_of(arguments))
     return 0
 
@@ -70,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     _check_command(argv, COMMANDS, "lamella")
     if argv[0] == "ckpt":
-        _check_command(argv[1:], _ckpt.NAMES, "lamella ckpt")
+        _check_command(argv[1:], _ckpt_options.NAMES, "lamella ckpt")
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown(unknown[0], arguments))
@@ -83,6 +85,9 @@ def config_of(arguments: argparse.Namespace) -> Config:
     Raises:
         ConfigError: An option does not take its value.
     """
+    from lamella._models import named_settings
+    from lamella._pretrained import pretrained_settings
+
     layers = [read_file(path) for path in arguments.config]
     layers.append(_values(arguments))
     name = next((layer["model"]["name"] for layer in reversed(layers) if "name" in layer.get("model", {})), None)
@@ -106,7 +111,7 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     if command == "train":
         known = ["--config", *(field.flag for cls in GROUPS.values() for field in fields_of(cls))]
     elif command == "ckpt":
-        known = _ckpt.options_of(arguments.ckpt_command)
+        known = _ckpt_options.options_of(arguments.ckpt_command)
         command = f"ckpt {arguments.ckpt_command}"
     word = argument.split("=")[0]
     return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, known)}"
@@ -144,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("trace", metavar="TRACE", help="what torch.profiler exported on one rank, .json or .json.gz")
     command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints that in place of the text")
     command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
-    _ckpt.add_commands(commands)
+    _ckpt_options.add_commands(commands)
     return parser
 
 

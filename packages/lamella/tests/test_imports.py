@@ -1,0 +1,90 @@
+"""Commands import what they run and nothing more: help comes without torch, checkpoints without transformers."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+import lamella
+from lamella import _ckpt_options
+from lamella_checkpoint import MtpLayer, Target
+
+HEAVY = ("torch", "transformers", "matplotlib", "tokenizers", "numpy")
+OF_TRAINING = ("transformers", "matplotlib", "tokenizers", "torch._dynamo", "torch._inductor", "lamella_engine")
+
+
+def imported(*argv: str, code: int = 0) -> set[str]:
+    """The modules that a command has imported when it ends."""
+    program = (
+        "import sys\nfrom lamella.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as left:\n    code = left.code\n"
+        "print(code, *sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found, *modules = done.stderr.splitlines()[-1].split()
+    assert found == str(code), done.stderr
+    return set(modules)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["ckpt", "--help"],
+        ["ckpt", "convert", "--help"],
+        ["overlap-report", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_version_import_nothing_heavy(argv: list[str]) -> None:
+    assert imported(*argv).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train", "--stesp", "3"], ["ckpt", "inpsect"]], ids=" ".join)
+def test_neither_does_a_refusal(argv: list[str]) -> None:
+    assert imported(*argv, code=2).isdisjoint(HEAVY)
+
+
+def test_commands_on_checkpoints_import_nothing_that_trains(tmp_path: Path) -> None:
+    file, other = str(tmp_path / "a.pt"), str(tmp_path / "b")
+    torch.save({"weight": torch.ones(3)}, file)
+    for argv in (
+        ["inspect", file],
+        ["verify", file],
+        ["convert", file, other, "--to", "dcp"],
+        ["diff", file, other],
+    ):
+        assert imported("ckpt", *argv).isdisjoint(OF_TRAINING), argv
+
+
+def test_the_package_has_its_names_and_imports_them_when_they_are_used() -> None:
+    program = (
+        "import sys, lamella\nassert 'torch' not in sys.modules\nfrom lamella import Config\n"
+        "assert 'torch' not in sys.modules\nfrom lamella import *\nfully_shard, train, save"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    for name in lamella.__all__:
+        assert getattr(lamella, name) is not None and name in dir(lamella)
+    with pytest.raises(AttributeError, match=r"module 'lamella' has no attribute 'fully_sahrd'"):
+        _ = lamella.fully_sahrd  # type: ignore[attr-defined]
+
+
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    tree = ast.parse(Path(lamella.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        (alias.name, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == {(name, module) for module, names in lamella._NAMES.items() for name in names}
+
+
+def test_options_offer_what_the_commands_take() -> None:
+    assert get_args(Target) == _ckpt_options.TARGETS
+    assert get_args(MtpLayer) == _ckpt_options.MTP_LAYERS
