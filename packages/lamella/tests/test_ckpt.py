@@ -414,7 +414,7 @@ def test_a_pickled_type_is_named_and_made_when_trusted(run: Run, refusal: Run, t
 def test_bad_options_are_one_line(refusal: Run, tiny: Path, tmp_path: Path, argv: list[str], expected: str) -> None:
     message = refusal("convert", tiny, tmp_path / "to", *argv)
     assert expected in message
-    assert ("pip install 'lamella[qwen]'" in message) is ("model type" in expected)
+    assert ("uv pip install './packages/lamella[qwen]'" in message) is ("model type" in expected)
     assert not (tmp_path / "to").exists()
 
 

@@ -168,7 +168,7 @@ def test_a_model_file_that_is_not_json_is_refused(refuse: Refuse, model_file: Pa
 
 def test_an_adapter_that_is_not_installed_is_named(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lamella_qwen", None)
-    assert "pip install 'lamella[qwen]'" in refuse("--model", "qwen3.5-tiny")
+    assert "uv pip install './packages/lamella[qwen]'" in refuse("--model", "qwen3.5-tiny")
 
 
 def test_some_steps_are_profiled_and_reported_on(

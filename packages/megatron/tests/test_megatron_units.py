@@ -12,7 +12,7 @@ from lamella_megatron import sharding_units
 def test_without_megatron_core_one_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ["megatron", *(name for name in sys.modules if name.startswith("megatron."))]:
         monkeypatch.setitem(sys.modules, name, None)  # As Python marks what cannot be imported.
-    with pytest.raises(ImportError, match=r"Expected megatron-core .* pip install 'lamella-megatron\[mcore\]'"):
+    with pytest.raises(ImportError, match=r"Expected megatron-core .* uv pip install './packages/megatron\[mcore\]'"):
         sharding_units(nn.Linear(2, 2))
 
 

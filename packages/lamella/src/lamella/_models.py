@@ -199,7 +199,7 @@ def _adapter(extra: str, wanted_by: str) -> Adapter:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"Expected lamella-{extra} to be installed for {wanted_by!r}, got none. "
-            f"Install it with: pip install 'lamella[{extra}]'"
+            f"Install it from a clone: uv pip install './packages/lamella[{extra}]'"
         ) from error
 
 

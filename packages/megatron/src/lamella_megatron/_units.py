@@ -38,5 +38,6 @@ def _unit_classes() -> tuple[type[nn.Module], ...]:
         if not (error.name or "").startswith("megatron"):
             raise
         raise ImportError(
-            "Expected megatron-core to be installed, got none. Install it with: pip install 'lamella-megatron[mcore]'"
+            "Expected megatron-core to be installed, got none. With Python 3.12 or newer install it from a clone: "
+            "uv pip install './packages/megatron[mcore]'"
         ) from error
