@@ -216,7 +216,7 @@ def _answer_every_operator() -> torch.library.Library | None:
     def rule(cls: type[RaggedDTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
-    owner = torch.library.Library("aten", "FRAGMENT")
+    owner = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::"):
             torch.library.register_torch_dispatch(name, RaggedDTensor, rule, lib=owner)
