@@ -168,6 +168,9 @@ def _keep_vectors(parameter: nn.Parameter) -> torch.dtype | None:
 
 
 @pytest.mark.parametrize("way", ["even", "flat", "replicas"])
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight"
+)  # norms that compute in fp32 on bf16 inputs
 def test_parameters_that_keep_their_dtype_are_gathered_in_it_beside_the_others(way: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, param_dtype_override_fn=_keep_vectors

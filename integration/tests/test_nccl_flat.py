@@ -24,6 +24,7 @@ from lamella_engine import (
     fully_shard,
 )
 from lamella_integration.collectives import CollectiveCounter
+from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
 from lamella_layout import Keep
 from lamella_testing import run_ranks
@@ -81,6 +82,7 @@ def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> Non
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def traces() -> list[tuple[Trace, Trace]]:
+        use_repeatable_kernels()
         return [
             (
                 train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy), recipe),

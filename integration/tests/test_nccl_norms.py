@@ -100,6 +100,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("layout", ["even, two", "flat, two"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_clipping_is_one_collective_of_four_bytes_and_the_host_does_not_wait(layout: str) -> None:
     def check() -> None:
         model = _sharded(layout)
