@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 TINY = Workload(config=SIZES["tiny"], device=CPU)
 NUM_BLOCKS = TINY.config.num_layers
 FSDP = pytest.mark.parametrize("backend", ["lamella", "fsdp2"])
-HAS_POOLS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch 2.12
 HAS_REDUCTIONS_IN_FLIGHT = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")  # torch 2.13
 
 
@@ -151,7 +150,7 @@ def test_variants_of_a_backend_are_rows_that_train_alike() -> None:
     variants = [
         "lamella",
         "lamella:keep=1MiB,prefetch=1GiB",
-        *(["lamella:allocator=pool"] if HAS_POOLS else []),
+        "lamella:allocator=pool",
         "lamella:placements=ZERO2",
         "lamella:placements=ZERO1",
         "lamella:placements=DDP",

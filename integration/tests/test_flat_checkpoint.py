@@ -10,13 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
 from lamella_engine import Rows, Whole, _flat_group, fully_shard
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_layout import Keep
 from lamella_testing import run_ranks
-
-pytestmark = pytest.mark.skipif(
-    not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
-)
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 

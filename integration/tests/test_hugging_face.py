@@ -17,7 +17,6 @@ from transformers.quantizers import quantizer_finegrained_fp8
 
 from lamella_checkpoint import convert, load, save, save_safetensors
 from lamella_engine import Rows, fully_shard
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_testing import run_ranks
 
 TOKENS = torch.arange(12)[None]
@@ -63,9 +62,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_ranks_write_from_their_shards_gives_the_same_logits(
     published: Path, tmp_path: Path, layout: str, max_shard_nbytes: int
 ) -> None:
-    if layout == "flat" and not torch_asks_subclasses():
-        pytest.skip("torch before 2.12 does not ask subclasses of DTensor how they compute")
-
     def write() -> None:
         model = _model()
         for layer in [*model.model.layers, model]:

@@ -21,7 +21,7 @@ from lamella_integration import bench
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
-from lamella_integration.profile import PROOF, parameter_sizes, profile_steps
+from lamella_integration.profile import NUM_STEPS, PROOF, parameter_sizes, profile_steps
 from lamella_integration.reference import init_weights
 from lamella_integration.report import Measurement
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
@@ -277,6 +277,32 @@ def test_gathers_reductions_and_compute_have_streams_of_their_own_and_overlap(nu
 
 def _overlap(a: Kernel, b: Kernel) -> bool:
     return a.start_us < b.end_us and b.start_us < a.end_us
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shape"),
+    [pytest.param(2, (2, 1), marks=pytest.mark.gpu2), pytest.param(4, (2, 2), marks=pytest.mark.gpu4)],
+)
+def test_replicas_are_reduced_over_on_a_stream_of_their_own_while_compute_goes_on(
+    num_ranks: int, shape: tuple[int, int]
+) -> None:
+    def check() -> None:
+        workload = Workload(config=PROOF, device=_cuda())
+        training = BACKENDS["lamella"](workload, mesh=shape)
+        kernels = profile_steps(training, *workload.batch(MANY_TOKENS))
+        reductions = [kernel for kernel in kernels if "allreduce" in kernel.name.lower().replace("_", "")]
+        assert len(reductions) == NUM_STEPS * (PROOF.num_layers + 1), {kernel.name for kernel in kernels}
+        others = streams_of(kernels, Kind.MATMUL, Kind.ATTENTION, Kind.OPTIMIZER, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+        others |= {kernel.stream for kernel in kernels if "PtoP" in kernel.name}
+        streams = {kernel.stream for kernel in reductions}
+        assert len(streams) == 1
+        assert streams.isdisjoint(others)
+        computing = [kernel for kernel in kernels if kernel.kind in (Kind.MATMUL, Kind.ATTENTION)]
+        hidden = [kernel for kernel in reductions if any(_overlap(kernel, other) for other in computing)]
+        # The last reduction of a step has nothing to hide behind.
+        assert len(hidden) >= len(reductions) / 2
+
+    run_ranks(check, num_ranks, device="cuda")
 
 
 @MANY_RANKS

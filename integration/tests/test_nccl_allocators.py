@@ -29,9 +29,7 @@ ALLOCATORS: dict[str, Make] = {
     "MemPool": MemPoolAllocator,
     "pool in a MemPool": lambda: PoolAllocator(MemPoolAllocator()),
 }
-NEEDS_POOLS = pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12")
-EACH = [pytest.param(name, marks=NEEDS_POOLS if "pool" in name else ()) for name in ALLOCATORS]
-OTHERS = pytest.mark.parametrize("other", EACH[1:])
+OTHERS = pytest.mark.parametrize("other", list(ALLOCATORS)[1:])
 
 
 def _cuda() -> torch.device:
@@ -39,7 +37,7 @@ def _cuda() -> torch.device:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", ALLOCATORS)
 def test_it_conforms(name: str) -> None:
     def check() -> None:
         check_allocator(ALLOCATORS[name](), _cuda())
@@ -142,7 +140,6 @@ def _measure(make: Callable[[_Counting], Allocator]) -> _Taken:
     )
 
 
-@NEEDS_POOLS
 @pytest.mark.gpu2
 def test_a_step_with_a_plan_takes_nothing_for_unsharded_buffers_and_needs_no_more_memory() -> None:
     num_gathers = 2 * WIDE.num_layers + 1

@@ -23,15 +23,11 @@ from lamella_engine import (
     Whole,
     fully_shard,
 )
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_integration.collectives import CollectiveCounter
+from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train
 from lamella_layout import Keep
 from lamella_testing import run_ranks
-
-NEEDS_FLAT = pytest.mark.skipif(
-    not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
-)
 
 MANY_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
@@ -55,7 +51,6 @@ def _assert_close(got: Trace, expected: Trace) -> None:
     torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=1e-3)
 
 
-@NEEDS_FLAT
 @MANY_RANKS
 def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> None:
     recipe = Recipe(num_steps=8, max_norm=1.0)
@@ -79,7 +74,6 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> N
                 _assert_close(trace, expected[name])
 
 
-@NEEDS_FLAT
 @MANY_RANKS
 def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> None:
     """Bit by bit on two ranks, where a sum has one order; see test_nccl. Norms would not be: nothing is clipped."""
@@ -88,6 +82,7 @@ def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> Non
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def traces() -> list[tuple[Trace, Trace]]:
+        use_repeatable_kernels()
         return [
             (
                 train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy), recipe),
@@ -111,7 +106,6 @@ WAYS: dict[str, Options] = {
 }
 
 
-@NEEDS_FLAT
 @pytest.mark.gpu4
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
@@ -125,7 +119,6 @@ def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
         _assert_close(trace, expected)
 
 
-@NEEDS_FLAT
 @MANY_RANKS
 def test_a_unit_is_one_gather_and_one_reduction(num_ranks: int) -> None:
     task = TASKS["llama"]
@@ -180,7 +173,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Keep]] = {
 }
 
 
-@NEEDS_FLAT
 @MANY_RANKS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_where_ranks_own_nothing_of_some_parameters(name: str, num_ranks: int) -> None:
@@ -223,7 +215,6 @@ def test_fused_optimizers_step_the_even_layouts_empty_shards(num_ranks: int) -> 
     assert any(run_ranks(check, num_ranks, device="cuda"))
 
 
-@NEEDS_FLAT
 @MANY_RANKS
 def test_whole_tensors_and_random_numbers_are_the_unsharded_ones(num_ranks: int) -> None:
     def check() -> None:

@@ -1,13 +1,19 @@
 """On GPUs: a whole step captured as one CUDA graph and replayed."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 
+from lamella.overlap import Kernel, Kind
+from lamella_buffers import _driver
 from lamella_engine import MixedPrecisionPolicy, _overlapping, capture_step, fully_shard, overlap_optimizer
+from lamella_integration.backends import BACKENDS, Workload
+from lamella_integration.profile import PROOF, profile_steps
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_testing import run_ranks
 
@@ -15,6 +21,7 @@ ALL_RANKS = pytest.mark.parametrize(
     "num_ranks", [pytest.param(num, marks=getattr(pytest.mark, f"gpu{num}")) for num in (1, 2, 4)]
 )
 NUM_STEPS = 8
+MANY_TOKENS = 32749  # so that a unit's matmuls take longer than its copies
 
 
 class Loop:
@@ -127,3 +134,47 @@ def test_an_optimizer_that_cannot_be_captured_is_refused_at_the_call() -> None:
             capture_step(lambda: None, optimizer)
 
     run_ranks(refuse, 1, device="cuda")
+
+
+class _Rows(NamedTuple):
+    """Of one capture: the copies that were asked for and the ones that were made, and the bytes of either."""
+
+    num_moves: int
+    num_rows: int
+    moved_nbytes: int
+    row_nbytes: int
+
+
+def _captured_kernels() -> tuple[list[Kernel], _Rows]:
+    """The kernels of replayed steps, and how their copies to peers were captured."""
+    captured: list[_Rows] = []
+    as_rows = _driver._as_rows
+
+    def noted(moves: Iterable[tuple[int, int, int]]) -> list[Any]:
+        moves = list(moves)
+        rows = list(as_rows(moves))
+        sizes = sum(each.width * each.height for each in rows)
+        captured.append(_Rows(len(moves), len(rows), sum(nbytes for _, _, nbytes in moves), sizes))
+        return rows
+
+    workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
+    with mock.patch.object(_driver, "_as_rows", noted):
+        training = BACKENDS["lamella"](workload, graph=True)
+        kernels = profile_steps(training, *workload.batch(MANY_TOKENS), num_warmup_steps=6)
+    return kernels, _Rows(*map(sum, zip(*captured, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
+def test_copies_of_a_replay_are_rows_and_hide_behind_compute(num_ranks: int) -> None:
+    for kernels, rows in run_ranks(_captured_kernels, num_ranks, device="cuda"):
+        assert rows.moved_nbytes == rows.row_nbytes
+        assert 0 < rows.num_rows < rows.num_moves
+        copies = [kernel for kernel in kernels if "memcpy" in kernel.name.lower() and kernel.kind is not Kind.TRANSFER]
+        computing = [kernel for kernel in kernels if kernel.kind in (Kind.MATMUL, Kind.ATTENTION)]
+        names = sorted({kernel.name for kernel in copies})
+        assert len(copies) >= rows.num_rows, f"{len(copies)} copies in the replays, of {names}"
+        hidden = [a for a in copies if any(a.start_us < b.end_us and b.start_us < a.end_us for b in computing)]
+        hidden_us, all_us = (sum(kernel.duration_us for kernel in each) for each in (hidden, copies))
+        assert hidden_us >= all_us / 2, f"{hidden_us:.0f} us of {all_us:.0f}, {names}"

@@ -20,10 +20,7 @@ WAYS: dict[str, Options] = {
     "ZERO3 in a pool": lambda: {"mesh": mesh(4), "allocator": PoolAllocator()},
     "ZERO3 in a MemPool": lambda: {"mesh": mesh(4), "allocator": MemPoolAllocator()},
 }
-NEEDS_POOLS = pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12")
-EVERY_WAY = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=NEEDS_POOLS) if way == "ZERO3 in a pool" else way for way in WAYS]
-)
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
 def _model(task: Task) -> nn.Module:

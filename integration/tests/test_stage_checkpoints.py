@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, _flat_group, fully_shard
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_testing import run_ranks
 
 
@@ -34,7 +33,7 @@ STAGES: dict[str, Any] = {
     "HFSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
 }
 LAYOUTS: dict[str, Any] = {"even": {}, "flat": {"keep": Rows(1)}}
-WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS if layout == "even" or torch_asks_subclasses()]
+WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS]
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +141,6 @@ _OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.skipif(not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses how they compute")
 def test_optimizer_state_in_the_flat_layout_is_resharded_again_and_again(tmp_path: Path) -> None:
     def pass_on(previous: int | None, num_ranks: int) -> dict[str, dict[str, Any]]:
         states = {}

@@ -8,7 +8,6 @@ import torch._dynamo  # noqa: F401  Every optimizer imports it.
 import torch.distributed as dist
 
 import lamella_checkpoint  # noqa: F401  Here and in the next line: once in the parent, not in every forked rank.
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +18,6 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
     if "```python\n" in page.read_text() and str(page.relative_to(ROOT)) not in ELSEWHERE
 )
-# Pages whose code shards in the flat layout.
-FLAT = {"docs/explanation/two-layouts.md"}
 # Pages whose text speaks of several ranks. The others say nothing that a single one does not show.
 NUM_RANKS = {
     "README.md": 2,
@@ -48,8 +45,6 @@ def _run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_on_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = str(page.relative_to(ROOT))
-    if name in FLAT and not torch_asks_subclasses():
-        pytest.skip("torch before 2.12 does not ask subclasses of DTensor how they compute")
     monkeypatch.chdir(tmp_path)
     run_ranks(lambda: _run_page(page, monkeypatch), NUM_RANKS.get(name, 1))
 

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamella_engine
 from lamella_buffers import CopyEngines, CopyEngineTransport, NcclTransport, PeerWindow, WindowAllocator
+from lamella_buffers._memory import swap_memory
 from lamella_integration.backends import REDUCE_DTYPES
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 
@@ -144,7 +145,7 @@ class _Windows(WindowAllocator):
             key = id(window), buffer.nbytes
             if key not in self._memories:
                 self._memories[key] = torch.UntypedStorage(buffer.nbytes)  # type: ignore[no-untyped-call]
-            buffer.untyped_storage()._swap_data_ptr_(self._memories[key])  # type: ignore[attr-defined]
+            swap_memory(buffer.untyped_storage(), self._memories[key])
 
 
 class _CopyEngineTransport(CopyEngineTransport):
@@ -275,16 +276,10 @@ def table(found: dict[str, tuple[Costs, Costs]]) -> str:
     return "\n".join(lines)
 
 
-def _default_backends() -> list[str]:
-    """All that this torch can play: before 2.12 it cannot give a buffer the same memory again."""
-    can_play = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-    return [name for name in BACKENDS if can_play or name != "lamella_copy_engines"]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backends", nargs="+", default=_default_backends(), choices=list(BACKENDS))
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--reduce", default="bf16", choices=list(REDUCE_DTYPES))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=60)

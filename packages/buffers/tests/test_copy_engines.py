@@ -22,13 +22,10 @@ import torch
 import torch.distributed as dist
 
 from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _copy_engines, _driver
+from lamella_buffers._memory import swap_memory
 from lamella_buffers._payload import Payloads
 from lamella_buffers._windows import PeerWindow
 from lamella_testing import run_ranks
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 cannot give a storage other bytes"
-)
 
 CPU = torch.device("cpu")
 NBYTES = 1 << 16
@@ -54,13 +51,13 @@ class SharedAllocator(CachingAllocator):
         self._inside: set[int] = set()
 
     def allocate(self, buffer: torch.Tensor) -> None:
-        buffer.untyped_storage()._swap_data_ptr_(self._home[: buffer.nbytes])
+        swap_memory(buffer.untyped_storage(), self._home[: buffer.nbytes])
         self._inside.add(buffer.untyped_storage()._cdata)
 
     def free(self, buffer: torch.Tensor) -> None:
         storage = buffer.untyped_storage()
         if storage._cdata in self._inside:
-            storage._swap_data_ptr_(torch.UntypedStorage(0))
+            swap_memory(storage, torch.UntypedStorage(0))
             self._inside.remove(storage._cdata)
         else:
             super().free(buffer)

@@ -19,10 +19,6 @@ from hypothesis import strategies as st
 from lamella_buffers import Allocator, CachingAllocator, PoolAllocator, PoolReport, _pool
 from lamella_buffers.testing import check_allocator
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 cannot move memory under a storage"
-)
-
 CPU = torch.device("cpu")
 KIB = 1024
 

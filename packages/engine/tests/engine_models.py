@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pytest
 import torch
 
 # torch imports these when the first optimizer is made and the first DTensor is computed with. Imported here, once,
@@ -23,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import find_state
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._residency import Residency
 from lamella_engine._state import FSDPState
 from lamella_layout import mesh_region
@@ -38,10 +36,6 @@ else:  # torch before 2.12
         placement: Any
         mesh_info: Any
 
-
-NEEDS_KEEP = pytest.mark.skipif(
-    not torch_asks_subclasses(), reason="torch before 2.12 does not ask subclasses of DTensor how they compute"
-)
 
 # Any: torch leaves `Tensor.backward` untyped.
 Forward = Callable[[nn.Module], Any]
@@ -120,12 +114,6 @@ def shard(model: Net, **options: Any) -> Net:
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
-
-
-def skip_without_keep(options: Mapping[str, object]) -> None:
-    """Leave a case out that this torch has no flat layout for."""
-    if "keep" in options and not torch_asks_subclasses():
-        pytest.skip(NEEDS_KEEP.kwargs["reason"])
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:

@@ -7,16 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_models import NEEDS_KEEP, Net, inputs, mean_square, shard, units
+from engine_models import Net, inputs, mean_square, shard, units
 from torch import nn
 
 from lamella_engine import RaggedDTensor, Rows
 from lamella_layout import FlatLayout, Keep
 
-NEEDS_FLAT_LAYOUT = [
-    NEEDS_KEEP,
-    pytest.mark.usefixtures("small_parameters_are_cut"),
-]
+NEEDS_FLAT_LAYOUT = pytest.mark.usefixtures("small_parameters_are_cut")
 
 X = inputs()
 LOSS = mean_square(lambda model: model(X))

@@ -26,10 +26,6 @@ from lamella_buffers import Allocator, CachingAllocator, PoolAllocator
 from lamella_engine import ZERO1, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from lamella_testing import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 cannot move memory under a storage"
-)
-
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 

@@ -34,8 +34,10 @@ from lamella_engine import (
     FSDPModule,
     GradientReductionHandle,
     clip_grad_norm_,
+    find_nonfinite,
     fully_shard,
     overlap_optimizer,
+    parameter_norms,
     step_in_backward,
 )
 from lamella_engine._attached import state_of
@@ -160,6 +162,8 @@ WAIT_BY_THEMSELVES: dict[str, Callable[[nn.Module], object]] = {
     "the next forward": lambda model: model(inputs()),
     "an optimizer": _step,
     "clipping": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+    "norms": parameter_norms,
+    "a search for NaN": find_nonfinite,
     "zero_grad": lambda model: model.zero_grad(),
     "a state dict": lambda model: model.state_dict(),
     "who asks for gradients": lambda model: unit(model).wait_for_gradients(),

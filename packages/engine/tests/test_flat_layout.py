@@ -272,19 +272,6 @@ def test_both_layouts_of_a_unit_travel_in_one_call() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_a_torch_that_does_not_ask_subclasses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never_called(*_: object) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(DTensor, "__torch_dispatch__", never_called)
-
-    def check() -> None:
-        with pytest.raises(NotImplementedError, match="torch 2.12 or later for `keep`"):
-            fully_shard(nn.Linear(2, 2), keep=Rows(1))
-
-    run_ranks(check, 1)
-
-
 def test_what_does_not_go_with_keep_is_refused_at_the_call_and_changes_nothing() -> None:
     def check() -> None:
         for options, error, message in (

@@ -103,7 +103,6 @@ def test_it_trains_as_unsharded(way: str) -> None:
     run_ranks(on_each_rank, 4)
 
 
-@pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 has no pools")
 def test_a_pool_plans_for_the_others() -> None:
     def on_each_rank() -> None:
         pool = PoolAllocator()

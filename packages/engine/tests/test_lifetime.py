@@ -115,7 +115,6 @@ def test_a_model_that_was_sharded_in_one_call_is_freed_without_the_cyclic_collec
     run_ranks(check, 2)
 
 
-@pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="torch before 2.12 has no pools")
 @pytest.mark.parametrize("keeps_pool", [True, False])
 def test_a_deleted_model_frees_its_pool_without_the_cyclic_collector(keeps_pool: bool) -> None:
     def check() -> None:

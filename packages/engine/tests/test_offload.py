@@ -28,7 +28,6 @@ from engine_models import (
     rows_of_this_rank,
     sgd,
     shard_on,
-    skip_without_keep,
     twins,
     unit,
     units,
@@ -142,7 +141,6 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_as_unsharded_however_it_is_sharded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = WAYS[way]
-    skip_without_keep(options)
 
     def on_each_rank() -> None:
         reference, sharded = _pair(shape=shape, **options)
@@ -251,7 +249,6 @@ def test_extended_parameters_and_custom_collectives_work_on_the_copy() -> None:
 @pytest.mark.parametrize("policy", [None, BF16])
 def test_what_computes_shares_no_memory_with_what_rests(way: str, policy: MixedPrecisionPolicy | None) -> None:
     shape, options = WAYS[way]
-    skip_without_keep(options)
 
     def on_each_rank() -> None:
         _, model = _pair(shape=shape, mp_policy=policy, **options)
@@ -277,7 +274,6 @@ def test_what_computes_shares_no_memory_with_what_rests(way: str, policy: MixedP
 @pytest.mark.parametrize("way", ["one rank", "as FSDP2", "blocks of rows", "ZERO2", "HFSDP, ZERO3"])
 def test_shards_are_copied_once_for_each_gather(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = WAYS[way]
-    skip_without_keep(options)
 
     def on_each_rank() -> None:
         _, model = _pair(shape=shape, mp_policy=BF16, **options)
@@ -468,7 +464,6 @@ def test_after_an_exception_no_hook_is_called_for_a_step_that_is_lost(monkeypatc
 )
 def test_every_copy_is_waited_for_by_whoever_needs_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = WAYS[way]
-    skip_without_keep(options)
 
     def on_each_rank() -> None:
         _, model = _pair(shape=shape, **options)

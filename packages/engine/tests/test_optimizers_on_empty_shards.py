@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import NEEDS_KEEP, assert_at_rest, assert_weights_equal, case, inputs, mesh_of, twins
+from engine_models import assert_at_rest, assert_weights_equal, case, inputs, mesh_of, twins
 from optimizer_models import OPTIMIZERS
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from lamella_engine import HFSDP, ZERO3, RaggedDTensor, Rows, Whole, _flat_group, fully_shard
 from lamella_layout import Keep
 from lamella_testing import run_ranks
-
-pytestmark = NEEDS_KEEP
 
 X = inputs()
 

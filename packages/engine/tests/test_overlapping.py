@@ -18,7 +18,6 @@ from engine_models import (
     record,
     shard,
     shard_on,
-    skip_without_keep,
     unit,
 )
 from optimizer_models import (
@@ -297,7 +296,6 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
     ids=str,
 )
 def test_other_ways_to_lie_take_the_same_steps(options: dict[str, Any]) -> None:
-    skip_without_keep(options)
 
     def check() -> None:
         pair = Overlapped(partial(Net, dim=8), shard_on((4,), mp_policy=BF16, **options), looks=False)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import NEEDS_KEEP, Net, assert_weights_equal, case, inputs, shard, twins
+from engine_models import Net, assert_weights_equal, case, inputs, shard, twins
 from optimizer_models import OPTIMIZERS, Short, flavours_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -137,7 +137,6 @@ def test_what_dtensors_cannot_do_is_done(name: str, options: dict[str, Any]) -> 
     run_ranks(check, 2)
 
 
-@NEEDS_KEEP
 def test_parameters_in_the_flat_layout_are_stepped_alike_and_kernels_see_no_empty_ones() -> None:
     def check() -> tuple[bool, bool]:
         pair = _pair(keep=True, foreach=True)

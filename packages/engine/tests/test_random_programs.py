@@ -45,14 +45,12 @@ from lamella_engine import (
     _flat_group,
     fully_shard,
 )
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
 NUM_PROGRAMS, NUM_STEPS, NUM_RANKS = 10, 4, 4
 DIM = 6
 WIDE_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-CAN_POOL = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch 2.12
 
 
 class _Leaf(nn.Module):
@@ -123,7 +121,7 @@ def _tolerance(model: nn.Module) -> dict[str, float]:
 
 def _cut(choose: Random, model: nn.Module) -> None:
     inner = [module for module in model.modules() if module is not model and not isinstance(module, nn.ModuleList)]
-    allocator = choose.choice([None, PoolAllocator() if CAN_POOL else None])
+    allocator = choose.choice([None, PoolAllocator()])
     for module in reversed(inner):
         if choose.random() < 0.4 and not _is_tied_outside(module, model):
             fully_shard(module, allocator=allocator, **_rests(choose), **_options(choose))
@@ -148,8 +146,7 @@ def _options(choose: Random) -> dict[str, Any]:
     """Where one unit's parameters lie, what stays together, and when they go."""
     options = _placed(choose)
     keep = choose.choice([None, None, Rows(1), Rows(2), Whole(), _matrices_by_rows])
-    can_keep = torch_asks_subclasses() and "shard_placement_fn" not in options
-    return {**options, "keep": keep} if can_keep else options
+    return options if "shard_placement_fn" in options else {**options, "keep": keep}
 
 
 def _matrices_by_rows(parameter: nn.Parameter) -> Keep | None:

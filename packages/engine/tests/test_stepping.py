@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import BF16, EVERY_STAGE, NEEDS_KEEP, Net, case, local, shard, shard_on, unit
+from engine_models import BF16, EVERY_STAGE, Net, case, local, shard, shard_on, unit
 from optimizer_models import (
     OPTIMIZERS,
     WHOLE_TENSORS_ONLY,
@@ -47,7 +47,6 @@ def test_every_optimizer_and_flavour_of_it_takes_the_same_steps(name: str) -> No
     run_ranks(check, 3)
 
 
-@NEEDS_KEEP
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Rprop"])
 def test_parameters_in_the_flat_layout_take_the_same_steps(name: str) -> None:
     def check() -> None:

@@ -10,14 +10,13 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import Net, assert_at_rest, mesh_of, no_gradient_sync, record, skip_without_keep, unit, units, whole
+from engine_models import Net, assert_at_rest, mesh_of, no_gradient_sync, record, unit, units, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_buffers import GlooTransport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
 from lamella_engine._parameter_group import ParameterGroup
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_layout import Rows
 from lamella_testing import run_ranks
 
@@ -65,7 +64,6 @@ def _drawn(rank: int) -> torch.Tensor:
 def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_taken_in_fp32_in_the_order_of_the_ranks(
     num_ranks: int, layout: str
 ) -> None:
-    skip_without_keep(LAYOUTS[layout])
 
     def check() -> None:
         model = fully_shard(_Scaled(), mp_policy=POLICY, **LAYOUTS[layout])
@@ -114,8 +112,7 @@ def test_a_narrow_reduction_is_added_up_in_the_main_dtype_where_copy_engines_pus
         unit(hooked).set_all_reduce_hook(lambda reduced: shown.append(reduced.dtype))
         with patch("lamella_engine._parameter_group.CopyEngineTransport", GlooTransport):
             assert is_exact(fully_shard(_Scaled(), mp_policy=policy))
-            if torch_asks_subclasses():
-                assert is_exact(fully_shard(_Scaled(), mp_policy=policy, keep=_flat))
+            assert is_exact(fully_shard(_Scaled(), mp_policy=policy, keep=_flat))
             assert not is_exact(fully_shard(_Scaled(), mesh=mesh, mp_policy=policy))
             assert not is_exact(hooked)
         assert set(shown) == {BF16}
@@ -167,7 +164,6 @@ SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any], Callable[[Any], objec
 def test_training_takes_the_steps_of_a_wide_wire(setting: str, reduces_each: bool) -> None:
     """Bit by bit: sums over two ranks have one order."""
     shape, options, prepare = SETTINGS[setting]
-    skip_without_keep(options)
 
     def check() -> None:
         mesh = mesh_of(shape)

@@ -13,6 +13,7 @@ import torch
 
 from lamella_buffers._allocator import Allocator, CachingAllocator
 from lamella_buffers._lifetimes import Lifetime, extent, peak_nbytes, place
+from lamella_buffers._memory import can_swap_memory, swap_memory
 
 _ALIGNMENT = 512  # bytes, as torch's caching allocator has it
 _MOST_EVENTS = 1 << 16
@@ -74,10 +75,10 @@ class PoolAllocator:
     """
 
     def __init__(self, source: Allocator | None = None) -> None:
-        if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        if not can_swap_memory():
             raise RuntimeError(
                 "Expected a torch that can move memory between storages (UntypedStorage._swap_data_ptr_), got "
-                f"{torch.__version__}. Take a later one, or CachingAllocator."
+                f"{torch.__version__}. Take torch 2.12 or later, or CachingAllocator."
             )
         self._source = CachingAllocator() if source is None else source
         self._serials = count()
@@ -385,20 +386,16 @@ class _Place:
     def lend_to(self, buffer: torch.Tensor, source: Allocator) -> None:
         if self.home is None:
             self.home = self.chunk.storage_at(self.start, buffer.nbytes, source, buffer.device)
-        _swap(buffer.untyped_storage(), self.home)
+        swap_memory(buffer.untyped_storage(), self.home)
         self.chunk.occupied.add((self.start, self.end))
 
     def take_back(self, storage: torch.UntypedStorage) -> None:
         assert self.home is not None
-        _swap(storage, self.home)
+        swap_memory(storage, self.home)
         self.vacate()
 
     def vacate(self) -> None:
         self.chunk.occupied.remove((self.start, self.end))
-
-
-def _swap(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> None:
-    storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
 
 def _current_stream(device: torch.device) -> Hashable:

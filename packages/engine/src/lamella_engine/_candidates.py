@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lamella_engine._attached import find_state
 from lamella_engine._extended_group import is_extended
 from lamella_engine._parameter_group import dtypes_of
-from lamella_engine._ragged import torch_asks_subclasses
 from lamella_engine._sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
 from lamella_layout import Keep, Rows, Whole
@@ -75,14 +74,8 @@ def as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
     """What `keep` says, as a function of the parameter.
 
     Raises:
-        NotImplementedError: torch is too old for the flat layout.
         TypeError: It is neither a function nor something that a function may return.
     """
-    if keep is not None and not torch_asks_subclasses():
-        raise NotImplementedError(
-            f"Expected torch 2.12 or later for `keep`, got {torch.__version__}, which does not ask subclasses of "
-            "DTensor to compute. Leave `keep` out for the even layout."
-        )
     if callable(keep):
         return keep
     _checked_keep("every parameter", keep)

@@ -74,6 +74,7 @@ def parameter_norms(model: nn.Module, *, of: Literal["gradient", "weight"] = "gr
         host sync.
     """
     _check_of(of, "gradient", "weight")
+    finish_left()
     shards = list(_shards(model))
     if not shards:
         return {}

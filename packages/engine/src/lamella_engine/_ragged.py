@@ -137,18 +137,6 @@ class RaggedDTensor(DTensor):
         return self._local_tensor
 
 
-def torch_asks_subclasses() -> bool:
-    """Whether torch asks a subclass of DTensor to compute. torch 2.11 takes it for a DTensor (pytorch PR 177878).
-
-    Effects: none.
-    """
-    try:
-        DTensor.__torch_dispatch__(lambda: None, ())  # type: ignore[no-untyped-call]
-    except NotImplementedError:
-        return False
-    return True
-
-
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of the class that its placements ask for, over its local tensor.
 
@@ -211,6 +199,40 @@ class _ToFull(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> RaggedDTensor:
         return _over(gradient[slice(*ctx.rows)].contiguous(), ctx.spec)
 
+
+def _answer_every_operator() -> torch.library.Library | None:
+    """Have torch ask `RaggedDTensor` to compute where it takes subclasses of DTensor for DTensors.
+
+    torch 2.11 does (pytorch PR 177878), except for operators with a rule of the subclass's own. A DTensor's code would
+    not see that rows are ragged, so each of torch's operators gets the rule, the refused ones too. Operators that are
+    registered later have no sharding strategy, and DTensor refuses them.
+
+    Returns:
+        The owner of the rules, which end with it; None where torch asks by itself.
+    """
+    if not _takes_subclasses_for_dtensors():
+        return None
+
+    def rule(cls: type[RaggedDTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    owner = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::"):
+            torch.library.register_torch_dispatch(name, RaggedDTensor, rule, lib=owner)
+    return owner
+
+
+def _takes_subclasses_for_dtensors() -> bool:
+    """Whether DTensor's operators are never dispatched by its class, which then says so."""
+    try:
+        DTensor.__torch_dispatch__(lambda: None, ())  # type: ignore[no-untyped-call]
+    except NotImplementedError:
+        return True
+    return False
+
+
+_RULES = _answer_every_operator()
 
 # As for DTensor: a state dict of them is loaded with `weights_only=True`.
 torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard])

@@ -1,0 +1,199 @@
+"""On GPUs over NCCL: norms and clipping are those of whole gradients, and NaN and infinity are found where they are."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+import torch.distributed as dist
+from four_gpus import Options, mesh
+from late_streams import LONGEST_SLEEP
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import (
+    HFSDP,
+    ZERO3,
+    MixedPrecisionPolicy,
+    Rows,
+    clip_grad_norm_,
+    find_nonfinite,
+    fully_shard,
+    overlap_optimizer,
+    parameter_norms,
+)
+from lamella_engine._attached import state_of
+from lamella_integration.collectives import CollectiveCounter
+from lamella_integration.tasks import TASKS, shard
+from lamella_testing import run_ranks
+
+TASK = TASKS["odd"]  # on four ranks some own nothing of some parameters
+TWO, FOUR = pytest.mark.gpu2, pytest.mark.gpu4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WAYS: dict[str, tuple[int, Options]] = {
+    "even, two": (2, lambda: {"mesh": mesh(2)}),
+    "flat, two": (2, lambda: {"mesh": mesh(2), "keep": Rows(1)}),
+    "bf16, two": (2, lambda: {"mesh": mesh(2), "mp_policy": BF16}),
+    "even, four": (4, lambda: {"mesh": mesh(4)}),
+    "HSDP, four": (4, lambda: {"mesh": mesh(2, 2)}),
+    "HFSDP, four": (4, lambda: {"mesh": mesh(2, 2), "placements": (HFSDP, ZERO3)}),
+}
+EVERY_WAY = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=TWO if num_ranks == 2 else FOUR) for way, (num_ranks, _) in WAYS.items()]
+)
+
+
+def _cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _on_ranks(way: str, check: Callable[[], object]) -> None:
+    run_ranks(check, WAYS[way][0], device="cuda")
+
+
+def _sharded(way: str) -> nn.Module:
+    return shard(TASK.model(device=_cuda()), fully_shard, **WAYS[way][1]())
+
+
+def _backward(model: nn.Module, *, bad: float | None = None) -> None:
+    """Of this rank's rows; what is bad is in the first rank's."""
+    x, y = (each.chunk(dist.get_world_size())[dist.get_rank()].to(_cuda()) for each in TASK.batch(0))
+    if bad is not None and dist.get_rank() == 0:
+        x[0, 0] = bad
+    TASK.loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+
+
+def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """In float64, of parameters that all have one."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name] = parameter.grad.full_tensor().double()
+    return found
+
+
+@EVERY_WAY
+def test_gradients_are_clipped_by_the_norm_of_all_of_them(way: str) -> None:
+    def clipped(model: nn.Module, norm_type: float, clip: Any) -> None:
+        _backward(model)
+        before = _whole_gradients(model)
+        expected = torch.linalg.vector_norm(torch.cat([each.flatten() for each in before.values()]), norm_type)
+        max_norm = expected.item() / 4
+        norm = clip(model.parameters(), max_norm, norm_type)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0.0)
+        for name, after in _whole_gradients(model).items():
+            torch.testing.assert_close(after, before[name] / 4, rtol=1e-5, atol=1e-12)
+        model.zero_grad()
+
+    def check() -> None:
+        model = _sharded(way)
+        for norm_type in (1.0, 2.0, math.inf):
+            clipped(model, norm_type, clip_grad_norm_)
+            if norm_type < math.inf:  # torch's finds no largest element where a rank has none
+                clipped(model, norm_type, nn.utils.clip_grad_norm_)
+
+    _on_ranks(way, check)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("layout", ["even, two", "flat, two"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_clipping_is_one_collective_of_four_bytes_and_the_host_does_not_wait(layout: str) -> None:
+    def check() -> None:
+        model = _sharded(layout)
+        for _ in range(2):  # what is made once, and what is first used, may make the host wait
+            _backward(model)
+            with CollectiveCounter() as counter:
+                clip_grad_norm_(model.parameters(), 0.1)
+            assert [(call.kind, call.nbytes) for call in counter.calls] == [("all_reduce", 4)]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        clip_grad_norm_(model.parameters(), 0.1)
+        torch.cuda.set_sync_debug_mode("default")
+
+    _on_ranks(layout, check)
+
+
+@EVERY_WAY
+def test_each_parameters_norm_is_that_of_its_whole_gradient(way: str) -> None:
+    def check() -> None:
+        model = _sharded(way)
+        _backward(model)
+        expected = {name: each.norm().item() for name, each in _whole_gradients(model).items()}
+        with CollectiveCounter() as counter:
+            norms = parameter_norms(model)
+        assert norms == pytest.approx(expected, rel=1e-12)
+        if WAYS[way][0] == 2:
+            assert [(call.kind, call.nbytes) for call in counter.calls] == [("all_reduce", 16 * len(norms))]
+
+    _on_ranks(way, check)
+
+
+@pytest.mark.gpu2
+def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
+    def check() -> None:
+        norms: list[tuple[float, dict[str, float], int]] = []
+        for is_late in (False, True):
+            model = _sharded("even, two")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            if is_late:
+                overlap_optimizer(optimizer, late_gradients=True)
+            context = state_of(model).context
+            for ask in (lambda model=model: clip_grad_norm_(model.parameters(), 1e9).item(), parameter_norms):
+                with context.on(context.reduce_scatter_stream):
+                    torch.cuda._sleep(50 * LONGEST_SLEEP)  # reductions come after 10 ms
+                _backward(model)
+                assert context.is_left == is_late
+                norms.append(ask(model) if ask is parameter_norms else ask())  # type: ignore[call-arg,arg-type]
+                assert not context.is_left
+                model.zero_grad()
+        assert norms[:2] == norms[2:]
+
+    run_ranks(check, 2, device="cuda")
+
+
+@EVERY_WAY
+def test_nan_and_infinity_spread_by_a_reduction_and_before_it_are_with_the_rank_that_made_them(way: str) -> None:
+    def check_of(model: nn.Module, bad: float) -> None:
+        _backward(model, bad=bad)
+        found = find_nonfinite(model)
+        weight = next(name for name, _ in model.named_parameters())
+        assert weight in {each.name for each in found}
+        whole = dict(model.named_parameters())[weight].grad.full_tensor()  # type: ignore[union-attr]
+        replicas = dist.get_world_size() // _num_shards(model)
+        expected = replicas * int((~whole.isfinite()).sum())
+        assert sum(each.count for each in found if each.name == weight) == expected > 0
+        assert find_nonfinite(model, of="weight") == []
+        model.zero_grad()
+
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        _backward(model, bad=bad)
+        made = find_nonfinite(model, of="unreduced")
+        assert {each.rank for each in made} == {0}
+        if math.isnan(bad):  # infinity makes NaN of 0 and of other infinities
+            assert {each.kind for each in made} == {"nan"}
+        model.zero_grad()
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def check() -> None:
+        model = _sharded(way)
+        _backward(model)
+        assert find_nonfinite(model) == []
+        model.zero_grad()
+        for bad in (math.nan, math.inf):
+            check_of(model, bad)
+
+    _on_ranks(way, check)
+
+
+def _num_shards(model: nn.Module) -> int:
+    """Over how many ranks each gradient is cut."""
+    gradient = next(model.parameters()).grad
+    assert isinstance(gradient, DTensor)
+    sizes = [
+        gradient.device_mesh.size(i) for i, placement in enumerate(gradient.placements) if not placement.is_replicate()
+    ]
+    return math.prod(sizes)
