@@ -1,5 +1,6 @@
 """Fully sharded training: FSDP2's `fully_shard`, with nothing copied on the way."""
 
+from lamella_engine import _optimizer_hooks as _optimizer_hooks  # registers them
 from lamella_engine._captured_step import CapturedStep as CapturedStep
 from lamella_engine._captured_step import capture_step as capture_step
 from lamella_engine._clipping import clip_grad_norm_ as clip_grad_norm_

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._kept import KeptForBackward
@@ -440,7 +439,8 @@ class Context(Streams):
                 self.compute_stream.wait_event(event)
 
 
-def _refuse_to_step_before_the_end(optimizer: Optimizer, *_: object) -> None:
+def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step whose gradients wait for `finalize_backward`."""
     if not _unfinalized:
         return
     held = set(map(id, held_by(optimizer)))
@@ -451,6 +451,3 @@ def _refuse_to_step_before_the_end(optimizer: Optimizer, *_: object) -> None:
                 "set_manual_backward_finalization(True) leaves gradients unreduced until then. Call it on the "
                 "outermost unit, or reset_iter_state() after an exception."
             )
-
-
-register_optimizer_step_pre_hook(_refuse_to_step_before_the_end)

@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member
@@ -269,11 +268,8 @@ def _step(optimizer: Optimizer, part: Parts) -> None:
 
 
 @_disable_dynamo
-def _finish_before_step(optimizer: Optimizer, *_: object) -> None:
+def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
     """Have gradients there for whatever comes before a step, and for a step that does not wait for them itself."""
     found = _given(optimizer)
     if found is None or not found.waits_late or has_other_hooks(optimizer, than=1):
         finish_left()
-
-
-register_optimizer_step_pre_hook(_finish_before_step)

@@ -13,7 +13,6 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._step_hooks import held_by
 
@@ -290,7 +289,7 @@ _reading: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 
 @_disable_dynamo
-def _wait_before_step(optimizer: Optimizer, *_: object) -> None:
+def wait_for_offloaded_shards(optimizer: Optimizer, *_: object) -> None:
     """A forward may have come after the last backward, of whose gathers nobody has waited for."""
     if not _reading:
         return
@@ -298,9 +297,6 @@ def _wait_before_step(optimizer: Optimizer, *_: object) -> None:
         for streams in tuple(_reading):
             streams.wait_for_shards()
             _reading.discard(streams)
-
-
-register_optimizer_step_pre_hook(_wait_before_step)
 
 
 def _wait_on_host(stream: torch.Stream) -> None:

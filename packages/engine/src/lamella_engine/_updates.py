@@ -14,7 +14,6 @@ from typing import Protocol
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lamella_engine._step_hooks import held_by
 
@@ -58,7 +57,8 @@ def forget_step(optimizer: Optimizer) -> None:
     _begun.discard(optimizer)
 
 
-def _note_step(optimizer: Optimizer, *_: object) -> None:
+def note_step(optimizer: Optimizer, *_: object) -> None:
+    """Count an optimizer's step, unless its first part was counted."""
     if optimizer in _begun:
         _begun.discard(optimizer)
     else:
@@ -73,6 +73,3 @@ def _note_step_of(optimizer: Optimizer) -> None:
     note()
     for unit in untouched:
         unit.confirm()
-
-
-register_optimizer_step_post_hook(_note_step)
