@@ -36,8 +36,6 @@ from lamella_engine._policies import OffloadPolicy as OffloadPolicy
 from lamella_engine._ragged import RaggedDTensor as RaggedDTensor
 from lamella_engine._reads import declare_reads as declare_reads
 from lamella_engine._report import describe as describe
-from lamella_engine._stepping import StepInBackward as StepInBackward
-from lamella_engine._stepping import step_in_backward as step_in_backward
 from lamella_engine._units import fully_shard_model as fully_shard_model
 from lamella_engine._units import plan_units as plan_units
 from lamella_layout import Rows as Rows

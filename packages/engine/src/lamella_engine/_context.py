@@ -119,7 +119,6 @@ class Context(Streams):
         is_last_backward: Whether the backward under way, or the next one, is the step's last.
         finalizes_by_hand: Whether it is the user who ends a step's backward, and no hook (`finalize`).
         num_resets: How often whatever was under way was dropped.
-        makes_graph: Whether the last forward pass began with gradients enabled: a backward may follow.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +126,6 @@ class Context(Streams):
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.num_resets = 0
-        self.makes_graph = False
         self.ahead = GatheredAhead()
         self.kept = KeptForBackward()
         self.order_check = OrderCheck.from_environment()
@@ -197,7 +195,6 @@ class Context(Streams):
         self.finish_left()
         self._phase = Phase.FORWARD
         self._forward_root = root.index
-        self.makes_graph = torch.is_grad_enabled()
         self._order = self._learned.begin_forward(root.index)
         backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
         self.kept.plan(member for member in self._members(backward) if member.goes_after_forward)

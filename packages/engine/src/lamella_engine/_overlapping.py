@@ -44,7 +44,7 @@ from lamella_engine import _updates as updates
 from lamella_engine._context import Context, Member
 from lamella_engine._optimizers import shard_optimizer
 from lamella_engine._plain_steps import plain_view_of, step_on
-from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
+from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, own_step
 from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
 from lamella_engine._streams import finish_left
 
@@ -77,7 +77,6 @@ class OverlapOptimizer:
         _active.pop(self._key, None)
         finish_left()
         if (optimizer := self._optimizer()) is not None:
-            release(optimizer)
             updates.forget_step(optimizer)
         self.drop_early()
 
@@ -196,7 +195,7 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     Raises:
         TypeError: Not a `torch.optim.Optimizer`.
         ValueError: Two of its parameters that are stepped apart do not become what they become when stepped together,
-            as two small ones show on which it is tried; or it was given to this, or to `step_in_backward`, already.
+            as two small ones show on which it is tried; or it was given to this already.
 
     Effects: tries two steps on parameters of four elements, with a host sync if they are on a GPU; not a collective.
         In `optimizer.step()` the collectives of the next forward's first units, on the gather stream, which waits for
@@ -212,7 +211,6 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
         )
     shard_optimizer(optimizer)
     check_steps_apart(optimizer, overlap_optimizer.__name__)
-    claim(optimizer, overlap_optimizer.__name__)
     return OverlapOptimizer(optimizer, late_gradients=late_gradients)
 
 

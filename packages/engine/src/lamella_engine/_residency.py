@@ -14,7 +14,6 @@ from torch.autograd.graph import increment_version
 
 from lamella_buffers import Done, Pending, all_gather
 from lamella_engine import _overlapping as overlapping
-from lamella_engine import _stepping as stepping
 from lamella_engine import _updates as updates
 from lamella_engine._context import Context
 from lamella_engine._extended_group import split_extended
@@ -192,8 +191,6 @@ class UnitParameters:
         self.check_order("gather", lambda: self.unsharded_nbytes)
         if is_offloaded:
             context.note_shards_are_read()
-        if stepping.is_stepped(self):
-            context.order_gathers_after_steps()
         stream = context.all_gather_stream
         with label("all_gather", self.name), context.on(stream):
             self._gather = _Gather(self._start_gathers(), stream.record_event())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import NamedTuple
@@ -52,12 +52,6 @@ class Streams:
        alone. The host waits once: at the end of backward, for the compute stream, which has waited for both by then.
        After it the optimizer may read gradients, and write shards that no copy reads any more. If there was another
        forward in between, it waits for that one's gathers when an optimizer of torch's steps.
-    6. Optimizers that step inside backward do so on the update stream, a unit at a time. It waits for the stream that
-       installed the unit's gradients, which has waited for the compute stream (3), and that for the gather that read
-       the shards. A gather of a unit that was updated waits for the update stream, and so does the compute stream at
-       the end of the step's last backward: before gradients are freed, to the streams that reduced them, which use
-       that memory only after they have waited for the compute stream again (3). Gradients that go right after their
-       update are held until those streams were made to wait for it.
     The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
     ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
     gradient was made), it waits for them too.
@@ -74,8 +68,6 @@ class Streams:
         self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
         # By unit, in the order in which they were reduced, and by stream.
         self._installed: dict[int, dict[torch.Stream, torch.Event]] = {}
-        self._updates: deque[Reduction] = deque()
-        self._has_updates = False
         self._awaits_gradients = False
         self._reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
@@ -94,13 +86,6 @@ class Streams:
     def all_reduce_stream(self) -> torch.Stream:
         """Where reduced gradients are reduced again, over replicas or the outer axis, and cast."""
         return self._new_stream()
-
-    @cached_property
-    def update_stream(self) -> torch.Stream:
-        """Where optimizers step inside backward."""
-        # No priority over compute, which it is to fill the gaps of.
-        stream: torch.Stream = self._accelerator.Stream(priority=0)
-        return stream
 
     @property
     def compute_stream(self) -> torch.Stream:
@@ -131,7 +116,6 @@ class Streams:
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
         self.all_reduce_stream = other.all_reduce_stream
-        self.update_stream = other.update_stream
         self._reductions = other._reductions
         self._all_reductions = other._all_reductions
         self.shown = other.shown
@@ -149,10 +133,6 @@ class Streams:
         else:
             self.all_gather_stream.wait_event(self.post_optim_event)
             self.post_optim_event = None
-
-    def order_gathers_after_steps(self) -> None:
-        """Make what comes on the gather stream wait for the updates that were started in backward."""
-        self.all_gather_stream.wait_stream(self.update_stream)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -175,7 +155,7 @@ class Streams:
             self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)
 
     def finish_reductions(self) -> None:
-        """Order the compute stream after every reduction and update, and let go of what they read.
+        """Order the compute stream after every reduction, and let go of what they read.
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
@@ -190,10 +170,6 @@ class Streams:
             event = self._all_reductions.popleft().event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)
-        if self._has_updates:
-            self._has_updates = False
-            self.compute_stream.wait_stream(self.update_stream)
-            self._updates.clear()
         self._wait_for_gradients()
 
     def leave_reductions(self) -> None:
@@ -213,25 +189,6 @@ class Streams:
         """
         if self.is_left:
             self.finish_reductions()
-
-    # -- updates inside backward -------------------------------------------------------------------------------------
-
-    def on_updates(self, after: Iterable[torch.Stream]) -> AbstractContextManager[None]:
-        """Make the update stream current, ordered after those that gradients were made on."""
-        self._has_updates = True
-        for stream in after:
-            self.update_stream.wait_stream(stream)
-        return self.on(self.update_stream)
-
-    def hold_update(self, gradients: list[torch.Tensor], allocated_on: Iterable[torch.Stream]) -> None:
-        """Keep gradients that nobody else refers to until the streams that allocated them wait for their update."""
-        if gradients:
-            streams = (self.reduce_scatter_stream, *allocated_on)
-            self._updates.append(Reduction(self.update_stream.record_event(), gradients, streams))
-        if len(self._updates) > 1:
-            update = self._updates.popleft()
-            for stream in set(update.allocated_on):
-                stream.wait_event(update.event)
 
     # -- the host ----------------------------------------------------------------------------------------------------
 
