@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lamella_engine import FSDPModule, fully_shard
 from lamella_engine import _optimizer_hooks as hooks
-from lamella_engine import _streams as streams
+from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
 
 Pair = tuple[str, str]
@@ -78,20 +78,14 @@ def _a_missing_delayed_gradient_is_refused() -> None:
 
 
 def _shards_on_the_cpu_are_waited_for() -> None:
-    """A stand-in for the trees whose gathers still read shards: on a CPU no gather is late."""
-
-    class Reader:
-        has_waited = False
-
-        def wait_for_shards(self) -> None:
-            self.has_waited = True
-
-    model, reader = Net(), Reader()
+    """On a CPU no gather is late: a tree that says so stands in."""
+    model = Net()
     optimizer = _optimizer_from_before(model, shard)
     _backward(model)
-    with patch.object(streams, "_reading", {reader}):
-        optimizer.step()
-    assert reader.has_waited
+    tree = state_of(model).context
+    tree.reads_shards = True
+    optimizer.step()
+    assert not tree.reads_shards
 
 
 def _a_refused_step_counts_no_write(prepare: Callable[[FSDPModule, Net], object]) -> None:

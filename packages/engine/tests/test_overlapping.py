@@ -20,6 +20,7 @@ from engine_models import (
     shard_on,
     skip_without_keep,
     unit,
+    units,
 )
 from optimizer_models import (
     OPTIMIZERS,
@@ -51,7 +52,6 @@ from lamella_engine import (
     overlap_optimizer,
     step_on_local_shards,
 )
-from lamella_engine import _updates as updates
 from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
 
@@ -427,14 +427,20 @@ def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() ->
             with pytest.raises(ArithmeticError):
                 each.step()
             each.raises = False  # type: ignore[attr-defined]
-        for each in pair.optimizers:
-            count = updates.count
+        for model, each in zip(pair.models, pair.optimizers, strict=True):
+            counts = _num_updates(model)
             each.step(lambda: 0.0)
-            assert updates.count > count, "the step that raised is not the one that was counted"
+            assert all(now > before for now, before in zip(_num_updates(model), counts, strict=True)), (
+                "the step that raised is not the one that was counted"
+            )
         pair.assert_looks_alike()
         pair.train()
 
     run_ranks(check, 2)
+
+
+def _num_updates(model: nn.Module) -> list[int]:
+    return [state._num_updates for _, state in units(model)]
 
 
 def _last_layer_last(model: Net) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lamella_engine._context import finish_left
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
-from lamella_engine._streams import finish_left
 
 
 def clip_grad_norm_(

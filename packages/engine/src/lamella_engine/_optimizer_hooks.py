@@ -13,14 +13,13 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lamella_engine._context import refuse_before_finalization
+from lamella_engine._context import refuse_before_finalization, wait_for_offloaded_shards
 from lamella_engine._delayed import refuse_without_delayed_gradients
 from lamella_engine._local_steps import refuse_kernels_on_dtensors
 from lamella_engine._optimizers import exchange_originals
 from lamella_engine._overlapping import finish_late_reductions
 from lamella_engine._plain_steps import step_on_plain_tensors
-from lamella_engine._streams import wait_for_offloaded_shards
-from lamella_engine._updates import note_step
+from lamella_engine._staleness import note_step
 
 Hook = Callable[[Optimizer, Any, Any], tuple[Any, Any] | None]
 

@@ -40,13 +40,12 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member
+from lamella_engine._context import Context, Member, finish_left
 from lamella_engine._optimizers import shard_optimizer
 from lamella_engine._plain_steps import plain_view_of, step_on
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, own_step
+from lamella_engine._staleness import begin_step, forget_step
 from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
-from lamella_engine._streams import finish_left
 
 Parts = list[list[torch.Tensor]]
 
@@ -77,7 +76,7 @@ class OverlapOptimizer:
         _active.pop(self._key, None)
         finish_left()
         if (optimizer := self._optimizer()) is not None:
-            updates.forget_step(optimizer)
+            forget_step(optimizer)
         self.drop_early()
 
     def drop_early(self) -> None:
@@ -113,14 +112,14 @@ class OverlapOptimizer:
     def _leave_whole(self, optimizer: Optimizer) -> None:
         """Have the step that follows go over everything, with all gradients there."""
         self._ended.clear()
-        updates.forget_step(optimizer)  # one that raised
+        forget_step(optimizer)  # one that raised
         finish_left()
 
     @_disable_dynamo
     def _step_in_parts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         contexts = list(self._ended)
         self._ended.clear()
-        updates.forget_step(optimizer)  # one that raised
+        forget_step(optimizer)  # one that raised
         is_plain = args[0] is optimizer and all(argument is None for argument in (*args[1:], *kwargs.values()))
         if not (is_plain and self._is_last_hook(optimizer)):
             finish_left()
@@ -133,7 +132,7 @@ class OverlapOptimizer:
             finish_left()
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
             return None if view is None else step_on(view, optimizer, args, kwargs)
-        updates.begin_step(optimizer)
+        begin_step(optimizer)
         self._early.clear()
         for context, members in early.items():
             context.wait_for_gradients_of(members)

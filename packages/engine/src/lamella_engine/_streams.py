@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,11 +9,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-
-from lamella_engine._step_hooks import held_by
 
 
 class Reduction(NamedTuple):
@@ -66,10 +60,11 @@ class Streams:
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
         self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
+        self.is_left = False  # gradients of the last backward are still being reduced, and nobody has waited for them
         # By unit, in the order in which they were reduced, and by stream.
         self._installed: dict[int, dict[torch.Stream, torch.Event]] = {}
         self._awaits_gradients = False
-        self._reads_shards = False
+        self.reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
 
     @cached_property
@@ -159,7 +154,7 @@ class Streams:
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
-        _left.discard(self)
+        self.is_left = False
         self.leaves_reductions = False
         self._installed.clear()
         if self._reductions:
@@ -175,12 +170,7 @@ class Streams:
     def leave_reductions(self) -> None:
         """Leave the last backward's reductions to whoever looks at gradients next."""
         self.leaves_reductions = False
-        _left.add(self)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the last backward is over, and gradients are still being reduced that nobody has waited for."""
-        return self in _left
+        self.is_left = True
 
     def finish_left(self) -> None:
         """Finish what the last backward has left; nothing if nothing is.
@@ -205,7 +195,7 @@ class Streams:
         """Let the host wait for the compute stream, which has waited for the gradients that go to the CPU."""
         if not self._awaits_gradients:
             return
-        self._awaits_gradients = self._reads_shards = False
+        self._awaits_gradients = self.reads_shards = False
         _wait_on_host(self.compute_stream)
         on_arrival, self._on_arrival = self._on_arrival, {}
         with torch.no_grad():
@@ -214,46 +204,17 @@ class Streams:
 
     def note_shards_are_read(self) -> None:
         """Note that the gather stream will read shards on the CPU."""
-        if not self._reads_shards:
-            self._reads_shards = True
-            _reading.add(self)
+        if not self.reads_shards:
+            self.reads_shards = True
 
     def wait_for_shards(self) -> None:
         """Let the host wait until shards on the CPU have been read: somebody may be about to write them.
 
         Effects: a host sync if there was a gather since the last one, else none.
         """
-        if self._reads_shards:
-            self._reads_shards = False
+        if self.reads_shards:
+            self.reads_shards = False
             _wait_on_host(self.all_gather_stream)
-
-
-# Those whose last backward has left reductions under way: whoever looks at gradients waits for them before.
-_left: weakref.WeakSet[Streams] = weakref.WeakSet()
-
-
-def finish_left() -> None:
-    """Order the current stream after all gradients that are still being reduced, of whatever tree.
-
-    Effects: those of `Streams.finish_reductions`; none where nothing was left.
-    """
-    for streams in tuple(_left) if _left else ():
-        streams.finish_reductions()
-
-
-# Those that may read shards on the CPU: an optimizer must not write them meanwhile.
-_reading: weakref.WeakSet[Streams] = weakref.WeakSet()
-
-
-@_disable_dynamo
-def wait_for_offloaded_shards(optimizer: Optimizer, *_: object) -> None:
-    """A forward may have come after the last backward, of whose gathers nobody has waited for."""
-    if not _reading:
-        return
-    if any(isinstance(parameter, DTensor) and parameter.device.type == "cpu" for parameter in held_by(optimizer)):
-        for streams in tuple(_reading):
-            streams.wait_for_shards()
-            _reading.discard(streams)
 
 
 def _wait_on_host(stream: torch.Stream) -> None:
