@@ -33,8 +33,7 @@ LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
 def delay_streams(model: nn.Module, context: Context) -> None:
     """Let one stream or another sleep at random points of forward and backward; on each rank others."""
     choose = Random(dist.get_rank())
-    engines = [context.all_gather_stream, context.reduce_scatter_stream]
-    engines += [context.all_reduce_stream, context.update_stream]
+    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
 
     def delay(*_: object) -> None:
         if choose.random() < 0.3:

@@ -103,7 +103,7 @@ def test_sizes_that_prove_nothing_are_refused_on_every_rank_before_any_step() ->
 
 
 def test_steps_that_overlap_with_other_things_lose_nothing() -> None:
-    names = ["lamella", *(f"lamella:{each}" for each in ("step_in_backward=true", "overlap_optimizer=late"))]
+    names = ["lamella", *(f"lamella:overlap_optimizer={each}" for each in ("true", "late"))]
     rows = _run("--backends", *names, "--steps", "3").measurements()
     losses = {(rows[name].first_loss, rows[name].last_loss) for name in names}
     assert len(losses) == 1

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard, step_in_backward
+from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_testing import run_ranks
 
@@ -29,10 +29,7 @@ NUM_STEPS = 4
         ("SGD", {"foreach": True, "momentum": 0.9}),
     ],
 )
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_steps_are_those_on_dtensors_to_the_bit(
-    num_ranks: int, name: str, options: dict[str, Any], in_backward: bool
-) -> None:
+def test_steps_are_those_on_dtensors_to_the_bit(num_ranks: int, name: str, options: dict[str, Any]) -> None:
     task = TASKS["llama"]
 
     def weights_after(*, on_dtensors: bool) -> dict[str, torch.Tensor]:
@@ -40,8 +37,6 @@ def test_steps_are_those_on_dtensors_to_the_bit(
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model: nn.Module = shard(task.model(device=device), fully_shard, mp_policy=policy)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=3e-3, **options)
-        if in_backward:
-            step_in_backward(optimizer)
         tokens, labels = (tensor.to(device) for tensor in task.batch(0))
         refuse = patch("lamella_engine._plain_steps._States.plain_of", return_value=None)
         with refuse if on_dtensors else nullcontext():

@@ -166,7 +166,6 @@ def lamella(
     reshard: bool | int | None = None,
     reductions: int = 1,
     separate: bool = False,
-    step_in_backward: bool = False,
     overlap_optimizer: str = "false",
     graph: bool = False,
 ) -> Training:
@@ -183,7 +182,7 @@ def lamella(
         placements=tuple(getattr(engine, name) for name in placements) or None,
         allocator=None if allocator is None else allocators[allocator](),
     )
-    prepare: Callable[[torch.optim.Optimizer], object] | None = engine.step_in_backward if step_in_backward else None
+    prepare: Callable[[torch.optim.Optimizer], object] | None = None
     if overlap_optimizer != "false":
         prepare = partial(engine.overlap_optimizer, late_gradients=overlap_optimizer == "late")
     training = _train_sharded(workload, shard, reshard, prepare, graph=graph)

@@ -83,7 +83,6 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "reductions": ("a number", int),
     "separate": ("true or false", _flag),
     "graph": ("true or false", _flag),
-    "step_in_backward": ("true or false", _flag),
     "overlap_optimizer": ("true, false or late", _one_of("true", "false", "late")),
     "stage": ("a number", int),
     "symmetric": ("true or false", _flag),

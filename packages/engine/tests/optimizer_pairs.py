@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from engine_models import Log, Net, assert_at_rest, inputs, local, mean_square, record, rows_of_this_rank, shard, unit
+from engine_models import Log, Net, inputs, local, mean_square, record, rows_of_this_rank, shard, unit
 from optimizer_models import OPTIMIZERS
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine import overlap_optimizer, step_in_backward
+from lamella_engine import overlap_optimizer
 from lamella_engine._attached import state_of
 
 X = inputs(24)
@@ -119,37 +118,6 @@ class Pair:
 def _noted(graphs: list[object], graph: Any, _: object) -> Any:
     graphs.append(graph)
     return graph.forward
-
-
-class SteppedInBackward(Pair):
-    """The twin's optimizer steps inside backward."""
-
-    def __init__(self, *args: Any, free_gradients: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.handle = step_in_backward(self.optimizer, free_gradients=free_gradients)
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-
-    def backward(self) -> set[str]:
-        """The names of the parameters that were stepped inside."""
-        for model in self.models:
-            self._backward(model)
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return {self.names[id(parameter)] for parameter in self.handle.stepped(held)}
-
-    def step(self, *, set_to_none: bool = True) -> None:
-        self._step(set_to_none)
-
-    def train(self, num_steps: int = 3, *, set_to_none: bool = True) -> set[str]:
-        """The names of the parameters that were stepped inside the last backward."""
-        for _ in range(num_steps):
-            stepped = self.backward()
-            self.step(set_to_none=set_to_none)
-        if all(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            assert_at_rest(self.model)
-        return stepped
-
-    def all_names(self) -> set[str]:
-        return set(self.names.values())
 
 
 class Overlapped(Pair):

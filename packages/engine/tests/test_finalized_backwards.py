@@ -38,7 +38,6 @@ from lamella_engine import (
     fully_shard,
     overlap_optimizer,
     parameter_norms,
-    step_in_backward,
 )
 from lamella_engine._attached import state_of
 from lamella_testing import run_ranks
@@ -230,7 +229,7 @@ def test_a_gradient_that_was_delayed_must_come_before_the_end() -> None:
     run_ranks(on_each_rank, 1)
 
 
-@pytest.mark.parametrize("wrap", [step_in_backward, overlap_optimizer, partial(overlap_optimizer, late_gradients=True)])
+@pytest.mark.parametrize("wrap", [overlap_optimizer, partial(overlap_optimizer, late_gradients=True)])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_optimizers_that_hide_their_steps_step_after_the_end(wrap: Callable[..., object], async_op: bool) -> None:
     def on_each_rank() -> None:

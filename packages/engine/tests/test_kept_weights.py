@@ -69,6 +69,44 @@ def test_weights_that_were_written_by_hand_are_seen_when_it_is_said() -> None:
     run_ranks(check, 2)
 
 
+def test_a_step_makes_those_units_stale_that_the_optimizer_updates_and_no_others() -> None:
+    """Another model's units, or other units of the same model, are not gathered again."""
+
+    def check() -> None:
+        _, first = twins(Net, _shard_and_keep, seed=0)
+        _, second = twins(Net, _shard_and_keep, seed=1)
+        logs = {model: record(model) for model in (first, second)}
+        for update, gathered in (
+            (list(first.parameters()), {first: ["root", "layers.0", "layers.1", "layers.2"], second: []}),
+            (list(first.get_submodule("layers.1").parameters()), {first: ["layers.1"], second: []}),
+        ):
+            for model in (first, second):
+                _looks_without_gradients(model)
+            optimizer = torch.optim.SGD(update, lr=0.1)
+            for parameter in update:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for model in (first, second):
+                logs[model].clear()
+                _looks_without_gradients(model)
+                assert logs[model].units_of("gather") == gathered[model]
+
+    run_ranks(check, 2)
+
+
+def test_a_step_on_other_dtensors_over_the_same_memory_is_seen() -> None:
+    def check() -> None:
+        _, model = twins(Net, _shard_and_keep)
+        before = _looks_without_gradients(model)
+        aliases = [nn.Parameter(parameter.detach()) for parameter in model.parameters()]
+        for alias in aliases:
+            alias.grad = torch.ones_like(alias)
+        torch.optim.SGD(aliases, lr=0.1).step()
+        assert _looks_without_gradients(model) != before
+
+    run_ranks(check, 2)
+
+
 def test_weights_that_were_loaded_are_seen() -> None:
     def check() -> None:
         other, source = twins(Net, _shard_and_keep, seed=1)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_engine import Rows, fully_shard, overlap_optimizer, step_in_backward
+from lamella_engine import Rows, fully_shard, overlap_optimizer
 from lamella_engine._plain_steps import _ELEMENTWISE
 from lamella_engine._sharding import local_of
 from lamella_testing import run_ranks
@@ -335,24 +335,6 @@ def test_a_step_keeps_neither_gradients_nor_an_optimizer_nor_weights() -> None:
     run_ranks(check, 2)
 
 
-def test_steps_inside_backward_are_below_dtensors_too_and_keep_no_gradients() -> None:
-    def check() -> None:
-        model, optimizer = _pair()[0]
-        step_in_backward(optimizer)
-        _train(model, optimizer, 1)
-        optimizer.zero_grad()
-        loss = model(X).square().mean()
-        with _Seen() as seen:
-            loss.backward()
-        assert seen.num_dtensors == 0
-        optimizer.step()
-        gradients = [weakref.ref(p.grad._local_tensor) for p in optimizer.param_groups[0]["params"]]
-        optimizer.zero_grad()
-        assert [gradient() for gradient in gradients] == [None] * len(gradients)
-
-    run_ranks(check, 2)
-
-
 def test_an_optimizer_that_something_on_it_refers_to_goes_too() -> None:
     def check() -> bool:
         model, optimizer = _pair()[0]
@@ -389,7 +371,7 @@ def test_what_a_step_notes_on_its_optimizer_is_noted_there() -> None:
 
 def test_hooks_after_a_step_are_given_the_optimizer_that_they_were_registered_on() -> None:
     def check() -> None:
-        for make in (lambda _: None, step_in_backward, overlap_optimizer):
+        for make in (lambda _: None, overlap_optimizer):
             model = shard(Net())
             scale = nn.Parameter(torch.ones(()))  # in no unit: something is left for the step, whoever steps before
             optimizer = torch.optim.NAdam([*model.parameters(), scale])

@@ -174,7 +174,7 @@ def test_a_gather_by_copy_engines_is_one_from_its_first_copy_to_its_last() -> No
 def test_an_optimizer_that_steps_inside_backward_is_an_optimizer() -> None:
     made = TraceMaker()
     made.host("FSDP::post_backward_reduce (a)", 0, 20)
-    made.host("FSDP::step_in_backward (a)", 5, 15)
+    made.host("Optimizer.step#AdamW.step", 5, 15)
     made.kernel("void multi_tensor_apply_kernel<BinaryOpScalarFunctor>", 30, 40, COMPUTE, 6)
     made.kernel(CAST, 40, 45, COMPUTE, 7)
     made.kernel(MATMUL, 45, 55, COMPUTE, 16)

@@ -1,5 +1,6 @@
 """Fully sharded training: FSDP2's `fully_shard`, with nothing copied on the way."""
 
+from lamella_engine import _optimizer_hooks as _optimizer_hooks  # registers them
 from lamella_engine._captured_step import CapturedStep as CapturedStep
 from lamella_engine._captured_step import capture_step as capture_step
 from lamella_engine._clipping import clip_grad_norm_ as clip_grad_norm_
@@ -35,8 +36,6 @@ from lamella_engine._policies import OffloadPolicy as OffloadPolicy
 from lamella_engine._ragged import RaggedDTensor as RaggedDTensor
 from lamella_engine._reads import declare_reads as declare_reads
 from lamella_engine._report import describe as describe
-from lamella_engine._stepping import StepInBackward as StepInBackward
-from lamella_engine._stepping import step_in_backward as step_in_backward
 from lamella_engine._units import fully_shard_model as fully_shard_model
 from lamella_engine._units import plan_units as plan_units
 from lamella_layout import Rows as Rows

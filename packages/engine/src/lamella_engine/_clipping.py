@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import _stepping as stepping
+from lamella_engine._context import finish_left
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
-from lamella_engine._streams import finish_left
 
 
 def clip_grad_norm_(
@@ -39,15 +38,13 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: A gradient is `Partial`, or `norm_type` is not above 0.
-        RuntimeError: The norm is not finite, and `error_if_nonfinite` was given; or an optimizer stepped some of the
-            parameters inside backward (`step_in_backward`).
+        RuntimeError: The norm is not finite, and `error_if_nonfinite` was given.
 
     Effects: collective: an all-reduce of 4 bytes for each set of mesh axes that gradients are sharded along, an axis;
         on the current stream. No host sync but for `error_if_nonfinite`, and for gradients on the CPU in a group that
         has no backend for it: their norms are summed on its device.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    stepping.check_gradients_unused(given, "clip_grad_norm_")
     if not norm_type > 0:
         raise ValueError(f"Expected `norm_type` above 0, got {norm_type}. 2.0 is the Euclidean norm.")
     finish_left()

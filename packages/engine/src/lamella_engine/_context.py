@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._kept import KeptForBackward
@@ -22,8 +23,8 @@ from lamella_engine._order_check import OrderCheck
 from lamella_engine._step_hooks import held_by
 from lamella_engine._streams import Streams
 
-# Those with a backward that their user said to finalize, and has not: an optimizer must not step before.
-_unfinalized: weakref.WeakSet[Context] = weakref.WeakSet()
+# Every tree that is alive: one hook is called before any optimizer's step, whatever trees its parameters are of.
+trees: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 class Phase(Enum):
@@ -55,6 +56,14 @@ class Member(Gatherable, Protocol):
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """With whom it communicates."""
+        ...
+
+    def holds_any(self, ids: Container[int]) -> bool:
+        """Whether one of the unit's sharded parameters has one of these ids."""
+        ...
+
+    def note_update(self) -> None:
+        """Note that main weights may have changed."""
         ...
 
     def unshard(self) -> None:
@@ -120,7 +129,6 @@ class Context(Streams):
         is_last_backward: Whether the backward under way, or the next one, is the step's last.
         finalizes_by_hand: Whether it is the user who ends a step's backward, and no hook (`finalize`).
         num_resets: How often whatever was under way was dropped.
-        makes_graph: Whether the last forward pass began with gradients enabled: a backward may follow.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,7 +136,6 @@ class Context(Streams):
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.num_resets = 0
-        self.makes_graph = False
         self.ahead = GatheredAhead()
         self.kept = KeptForBackward()
         self.order_check = OrderCheck.from_environment()
@@ -142,6 +149,8 @@ class Context(Streams):
         self._max_reductions = 1
         self._last_backward_ended_on: torch.Stream | None = None
         self._says_last_backward = True
+        self._is_unfinalized = False
+        trees.add(self)
 
     @property
     def is_resting(self) -> bool:
@@ -156,7 +165,7 @@ class Context(Streams):
     @property
     def awaits_finalization(self) -> bool:
         """Whether there was a backward that is to be finalized by hand, and was not yet."""
-        return self in _unfinalized
+        return self._is_unfinalized
 
     # -- units ------------------------------------------------------------------------------------------------------
 
@@ -198,7 +207,6 @@ class Context(Streams):
         self.finish_left()
         self._phase = Phase.FORWARD
         self._forward_root = root.index
-        self.makes_graph = torch.is_grad_enabled()
         self._order = self._learned.begin_forward(root.index)
         backward = self._learned.backward_of_forward(root.index) if torch.is_grad_enabled() else ()
         self.kept.plan(member for member in self._members(backward) if member.goes_after_forward)
@@ -253,7 +261,7 @@ class Context(Streams):
             self._order = self._learned.begin_backward()
             self._max_reductions = self._most_reductions()
             if self.finalizes_by_hand:
-                _unfinalized.add(self)
+                self._is_unfinalized = True
             Variable._execution_engine.queue_callback(self._end_backward)
         return self._look_ahead(state)
 
@@ -378,12 +386,12 @@ class Context(Streams):
             self.end_step(leaves=leaves)
         finally:
             self.is_last_backward = False
-        _unfinalized.discard(self)
+        self._is_unfinalized = False
 
     def reset(self) -> None:
         """Return to rest after an exception."""
         self.num_resets += 1
-        _unfinalized.discard(self)
+        self._is_unfinalized = False
         for state in self.states:
             state.abandon()
         self._last_backward_ended_on = None
@@ -440,17 +448,33 @@ class Context(Streams):
                 self.compute_stream.wait_event(event)
 
 
-def _refuse_to_step_before_the_end(optimizer: Optimizer, *_: object) -> None:
-    if not _unfinalized:
-        return
-    held = set(map(id, held_by(optimizer)))
-    for context in tuple(_unfinalized):
-        if any(id(parameter) in held for member in context.states for parameter in member.trained):
+def finish_left() -> None:
+    """Order the current stream after all gradients that are still being reduced, of whatever tree.
+
+    Effects: those of `Streams.finish_reductions`; none where nothing was left.
+    """
+    for tree in tuple(trees):
+        tree.finish_left()
+
+
+@_disable_dynamo
+def wait_for_offloaded_shards(optimizer: Optimizer, *_: object) -> None:
+    """A forward may have come after the last backward, of whose gathers nobody has waited for."""
+    reading = [tree for tree in tuple(trees) if tree.reads_shards]
+    if reading and any(isinstance(p, DTensor) and p.device.type == "cpu" for p in held_by(optimizer)):
+        for tree in reading:
+            tree.wait_for_shards()
+
+
+@_disable_dynamo
+def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step whose gradients wait for `finalize_backward`."""
+    unfinalized = [tree for tree in tuple(trees) if tree.awaits_finalization]
+    held = set(map(id, held_by(optimizer))) if unfinalized else ()
+    for tree in unfinalized:
+        if any(id(parameter) in held for member in tree.states for parameter in member.trained):
             raise RuntimeError(
                 "Expected finalize_backward() before the optimizer's step, got none since the last backward: "
                 "set_manual_backward_finalization(True) leaves gradients unreduced until then. Call it on the "
                 "outermost unit, or reset_iter_state() after an exception."
             )
-
-
-register_optimizer_step_pre_hook(_refuse_to_step_before_the_end)

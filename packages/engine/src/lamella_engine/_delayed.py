@@ -11,7 +11,6 @@ import weakref
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._step_hooks import held_by
@@ -136,7 +135,8 @@ class DelayedGradients:
         _unfinished.discard(self)
 
 
-def _refuse_to_step_without(optimizer: Optimizer, *_: object) -> None:
+def refuse_without_delayed_gradients(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step while delayed gradients of the optimizer's parameters are missing."""
     if not _unfinished:
         return
     held = set(map(id, held_by(optimizer)))
@@ -148,6 +148,3 @@ def _refuse_to_step_without(optimizer: Optimizer, *_: object) -> None:
             f"Expected every delayed gradient before the optimizer's step, got none yet for {sorted(missing)}. Compute "
             "them, and call the callback that `delay_gradient` gave for each."
         )
-
-
-register_optimizer_step_pre_hook(_refuse_to_step_without)

@@ -15,9 +15,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine._attached import find_state
+from lamella_engine._context import finish_left
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._sharding import all_reduce_anywhere, groups_that_share
-from lamella_engine._streams import finish_left
 from lamella_engine._text import clean_name
 
 Kind = Literal["nan", "inf"]

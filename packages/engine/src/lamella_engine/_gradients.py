@@ -4,14 +4,13 @@
     reduced     over the shard axis, on the reduce stream (`reduce`)
     partial     kept once more, as a sum of this replica's ranks alone, if the outer axis is reduced over later
     installed   reduced over the outer axis, shown to the all-reduce hook, and put on the sharded parameters' `.grad`
-    stepped     if an optimizer is asked to do that in backward, and nobody reads the main weights any more
 
 When that happens is the unit's to say (`_state`); whether its gradients wait for later ones is said here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -19,7 +18,6 @@ import torch
 
 from lamella_buffers import reduce_scatter
 from lamella_engine import _overlapping as overlapping
-from lamella_engine import _stepping as stepping
 from lamella_engine._context import Context
 from lamella_engine._delayed import DelayedGradients
 from lamella_engine._labels import label
@@ -48,11 +46,6 @@ class Reducible(Protocol):
     @property
     def num_holds(self) -> int:
         """How many keep the parameters unsharded, beside hooks and plain verbs."""
-        ...
-
-    @property
-    def is_unsharding(self) -> bool:
-        """Whether a gather was started and not waited for."""
         ...
 
     @property
@@ -190,7 +183,6 @@ class Gradients:
         if not groups:
             self._drop_main_grads()
             return
-        self._check_unstepped(unit, groups)
         context = unit.context
         context.retire_reductions()
         compute, stream = context.compute_stream, context.reduce_scatter_stream
@@ -234,33 +226,10 @@ class Gradients:
         return Reduction(event, reads, streams, tuple(free for _, free in buffers))
 
     def _install(self, unit: Reducible, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> None:
-        """Install what was reduced over all axes, and let optimizers step it that do so in backward.
-
-        The reduce stream must be current.
-        """
+        """Install what was reduced over all axes. The reduce stream must be current."""
         finished = {group: self._install_group(unit, group, part, event) for group, part in reduced.items()}
         if overlapping.waits_late():
             unit.context.note_installed(unit.index, {stream for stream in finished.values() if stream is not None})
-        if not (stepping.is_asked_for() and self._may_be_stepped(unit)):
-            return
-        streams = {group: stream for group, stream in finished.items() if stream is not None and _may_step(group)}
-        parameters = [p.sharded for group in streams for p in group.members(reduced[group].present)]
-        made_on = dict.fromkeys(streams.values())
-        with label("step_in_backward", unit.name), unit.context.on_updates(made_on):
-            freed = stepping.step(unit, parameters)
-        unit.context.hold_update(freed, made_on)
-
-    def _check_unstepped(self, unit: Reducible, groups: Sequence[ParameterGroup]) -> None:
-        """Refuse a part of a gradient that comes after an optimizer has used the rest."""
-        if stepping.is_stepped(unit):
-            takes = self.reduces_unused_parameters
-            late = [p.sharded for group in groups for p in group.parameters if takes or p.has_gradient]
-            stepping.check_gradients_unused(late, f"another part of the gradients of {unit.title}")
-
-    def _may_be_stepped(self, unit: Reducible) -> bool:
-        """Whether nobody but backwards that are to come reads main weights: see Note [When a unit is stepped]."""
-        is_last = unit.context.is_in_backward and unit.context.is_last_backward
-        return is_last and not (unit.num_holds or self.delayed.are_expected or unit.is_unsharding)
 
     def _install_group(
         self, unit: Reducible, group: ParameterGroup, reduced: Reduced, event: torch.Event
@@ -315,7 +284,3 @@ class Gradients:
 def _no_graph() -> AbstractContextManager[object]:
     """Record no graph. As a rule autograd runs, which records none either, and torch's context costs 18 us."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
-
-
-def _may_step(group: ParameterGroup) -> bool:
-    return group.offload is None and not group.computes_with_main

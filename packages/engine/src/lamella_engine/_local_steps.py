@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from lamella_engine._plain_steps import laid_out
@@ -212,7 +211,8 @@ def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) ->
     return pytree.tree_map_only(torch.Tensor, lay_out, state)  # type: ignore[no-any-return]
 
 
-def _refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
+def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
+    """Refuse DTensors to optimizers whose kernels take the address of a shard and the size of the whole."""
     library = type(optimizer).__module__.partition(".")[0]
     if library not in _LIBRARIES_OF_KERNELS or hasattr(optimizer, _LOCAL_PARAMETERS):
         return
@@ -221,6 +221,3 @@ def _refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
             f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
             "got DTensors, beside whose shards it would write. Call step_on_local_shards(optimizer) once."
         )
-
-
-register_optimizer_step_pre_hook(_refuse_kernels_on_dtensors)

@@ -13,7 +13,6 @@ import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
 from lamella_buffers import CopyEngineTransport, Transport, transport_for
-from lamella_engine import _updates as updates
 from lamella_engine._attached import state_of, states_of, unit_state_of, view_of
 from lamella_engine._custom_collectives import (
     AllGather,
@@ -194,12 +193,15 @@ class FSDPModule(fsdp2.FSDPModule):
         _outermost(self, "reset_iter_state").context.reset()
 
     def mark_updated(self) -> None:
-        """Say that main weights were written other than by a `torch.optim` optimizer (an average swapped in, a copy).
+        """Say that main weights of the whole tree were written other than by a `torch.optim` optimizer.
+
+        An average that is swapped in does so, or a copy through `.data`.
 
         Needed only where something outlives a pass: units that stay unsharded, and copies that `placements` keep (DDP,
         ZERO1, ZERO2, and HFSDP's shards in the compute dtype). Others are gathered anew each time.
         """
-        updates.note()
+        for state in state_of(self).context.states:
+            state.note_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the sharded parameters, and those that were kept unreduced, of all units below too."""

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from lamella_engine._sharded_parameter import ShardedParameter, any_sharded_originals, shard_like, sharded_from
@@ -105,9 +104,7 @@ def _move_state(optimizer: Optimizer, original: torch.Tensor, parameter: Sharded
 
 
 @_disable_dynamo
-def _shard_at_step(optimizer: Optimizer, *_: object) -> None:
+def exchange_originals(optimizer: Optimizer, *_: object) -> None:
+    """Give an optimizer that was built before `fully_shard` the sharded parameters."""
     if any_sharded_originals():
         shard_optimizer(optimizer)
-
-
-register_optimizer_step_pre_hook(_shard_at_step)

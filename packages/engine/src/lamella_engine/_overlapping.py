@@ -39,15 +39,13 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lamella_engine import _updates as updates
-from lamella_engine._context import Context, Member
+from lamella_engine._context import Context, Member, finish_left
 from lamella_engine._optimizers import shard_optimizer
 from lamella_engine._plain_steps import plain_view_of, step_on
-from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, claim, own_step, release
+from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, own_step
+from lamella_engine._staleness import begin_step, forget_step
 from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
-from lamella_engine._streams import finish_left
 
 Parts = list[list[torch.Tensor]]
 
@@ -78,8 +76,7 @@ class OverlapOptimizer:
         _active.pop(self._key, None)
         finish_left()
         if (optimizer := self._optimizer()) is not None:
-            release(optimizer)
-            updates.forget_step(optimizer)
+            forget_step(optimizer)
         self.drop_early()
 
     def drop_early(self) -> None:
@@ -115,14 +112,14 @@ class OverlapOptimizer:
     def _leave_whole(self, optimizer: Optimizer) -> None:
         """Have the step that follows go over everything, with all gradients there."""
         self._ended.clear()
-        updates.forget_step(optimizer)  # one that raised
+        forget_step(optimizer)  # one that raised
         finish_left()
 
     @_disable_dynamo
     def _step_in_parts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         contexts = list(self._ended)
         self._ended.clear()
-        updates.forget_step(optimizer)  # one that raised
+        forget_step(optimizer)  # one that raised
         is_plain = args[0] is optimizer and all(argument is None for argument in (*args[1:], *kwargs.values()))
         if not (is_plain and self._is_last_hook(optimizer)):
             finish_left()
@@ -135,7 +132,7 @@ class OverlapOptimizer:
             finish_left()
             view = plain_view_of(optimizer, [group["params"] for group in optimizer.param_groups])
             return None if view is None else step_on(view, optimizer, args, kwargs)
-        updates.begin_step(optimizer)
+        begin_step(optimizer)
         self._early.clear()
         for context, members in early.items():
             context.wait_for_gradients_of(members)
@@ -197,7 +194,7 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
     Raises:
         TypeError: Not a `torch.optim.Optimizer`.
         ValueError: Two of its parameters that are stepped apart do not become what they become when stepped together,
-            as two small ones show on which it is tried; or it was given to this, or to `step_in_backward`, already.
+            as two small ones show on which it is tried; or it was given to this already.
 
     Effects: tries two steps on parameters of four elements, with a host sync if they are on a GPU; not a collective.
         In `optimizer.step()` the collectives of the next forward's first units, on the gather stream, which waits for
@@ -213,7 +210,6 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
         )
     shard_optimizer(optimizer)
     check_steps_apart(optimizer, overlap_optimizer.__name__)
-    claim(optimizer, overlap_optimizer.__name__)
     return OverlapOptimizer(optimizer, late_gradients=late_gradients)
 
 
@@ -269,11 +265,8 @@ def _step(optimizer: Optimizer, part: Parts) -> None:
 
 
 @_disable_dynamo
-def _finish_before_step(optimizer: Optimizer, *_: object) -> None:
+def finish_late_reductions(optimizer: Optimizer, *_: object) -> None:
     """Have gradients there for whatever comes before a step, and for a step that does not wait for them itself."""
     found = _given(optimizer)
     if found is None or not found.waits_late or has_other_hooks(optimizer, than=1):
         finish_left()
-
-
-register_optimizer_step_pre_hook(_finish_before_step)

@@ -484,10 +484,6 @@ class ParameterGroup:
         for i in fresh:
             self.parameters[i].sharded.grad = gradient_over(self.parameters[i], shards.shards[i])
 
-    def members(self, present: Sequence[bool]) -> list[ShardedParameter]:
-        """Those that were given a gradient."""
-        return [parameter for parameter, wanted in zip(self.parameters, present, strict=True) if wanted]
-
     def hooks(self, present: Sequence[bool]) -> list[Callable[[], None]]:
         """What calls the hooks of members that were given a gradient and have some."""
         return [

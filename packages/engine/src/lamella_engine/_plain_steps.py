@@ -27,7 +27,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lamella_engine._ragged import RaggedDTensor, dtensor_over
 from lamella_engine._sharded_parameter import is_sharded
@@ -156,7 +155,7 @@ def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
     return tensor.shape == whole.shape and mine.mesh == others.mesh and mine.placements == others.placements
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def step_on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Have the step made on a view, where it can be."""
     return _for_compiler(optimizer) if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
 
@@ -204,7 +203,3 @@ def _leave_view(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(states := view.state, _States):
         given, noted, ours = states.given, vars(view), ("param_groups", "state")
         vars(optimizer).update({k: noted[k] for k in noted if noted[k] is not given.get(k) and k not in ours})
-
-
-# After the one of `_optimizers`, which exchanges parameters.
-register_optimizer_step_pre_hook(_before_step)

@@ -14,8 +14,6 @@ from torch.autograd.graph import increment_version
 
 from lamella_buffers import Done, Pending, all_gather
 from lamella_engine import _overlapping as overlapping
-from lamella_engine import _stepping as stepping
-from lamella_engine import _updates as updates
 from lamella_engine._context import Context
 from lamella_engine._extended_group import split_extended
 from lamella_engine._gradients import Gradients
@@ -80,6 +78,7 @@ class UnitParameters:
         self._gather: _Gather | None = None
         self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None
+        self._num_updates = 0  # of main weights
         self._gathered_at = -1  # how many updates had been by then
         self._expects_update = False
         self._early: list[tuple[int, int]] | None = None  # versions of what was gathered before the next forward
@@ -129,7 +128,7 @@ class UnitParameters:
     @property
     def _is_current(self) -> bool:
         """Whether what was gathered last is what main weights say, as far as is known."""
-        return self._gathered_at == updates.count and not self._expects_update
+        return self._gathered_at == self._num_updates and not self._expects_update
 
     @property
     def num_holds(self) -> int:
@@ -192,13 +191,11 @@ class UnitParameters:
         self.check_order("gather", lambda: self.unsharded_nbytes)
         if is_offloaded:
             context.note_shards_are_read()
-        if stepping.is_stepped(self):
-            context.order_gathers_after_steps()
         stream = context.all_gather_stream
         with label("all_gather", self.name), context.on(stream):
             self._gather = _Gather(self._start_gathers(), stream.record_event())
         self._holders.add(holder)
-        self._gathered_at, self._expects_update = updates.count, False
+        self._gathered_at, self._expects_update = self._num_updates, False
         self.residency = Residency.UNSHARDING
 
     def _start_gathers(self) -> list[Pending]:
@@ -380,9 +377,20 @@ class UnitParameters:
         """
         if self._is_current and not self._is_written_since():
             return
-        if self._gathered_at not in (-1, updates.count):  # else never gathered, or a copy that is made anew in any case
+        if self._gathered_at not in (
+            -1,
+            self._num_updates,
+        ):  # else never gathered, or a copy that is made anew in any case
             self.check_not_held()
         self.reshard()
+
+    def holds_any(self, ids: Container[int]) -> bool:
+        """Whether one of the unit's sharded parameters has one of these ids."""
+        return any(id(parameter.sharded) in ids for group in self.groups for parameter in group.parameters)
+
+    def note_update(self) -> None:
+        """Note that main weights may have changed: unsharded weights from before are stale."""
+        self._num_updates += 1
 
     def expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
@@ -417,7 +425,6 @@ class UnitParameters:
         """
         self.unshard()
         self._early = self._versions()
-        updates.note_early(self)
 
     def drop_early(self) -> None:
         """Free what was gathered so; nothing if it is used already.
@@ -426,15 +433,6 @@ class UnitParameters:
         """
         if self._early is not None:
             self.reshard()
-
-    def outlives(self, updated: Container[int]) -> bool:
-        """Whether it was gathered so, and still is current when the parameters of these ids are updated."""
-        is_current = self._early is not None and self._is_current
-        return is_current and not any(id(p.sharded) in updated for group in self.groups for p in group.parameters)
-
-    def confirm(self) -> None:
-        """Be current: what was noted was of others."""
-        self._gathered_at = updates.count
 
     def _is_written_since(self) -> bool:
         """Whether what was gathered early is not what shards hold now, as far as torch's version counters can tell.

@@ -67,6 +67,7 @@ class ShardedParameter:
         if isinstance(form, nn.Parameter):
             self.sharded = form
             self.trains = form.requires_grad
+            setattr(form, _MARK, True)
 
     def replacement(self) -> torch.Tensor:
         """The DTensor that was put in place of ours, or ours.

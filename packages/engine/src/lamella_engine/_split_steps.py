@@ -9,9 +9,8 @@ found when it is given (`check_steps_apart`).
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,32 +21,6 @@ from torch.utils import _pytree as pytree
 from lamella_engine._plain_steps import plain_view_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
-
-# Who steps an optimizer in parts: one at a time can.
-_split: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-
-
-def claim(optimizer: Optimizer, way: str) -> None:
-    """Be the one that steps an optimizer in parts.
-
-    Args:
-        optimizer: Nobody else's, unless it is the same function's.
-        way: Which function of this package asks.
-
-    Raises:
-        ValueError: Another one does so already.
-    """
-    if (other := _split.get(optimizer, way)) != way:
-        raise ValueError(
-            f"Expected {type(optimizer).__name__} to be stepped in parts by one of the two, got {way}() after "
-            f"{other}(). remove() what {other} returned first."
-        )
-    _split[optimizer] = way
-
-
-def release(optimizer: Optimizer) -> None:
-    """Be it no more."""
-    _split.pop(optimizer, None)
 
 
 def cheapest_view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
@@ -69,29 +42,25 @@ def own_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
 
 
 def view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
-    """What an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
+    """An object that an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
     view = object.__new__(type(optimizer))
-    show(view, optimizer, [(group, part) for group, part in zip(optimizer.param_groups, parts, strict=True) if part])
-    return view
-
-
-def show(view: Opt, optimizer: Opt, parts: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
-    """Let a view be of the optimizer as it is now, with these groups and the parameters of each."""
     vars(view).update(vars(optimizer))
     # For a class that calls another's step, around which torch has put hooks again.
     vars(view).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-    view.param_groups = [{**group, "params": part} for group, part in parts]
+    groups = zip(optimizer.param_groups, parts, strict=True)
+    view.param_groups = [{**group, "params": part} for group, part in groups if part]
+    return view
 
 
-def check_steps_apart(optimizer: Optimizer, way: str) -> None:
+def check_steps_apart(optimizer: Optimizer, caller: str) -> None:
     """Refuse an optimizer that steps two parameters together otherwise than one after the other.
 
     Args:
         optimizer: To be stepped in parts.
-        way: Which function of this package was asked to do that.
+        caller: The function of this package that would step it so, for the error.
 
     Raises:
-        ValueError: So it is, as two parameters of four elements show on which it is tried for two steps.
+        ValueError: The trial on two parameters of four elements gave other results when they were stepped apart.
 
     Effects: a host sync if its parameters are on a GPU; not a collective.
     """
@@ -99,7 +68,7 @@ def check_steps_apart(optimizer: Optimizer, way: str) -> None:
         return  # it makes its state when it is built, and so cannot be tried on other parameters
     name = type(optimizer).__name__
     expected = f"Expected an optimizer that updates each parameter from its own gradient and state, got {name}"
-    way_out = f"Leave {way} out."
+    way_out = f"Leave {caller} out."
     try:
         together, apart = (_try(optimizer, is_apart) for is_apart in (False, True))
     except Exception as error:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lamella_engine import _stepping as stepping
 from lamella_engine._context import Context, Member
 from lamella_engine._labels import label, log
 from lamella_engine._parameter_group import ParameterGroup
@@ -143,8 +142,6 @@ class FSDPState(UnitParameters):
         if is_read and self._residency is Residency.UNSHARDED and (is_recomputed or self._is_current):
             return False
         begins = not self._awaited or len(self.module_ids) == 1
-        if torch.is_grad_enabled() and stepping.is_stepped(self):
-            stepping.refuse(self.title, "another forward")
         ahead: Sequence[Member] = ()
         if begins and not is_recomputed:
             ahead = self.ahead_in_forward(self.context.enter_forward(self))
@@ -155,8 +152,6 @@ class FSDPState(UnitParameters):
         self.unshard()
         _gather_ahead(ahead, "forward")
         self.wait_for_unshard()
-        if begins and not is_recomputed and (self.context.makes_graph or torch.is_grad_enabled()):
-            stepping.note_forward(self)
         return begins
 
     def end_forward(self, module_id: int, *, is_watched: bool, is_recomputed: bool) -> None:
@@ -206,8 +201,6 @@ class FSDPState(UnitParameters):
         """
         if self.awaits_backward_end:
             return  # another output of the same forward
-        if stepping.is_stepped(self):
-            stepping.refuse(self.title, "another backward")
         self.awaits_backward_end = True
         if self._early is not None:
             self.drop_stale_weights()
@@ -235,7 +228,6 @@ class FSDPState(UnitParameters):
         log("post_backward", self.name)
         self.awaits_backward_end = False
         self._awaited.clear()
-        stepping.note_backward(self)
         is_complete = self._note_end()
         if self.reshard_after_backward:
             with label("post_backward_reshard", self.name):
@@ -334,7 +326,6 @@ class FSDPState(UnitParameters):
         self._awaited.clear()
         self.awaits_backward_end = False
         self.gradients.delayed.forget()
-        stepping.forget(self)
         self.gradients.drop(self)
         self._holders.clear()
         self.reshard()

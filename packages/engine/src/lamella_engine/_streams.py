@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from lamella_engine._step_hooks import held_by
 
 
 class Reduction(NamedTuple):
@@ -53,12 +46,6 @@ class Streams:
        alone. The host waits once: at the end of backward, for the compute stream, which has waited for both by then.
        After it the optimizer may read gradients, and write shards that no copy reads any more. If there was another
        forward in between, it waits for that one's gathers when an optimizer of torch's steps.
-    6. Optimizers that step inside backward do so on the update stream, a unit at a time. It waits for the stream that
-       installed the unit's gradients, which has waited for the compute stream (3), and that for the gather that read
-       the shards. A gather of a unit that was updated waits for the update stream, and so does the compute stream at
-       the end of the step's last backward: before gradients are freed, to the streams that reduced them, which use
-       that memory only after they have waited for the compute stream again (3). Gradients that go right after their
-       update are held until those streams were made to wait for it.
     The compute stream is whatever stream is current. A schedule that uses several calls the verbs on one that is
     ordered after those that used the unit; where the engine knows of others (who let go of a hold, where a delayed
     gradient was made), it waits for them too.
@@ -73,12 +60,11 @@ class Streams:
         self._reductions: deque[Reduction] = deque()
         self._all_reductions: deque[Reduction] = deque()
         self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
+        self.is_left = False  # gradients of the last backward are still being reduced, and nobody has waited for them
         # By unit, in the order in which they were reduced, and by stream.
         self._installed: dict[int, dict[torch.Stream, torch.Event]] = {}
-        self._updates: deque[Reduction] = deque()
-        self._has_updates = False
         self._awaits_gradients = False
-        self._reads_shards = False
+        self.reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
 
     @cached_property
@@ -95,13 +81,6 @@ class Streams:
     def all_reduce_stream(self) -> torch.Stream:
         """Where reduced gradients are reduced again, over replicas or the outer axis, and cast."""
         return self._new_stream()
-
-    @cached_property
-    def update_stream(self) -> torch.Stream:
-        """Where optimizers step inside backward."""
-        # No priority over compute, which it is to fill the gaps of.
-        stream: torch.Stream = self._accelerator.Stream(priority=0)
-        return stream
 
     @property
     def compute_stream(self) -> torch.Stream:
@@ -132,7 +111,6 @@ class Streams:
         self.all_gather_stream = other.all_gather_stream
         self.reduce_scatter_stream = other.reduce_scatter_stream
         self.all_reduce_stream = other.all_reduce_stream
-        self.update_stream = other.update_stream
         self._reductions = other._reductions
         self._all_reductions = other._all_reductions
         self.shown = other.shown
@@ -150,10 +128,6 @@ class Streams:
         else:
             self.all_gather_stream.wait_event(self.post_optim_event)
             self.post_optim_event = None
-
-    def order_gathers_after_steps(self) -> None:
-        """Make what comes on the gather stream wait for the updates that were started in backward."""
-        self.all_gather_stream.wait_stream(self.update_stream)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -176,11 +150,11 @@ class Streams:
             self.reduce_scatter_stream.wait_event(self._all_reductions.popleft().event)
 
     def finish_reductions(self) -> None:
-        """Order the compute stream after every reduction and update, and let go of what they read.
+        """Order the compute stream after every reduction, and let go of what they read.
 
         Effects: where gradients go to the CPU, the host waits for the compute stream.
         """
-        _left.discard(self)
+        self.is_left = False
         self.leaves_reductions = False
         self._installed.clear()
         if self._reductions:
@@ -191,21 +165,12 @@ class Streams:
             event = self._all_reductions.popleft().event
             self.compute_stream.wait_event(event)
             self.reduce_scatter_stream.wait_event(event)
-        if self._has_updates:
-            self._has_updates = False
-            self.compute_stream.wait_stream(self.update_stream)
-            self._updates.clear()
         self._wait_for_gradients()
 
     def leave_reductions(self) -> None:
         """Leave the last backward's reductions to whoever looks at gradients next."""
         self.leaves_reductions = False
-        _left.add(self)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the last backward is over, and gradients are still being reduced that nobody has waited for."""
-        return self in _left
+        self.is_left = True
 
     def finish_left(self) -> None:
         """Finish what the last backward has left; nothing if nothing is.
@@ -214,25 +179,6 @@ class Streams:
         """
         if self.is_left:
             self.finish_reductions()
-
-    # -- updates inside backward -------------------------------------------------------------------------------------
-
-    def on_updates(self, after: Iterable[torch.Stream]) -> AbstractContextManager[None]:
-        """Make the update stream current, ordered after those that gradients were made on."""
-        self._has_updates = True
-        for stream in after:
-            self.update_stream.wait_stream(stream)
-        return self.on(self.update_stream)
-
-    def hold_update(self, gradients: list[torch.Tensor], allocated_on: Iterable[torch.Stream]) -> None:
-        """Keep gradients that nobody else refers to until the streams that allocated them wait for their update."""
-        if gradients:
-            streams = (self.reduce_scatter_stream, *allocated_on)
-            self._updates.append(Reduction(self.update_stream.record_event(), gradients, streams))
-        if len(self._updates) > 1:
-            update = self._updates.popleft()
-            for stream in set(update.allocated_on):
-                stream.wait_event(update.event)
 
     # -- the host ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +195,7 @@ class Streams:
         """Let the host wait for the compute stream, which has waited for the gradients that go to the CPU."""
         if not self._awaits_gradients:
             return
-        self._awaits_gradients = self._reads_shards = False
+        self._awaits_gradients = self.reads_shards = False
         _wait_on_host(self.compute_stream)
         on_arrival, self._on_arrival = self._on_arrival, {}
         with torch.no_grad():
@@ -258,49 +204,17 @@ class Streams:
 
     def note_shards_are_read(self) -> None:
         """Note that the gather stream will read shards on the CPU."""
-        if not self._reads_shards:
-            self._reads_shards = True
-            _reading.add(self)
+        if not self.reads_shards:
+            self.reads_shards = True
 
     def wait_for_shards(self) -> None:
         """Let the host wait until shards on the CPU have been read: somebody may be about to write them.
 
         Effects: a host sync if there was a gather since the last one, else none.
         """
-        if self._reads_shards:
-            self._reads_shards = False
+        if self.reads_shards:
+            self.reads_shards = False
             _wait_on_host(self.all_gather_stream)
-
-
-# Those whose last backward has left reductions under way: whoever looks at gradients waits for them before.
-_left: weakref.WeakSet[Streams] = weakref.WeakSet()
-
-
-def finish_left() -> None:
-    """Order the current stream after all gradients that are still being reduced, of whatever tree.
-
-    Effects: those of `Streams.finish_reductions`; none where nothing was left.
-    """
-    for streams in tuple(_left) if _left else ():
-        streams.finish_reductions()
-
-
-# Those that may read shards on the CPU: an optimizer must not write them meanwhile.
-_reading: weakref.WeakSet[Streams] = weakref.WeakSet()
-
-
-@_disable_dynamo
-def _wait_before_step(optimizer: Optimizer, *_: object) -> None:
-    """A forward may have come after the last backward, of whose gathers nobody has waited for."""
-    if not _reading:
-        return
-    if any(isinstance(parameter, DTensor) and parameter.device.type == "cpu" for parameter in held_by(optimizer)):
-        for streams in tuple(_reading):
-            streams.wait_for_shards()
-            _reading.discard(streams)
-
-
-register_optimizer_step_pre_hook(_wait_before_step)
 
 
 def _wait_on_host(stream: torch.Stream) -> None:

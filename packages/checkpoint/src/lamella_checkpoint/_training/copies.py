@@ -12,7 +12,7 @@ Note [What waits for copies]
 
     Before any optimizer of `torch.optim` steps, a hook has the host wait for the thread and the current stream for that
     stream. `load` does so too. It changes nothing that a step finds, and is marked `only_waits`: lamella's engine calls
-    it also before steps inside backward, and steps as fast as without hooks.
+    it also before replays of a captured step, and steps as fast as without hooks.
 
 Note [A torn state is not written]
     Who changes the state otherwise, as a CUDA graph of a whole step does, or weights that are swapped by hand, has to

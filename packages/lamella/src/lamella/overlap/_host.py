@@ -14,13 +14,13 @@ OPTIMIZER = "(optimizer)"
 NO_UNIT = "(no unit)"
 
 GATHER, REDUCE = "all_gather", "post_backward_reduce"
-STEPS = ("step", "step_in_backward")
+STEP = "step"
 
 _NAME = re.compile(r"FSDP::(?P<phase>\w+)(?: for (?P<target>.*)| \((?P<unit>.*)\))?")
 # Without a unit's name they are the outermost unit's. Other phases without one are nobody's.
 _OF_A_UNIT = {
     *("pre_forward", "post_forward", "all_gather", "all_gather_copy_out", "pre_backward"),
-    *("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce", "step_in_backward"),
+    *("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce"),
 }
 
 # Where a pass begins or ends, and whether what follows is a backward. Forwards recomputed in a backward have none.
@@ -139,7 +139,7 @@ def _times(event: dict[str, Any]) -> tuple[float, float]:
 def _parse(name: str) -> tuple[str, str | None]:
     """The phase that a range names, and its unit if it is some unit's."""
     if name.startswith("Optimizer.step#"):
-        return STEPS[0], OPTIMIZER
+        return STEP, OPTIMIZER
     match = _NAME.fullmatch(name)
     if match is None:
         return "", None

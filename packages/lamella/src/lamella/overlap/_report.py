@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lamella.overlap._host import GATHER, NO_UNIT, OPTIMIZER, REDUCE, STEPS, Host, HostRange
+from lamella.overlap._host import GATHER, NO_UNIT, OPTIMIZER, REDUCE, STEP, Host, HostRange
 from lamella.overlap._intervals import Interval, gaps, intersect, length, union
 from lamella.overlap._trace import (
     Kernel,
@@ -52,12 +52,12 @@ class Placed:
     @property
     def is_copy(self) -> bool:
         """Whether it is a copy, a cast or a transfer of a unit's."""
-        return self.range is not None and self.range.phase not in STEPS and self.kernel.kind in _COPIES
+        return self.range is not None and self.range.phase != STEP and self.kernel.kind in _COPIES
 
     @property
     def is_step(self) -> bool:
         """Whether it is an optimizer's."""
-        return self.kernel.kind is Kind.OPTIMIZER or (self.range is not None and self.range.phase in STEPS)
+        return self.kernel.kind is Kind.OPTIMIZER or (self.range is not None and self.range.phase == STEP)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""On GPUs over NCCL: optimizers that hide their step, or something behind it, take the same steps to the bit."""
+"""On GPUs over NCCL: optimizers behind which the ends of a step hide take the same steps to the bit."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -15,7 +15,7 @@ from late_streams import LLAMA, LONGEST_SLEEP, delay_streams
 from torch import nn
 
 from lamella.overlap import Kernel, Kind
-from lamella_engine import MixedPrecisionPolicy, fully_shard, overlap_optimizer, step_in_backward
+from lamella_engine import MixedPrecisionPolicy, fully_shard, overlap_optimizer
 from lamella_engine._attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
@@ -32,25 +32,6 @@ RECIPE = Recipe(num_steps=NUM_STRESSED_STEPS, num_microbatches=2, reduce_every_m
 def _sharded(way: str) -> nn.Module:
     model = LLAMA.model(device=torch.device("cuda", torch.cuda.current_device()))
     return shard(model, fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), **WAYS[way]())
-
-
-@pytest.mark.gpu4
-@pytest.mark.parametrize("way", HERE)
-@pytest.mark.parametrize("frees", [False, True], ids=["gradients_stay", "gradients_go"])
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # where tokens go in; it fires all the same
-def test_steps_inside_backward_change_no_bit_however_late_a_stream_may_be(way: str, frees: bool) -> None:
-    """A missing wait shows as weights, gradients or memory that were read or written too early."""
-
-    def traces() -> tuple[Trace, Trace]:
-        use_repeatable_kernels()
-        expected = train(LLAMA, _sharded(way), RECIPE)
-        late, prepare = _sharded(way), partial(step_in_backward, free_gradients=frees)
-        delay_streams(late, state_of(late).context)
-        return expected, train(LLAMA, late, RECIPE, prepare=prepare)
-
-    for expected, got in run_ranks(traces, 4, device="cuda"):
-        assert got.losses == expected.losses
-        torch.testing.assert_close(got.weights, expected.weights, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu4
@@ -94,7 +75,7 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) ->
     def states() -> list[Any]:
         use_repeatable_kernels()
         found = []
-        for prepare in (lambda optimizer: None, step_in_backward, partial(overlap_optimizer, late_gradients=True)):
+        for prepare in (lambda optimizer: None, partial(overlap_optimizer, late_gradients=True)):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(6)))
             for layer in (*model, model):
@@ -111,27 +92,8 @@ def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) ->
             found.append((sorted(tensor.to_local().double().sum().item() for tensor in held), len(held)))
         return found
 
-    for without, inside, overlapped in run_ranks(states, 2, device="cuda"):
-        assert inside == overlapped == without
-
-
-def _profile(**options: Any) -> list[Kernel]:
-    workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
-    return profile_steps(BACKENDS["lamella"](workload, **options), *workload.batch(NUM_TOKENS))
-
-
-@pytest.mark.gpu2
-def test_updates_have_a_stream_of_their_own_and_run_while_backward_goes_on() -> None:
-    for kernels in run_ranks(partial(_profile, step_in_backward=True), 2, device="cuda"):
-        of = {kind: [kernel for kernel in kernels if kernel.kind is kind] for kind in Kind}
-        update_streams = {kernel.stream for kernel in of[Kind.OPTIMIZER]}
-        for kind in (Kind.MATMUL, Kind.COLLECTIVE, Kind.REDUCE_SCATTER):  # gathers are copies to peers
-            assert update_streams.isdisjoint(kernel.stream for kernel in of[kind]), kind
-        # The ordinary optimizer starts all of the last step's updates when the last matmul is over; here only those of
-        # the units whose gradients come last do.
-        backward_ends = max(kernel.end_us for kernel in of[Kind.MATMUL])
-        num_exposed = sum(kernel.start_us > backward_ends for kernel in of[Kind.OPTIMIZER])
-        assert num_exposed < len(of[Kind.OPTIMIZER]) / NUM_STEPS - 1
+    for without, overlapped in run_ranks(states, 2, device="cuda"):
+        assert overlapped == without
 
 
 def _num_hidden(kernels: list[Kernel], kinds: Collection[Kind]) -> int:
@@ -142,7 +104,7 @@ def _num_hidden(kernels: list[Kernel], kinds: Collection[Kind]) -> int:
 
 
 def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
-    """As `_profile`, of steps that are queued as a whole on each rank, and begin on all of them at once."""
+    """Kernels of steps that are queued as a whole on each rank, and begin on all of them at once."""
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
     training = BACKENDS["lamella"](workload, **options)
     meet = torch.zeros(1, device=workload.device)
