@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamella_buffers import Allocator, CachingAllocator, ShardedBuffer, Transport, UnshardedBuffer
+from lamella_buffers import Allocator, CachingAllocator, ShardedBuffer, Transport, UnshardedBuffer, plain_values
 from lamella_engine._errors import MisuseError
 from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
@@ -120,7 +120,8 @@ class ExtendedGroup(ParameterGroup):
     """Parameters of one unit whose local tensors define `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
     What the first returns is gathered instead of their own bytes; what the second makes of that computes. A shard is a
-    tensor by itself, of the class that the parameter came in. Gradients are plain, and reduced as any other's.
+    tensor by itself, of the class that the parameter came in. Gradients, which may be of that class too, are
+    reduced as any other's.
 
     Args:
         parameters: In the sharded form, each over a shard of its own.
@@ -228,6 +229,7 @@ class _Extension:
             shard = shard.to(offload.device, non_blocking=True)
         more = (self._shape, _stride(self._shape), self._parameter.owners[0].module(), policy)
         inputs, self._metadata = shard.fsdp_pre_all_gather(mesh, *(more if self._takes_more else ()))
+        inputs = tuple(map(plain_values, inputs))
         self._check_rows(inputs)
         shapes = [tensor.shape for tensor in inputs]
         if not self.outputs:

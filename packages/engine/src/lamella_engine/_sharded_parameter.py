@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lamella_buffers import plain_values
 from lamella_engine._ragged import dtensor_over, lie_alike
 from lamella_engine._sharding import Sharding, local_of
 from lamella_precision import MixedPrecisionPolicy
@@ -104,7 +105,7 @@ class ShardedParameter:
         if self.accumulated is None:
             self.accumulated = gradient.to(dtype)
         else:
-            self.accumulated += gradient
+            add_gradient(self.accumulated, gradient)
         self.unsharded.grad = None
 
     def run_hooks(self) -> None:
@@ -118,8 +119,9 @@ class ShardedParameter:
         if gradient is not None:
             self.unsharded.grad = None
         if self.accumulated is not None:
-            gradient = self.accumulated if gradient is None else self.accumulated.add_(gradient)
-            self.accumulated = None
+            if gradient is not None:
+                add_gradient(self.accumulated, gradient)
+            gradient, self.accumulated = self.accumulated, None
         return None if gradient is None else self.sharding.unwrap(gradient)
 
     def drop_gradient(self) -> None:
@@ -131,6 +133,16 @@ class ShardedParameter:
     def has_gradient(self) -> bool:
         """Whether there is something to reduce."""
         return self.unsharded.grad is not None or self.accumulated is not None
+
+
+def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to a sum of earlier ones; to a plain sum its plain values.
+
+    A wrapper that runs an operator on each of its parts would add all of them to the one sum.
+
+    Effects: one add on the current stream, after a copy of a tensor subclass.
+    """
+    total.add_(plain_values(gradient) if type(total) is torch.Tensor else gradient)
 
 
 # Both are asked of every parameter several times a step: one call for all of them, and nothing is made in it.
