@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -409,7 +411,12 @@ class ParameterGroup:
         return _MEAN if self.divisor == self.axes.num_ranks and not self.sums_only else _SUM
 
     def new_reduced(
-        self, gradients: Mapping[int, torch.Tensor | None], dtype: torch.dtype, installs_all: bool
+        self,
+        gradients: Mapping[int, torch.Tensor | None],
+        dtype: torch.dtype,
+        *,
+        installs_all: bool,
+        without_gaps: bool = False,
     ) -> Reduced:
         """A buffer for reduced gradients.
 
@@ -417,10 +424,12 @@ class ParameterGroup:
             gradients: Of the members that take part in the reduction.
             dtype: What they are added up in.
             installs_all: Whether those of them that have none here are to get one too.
+            without_gaps: Leave out the alignment between slots, which nobody writes: a hook is shown the whole buffer.
 
         Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
-        shards = ShardedBuffer.empty(self.layout, self._rank, dtype, self.device)
+        layout = _without_gaps(self.layout) if without_gaps else self.layout
+        shards = ShardedBuffer.empty(layout, self._rank, dtype, self.device)
         members = range(len(self.parameters))
         if len(gradients) < len(members):
             shards.flat.zero_()
@@ -435,7 +444,10 @@ class ParameterGroup:
         """
         assert self.partial is not None
         earlier, self.partial = self.partial, None
-        reduced.shards.flat.add_(earlier.shards.flat)
+        if reduced.shards.layout is earlier.shards.layout:
+            reduced.shards.flat.add_(earlier.shards.flat)
+        else:  # a hook came or went between the two
+            torch._foreach_add_(list(reduced.shards.slots), list(earlier.shards.slots))
         return Reduced(reduced.shards, [a or b for a, b in zip(reduced.present, earlier.present, strict=True)])
 
     def reduce_over_outer(self, reduced: Reduced) -> Reduced:
@@ -448,23 +460,40 @@ class ParameterGroup:
             all_reduce([reduced.shards.flat], self.replicas, self.reduce_op).wait()
         if self.outer is None:
             return reduced
-        parts = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, self.reduce_dtype, self.device)
+        is_dense = reduced.shards.layout is not self.layout
+        layout = _without_gaps(self.main_layout) if is_dense else self.main_layout
+        parts = ShardedBuffer.empty(layout, self.axes.main_rank, self.reduce_dtype, self.device)
         moves = zip(parts.slots, reduced.shards.slots, strict=True)
         self.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], self.reduce_op).wait()
         return Reduced(parts, reduced.present)
 
-    def install_gradients(self, reduced: Reduced) -> None:
+    def show_gradients(self, reduced: Reduced, hook: Callable[[torch.Tensor], None]) -> bool:
+        """Call a hook on reduced gradients, which it may change: their mean, or their sum where `sums_only` is set.
+
+        Returns:
+            Whether they were divided before.
+
+        Effects: those of the hook, on the current stream; one division before it, unless the collective divided.
+        """
+        divides = self.reduce_op is not _MEAN and not self.sums_only
+        if divides:
+            reduced.shards.flat.div_(self.divisor)
+        hook(reduced.shards.flat)
+        return divides
+
+    def install_gradients(self, reduced: Reduced, *, are_divided: bool = False) -> None:
         """Put reduced gradients on the sharded parameters, in the main weights' dtype, or add them to those there.
 
         Args:
             reduced: What `reduce_op` made of all ranks' gradients. Members that are not present keep their `.grad`.
+            are_divided: Whether a sum was divided already.
 
         Effects: on the current stream: one cast of the shards where the dtypes differ, one add where gradients are
             there already. Where shards rest on the CPU, one copy to it, or one each way of those that are added to:
             the host must wait for the stream before it reads them.
         """
         shards, present = reduced
-        if self.reduce_op is not _MEAN:
+        if self.reduce_op is not _MEAN and not are_divided:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
             shards = shards.cast_to(self.main_weight.dtype)
@@ -519,6 +548,12 @@ def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[to
     if not own.is_floating_point:
         return own, own, own
     return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
+
+
+@lru_cache(maxsize=4096)  # asked for in every reduction that a hook is shown
+def _without_gaps(layout: EvenLayout | FlatLayout) -> EvenLayout | FlatLayout:
+    """The layout with slots one right after another. The gaps of a flat one are zeros, as all of it travels."""
+    return replace(layout, alignment=1) if isinstance(layout, EvenLayout) else layout
 
 
 def by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
