@@ -17,7 +17,7 @@ from lamella_engine._errors import MisuseError
 from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
 from lamella_engine._parameter_group import ParameterGroup, dtypes_of
-from lamella_engine._sharded_parameter import Candidate, ShardedParameter, sharded_parameter
+from lamella_engine._sharded_parameter import Candidate, ShardedParameter, put, sharded_parameter
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy
@@ -148,7 +148,7 @@ class ExtendedGroup(ParameterGroup):
         self._mesh = _mesh_of(self.axes)
         self._describe_shards()
         self.build_unsharded()
-        self.install_sharded()
+        put(self.parameters)
 
     def _describe_shards(self) -> None:
         shard = self.parameters[0].shard
@@ -177,7 +177,7 @@ class ExtendedGroup(ParameterGroup):
             parameter.unsharded = parameter.sharded
         self._describe_shards()
         self.build_unsharded()
-        self.install_sharded()
+        put(self.parameters)
 
     def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
         """Ask the shards what to send, and allocate what that is gathered into.
@@ -193,8 +193,11 @@ class ExtendedGroup(ParameterGroup):
             self.unsharded_weight.allocate()
         return list(chain.from_iterable(sent)), self.unsharded_weight
 
-    def install_unsharded(self) -> None:
+    def install_unsharded(self) -> list[str]:
         """Make unsharded parameters of what was gathered, and the modules hold them.
+
+        Returns:
+            Names, as `install` does.
 
         Effects: those of `fsdp_post_all_gather`, on the current stream, after each gather.
         """
@@ -203,7 +206,7 @@ class ExtendedGroup(ParameterGroup):
                 for extension in self._extensions:
                     extension.receive(self._compute_dtype)
             self.unsharded_weight.settle()
-        super().install_unsharded()
+        return super().install_unsharded()
 
 
 class _Extension:

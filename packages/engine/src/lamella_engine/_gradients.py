@@ -289,8 +289,8 @@ class Gradients:
             unit.check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
         with context.on(stream) if stream is not context.reduce_scatter_stream else _AS_IT_IS:
             total = group.reduce_over_outer(reduced)
-            hook = self.all_reduce_hook
-            are_divided = hook is not None and group.show_gradients(total, hook)
+            shows = self.all_reduce_hook
+            are_divided = shows is not None and group.show_gradients(total, shows)
             group.install_gradients(total, are_divided=are_divided)
             hooks = group.hooks(total.present)
             if group.offload is not None:

@@ -35,6 +35,7 @@ from lamella_engine._sharded_parameter import (
     dtensor_for,
     gradient_over,
     install,
+    put,
     sharded_parameter,
 )
 from lamella_engine._sharding import DataAxes, local_of
@@ -105,7 +106,7 @@ class ParameterGroup:
         self.main_weight.copy_from(wholes)
         shards = [standalone(shard) for shard in self.main_weight.shards]
         self.parameters = [sharded_parameter(c, shard) for c, shard in zip(candidates, shards, strict=True)]
-        self.install_sharded()
+        put(self.parameters)
 
     def _begin(
         self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator | None, offload: Offload | None
@@ -223,22 +224,30 @@ class ParameterGroup:
         """
         if not self.is_replaced:
             return
-        given = [local_of(parameter.replacement()) for parameter in self.parameters]
-        if self.offload is not None:
-            given = [self.offload.bring_home(shard) for shard in given]
+        given = self._given(self.parameters)
         if any(shard.is_meta for shard in given):
             return  # not all of them have storage yet; `meta_names` tells which
         self._take(given, keep_parameters=keep_parameters)
 
-    def leave_out(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Let go of some of the members; the group must be sharded.
+    def _given(self, parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+        """The shards that modules hold now, where they are to rest."""
+        given = [local_of(parameter.replacement()) for parameter in parameters]
+        return given if self.offload is None else [self.offload.bring_home(shard) for shard in given]
+
+    def leave_out(self, parameters: Sequence[ShardedParameter], *, keep_parameters: bool = True) -> None:
+        """Let go of some of the members; the group must be sharded. The others may have been replaced.
+
+        Args:
+            parameters: Who goes. Not of a flat layout, whose packing says how everybody else lies.
+            keep_parameters: As for `adopt_replaced_shards`.
 
         Effects: allocates the shards anew and copies them. Not a collective.
         """
         left = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
+        given = self._given([self.parameters[i] for i in left])
         self._lay_out([self.layout.shapes[i] for i in left], [self.parameters[i].sharding.dim for i in left])
         self.parameters = [self.parameters[i] for i in left]
-        self._take([parameter.shard for parameter in self.parameters], keep_parameters=True)
+        self._take(given, keep_parameters=keep_parameters)
 
     def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
         """Make local tensors this rank's shards, in one buffer."""
@@ -252,7 +261,7 @@ class ParameterGroup:
             self._point(parameter, standalone(shard))
         self.reduce_dtype = self.policy.reduce_dtype_of(self.main_weight.dtype)
         self.build_unsharded()
-        self.install_sharded()
+        put(self.parameters)
 
     def _point(self, parameter: ShardedParameter, shard: torch.Tensor) -> None:
         """Make the sharded form a DTensor over `shard`, and stay the same object."""
@@ -345,13 +354,21 @@ class ParameterGroup:
         if not self.keeps_bytes:
             self.unsharded_weight.free()
 
-    def install_unsharded(self) -> None:
-        """Make the modules hold the unsharded parameters."""
-        install(self.parameters, is_sharded=False)
+    def install_unsharded(self) -> list[str]:
+        """Make the modules hold the unsharded parameters.
 
-    def install_sharded(self) -> None:
-        """Make the modules hold the DTensors."""
-        install(self.parameters, is_sharded=True)
+        Returns:
+            Names, as `install` does.
+        """
+        return install(self.parameters, is_sharded=False)
+
+    def install_sharded(self) -> list[str]:
+        """Make the modules hold the DTensors.
+
+        Returns:
+            Names, as `install` does.
+        """
+        return install(self.parameters, is_sharded=True)
 
     @property
     def is_trainable(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ from lamella_precision import MixedPrecisionPolicy
 # one; one that is found in an optimizer is trained no more.
 # (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
 _sharded_originals = WeakIdKeyDictionary()
+_living: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
 _MARK = "_is_lamella_shard"
 
 
@@ -69,6 +70,31 @@ class ShardedParameter:
             self.sharded = form
             self.trains = form.requires_grad
 
+    def in_places(self) -> list[torch.Tensor | None]:
+        """The tensors that its owners hold now; None where somebody took it out."""
+        return [parameters.get(name) for parameters, name, _ in self.owners]
+
+    def is_in_place(self, form: torch.Tensor | None) -> bool:
+        """Whether an owner holds a tensor; of the sharded form also while it holds the unsharded one."""
+        held = self.in_places()
+        return any(each is form for each in held) or (
+            form is self.sharded and any(each is self.unsharded for each in held)
+        )
+
+    def held(self) -> torch.Tensor | None:
+        """What was put in place of the sharded form, or that.
+
+        Raises:
+            RuntimeError: Its owners were given different tensors.
+        """
+        others = {id(each): each for each in self.in_places() if each is not self.sharded}
+        if len(others) > 1:
+            raise RuntimeError(
+                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
+                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
+            )
+        return next(iter(others.values()), self.sharded)
+
     def replacement(self) -> torch.Tensor:
         """The DTensor that was put in place of ours, or ours.
 
@@ -76,20 +102,14 @@ class ShardedParameter:
             TypeError: An owner holds something that is not a shard of this parameter.
             RuntimeError: Its owners were given different ones.
         """
-        others = {id(held): held for p, name, _ in self.owners if (held := p[name]) is not self.sharded}
-        if len(others) > 1:
-            raise RuntimeError(
-                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
-                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
-            )
-        held = next(iter(others.values()), self.sharded)
+        held = self.held()
         if held is None or held.shape != self.sharded.shape or not hasattr(held, "_local_tensor"):
             raise TypeError(
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
                 f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
                 "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
             )
-        if not lie_alike(held, self.sharded):
+        if not lie_alike(held, self.sharded) or local_of(held).shape != self.shard.shape:
             before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
             raise TypeError(
                 f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
@@ -148,18 +168,45 @@ def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
 # Both are asked of every parameter several times a step: one call for all of them, and nothing is made in it.
 
 
-def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> None:
-    """Make every owner hold one form, which takes over whether the form that was visible is to be trained."""
+def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list[str]:
+    """Make every owner hold one form, which takes over whether the form that was visible is to be trained.
+
+    Returns:
+        The names of those of which an owner held a third tensor; it is dropped.
+    """
+    displaced: list[str] = []
     for parameter in parameters:
         if is_sharded:
-            form, trains = parameter.sharded, parameter.unsharded.requires_grad
+            form, other = parameter.sharded, parameter.unsharded
         else:
-            form, trains = parameter.unsharded, parameter.sharded.requires_grad
-        parameter.trains = trains
+            form, other = parameter.unsharded, parameter.sharded
+        parameter.trains = trains = other.requires_grad
         if form.requires_grad is not trains:
             form.requires_grad_(trains)
         for held, name, _ in parameter.owners:
+            if (now := held.get(name)) is not other and now is not form:
+                displaced.append(parameter.name)
             held[name] = form
+    return displaced
+
+
+def refuse_displaced(names: Sequence[str]) -> None:
+    """Say that `install` has dropped tensors.
+
+    Raises:
+        RuntimeError: In any case.
+    """
+    raise RuntimeError(
+        f"Expected {names} to be replaced or tied while their unit is sharded, between steps, got another tensor in "
+        "place of each since the unit was gathered. Those tensors were dropped. Call reshard() first."
+    )
+
+
+def put(parameters: Iterable[ShardedParameter]) -> None:
+    """Make every owner hold the sharded form, whatever it held."""
+    for parameter in parameters:
+        for held, name, _ in parameter.owners:
+            held[name] = parameter.sharded
 
 
 def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
@@ -169,7 +216,7 @@ def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
         if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
             return True
         for held, name, _ in parameter.owners:
-            if held[name] is not sharded:
+            if held.get(name) is not sharded:
                 return True
     return False
 
@@ -230,7 +277,13 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
         unsharded=sharded,
     )
     _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
+    _living.add(parameter)
     return parameter
+
+
+def living_parameters() -> Iterable[ShardedParameter]:
+    """The sharded parameters of every unit that there is."""
+    return list(_living)
 
 
 def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
