@@ -518,6 +518,9 @@ class FSDPModule(fsdp2.FSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
 
+        It is called once for each group of parameters: those that say what is gathered of them, and those of another
+        dtype, are groups of their own.
+
         Args:
             hook: Given this rank's shards of a group of parameters as one flat tensor, to change in place: in the
                 order of the parameters, in the reduce dtype, after the all-reduce over replicas. A shard with fewer
