@@ -184,7 +184,7 @@ def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list
         if form.requires_grad is not trains:
             form.requires_grad_(trains)
         for held, name, _ in parameter.owners:
-            if (now := held.get(name)) is not other and now is not form:
+            if name not in held or (held[name] is not other and held[name] is not form):
                 displaced.append(parameter.name)
             held[name] = form
     return displaced
@@ -211,13 +211,16 @@ def put(parameters: Iterable[ShardedParameter]) -> None:
 
 def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
     """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
-    for parameter in parameters:
-        sharded = parameter.sharded
-        if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
-            return True
-        for held, name, _ in parameter.owners:
-            if held.get(name) is not sharded:
+    try:
+        for parameter in parameters:
+            sharded = parameter.sharded
+            if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
                 return True
+            for held, name, _ in parameter.owners:
+                if held[name] is not sharded:
+                    return True
+    except KeyError:  # deleted; asking for it with `get` would be a call for each
+        return True
     return False
 
 
