@@ -13,7 +13,9 @@ from fsdp2_models import (
     Stack,
     assert_all_sharded,
     assert_close,
+    assert_equal_models,
     average,
+    descend,
     grid,
     inputs,
     on_ranks,
@@ -23,6 +25,8 @@ from fsdp2_models import (
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lamella_integration.collectives import CollectiveCounter
 
@@ -204,3 +208,101 @@ def test_the_mesh_that_a_tensor_is_told_is_the_one_it_is_gathered_over(api: Api)
         assert {(mesh.ndim, mesh.size()) for mesh in log} == {(1, 2)}
 
     on_ranks(scenario, 4)
+
+
+class Pair(TwoTensor):
+    """Two equal tensors, which both travel. It computes as a pair, so its gradient is one."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        num_missing = -(-outer_size[0] // mesh.size()) - len(self)
+        return tuple(torch.cat([part, part.new_zeros(num_missing, *part.shape[1:])]) for part in (self.a, self.b)), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Gathered:
+        parts = tuple(output.to(param_dtype) for output in all_gather_outputs)
+        if out is None:
+            return Pair(*parts), (*all_gather_outputs, *parts)
+        inner = out.to_local() if isinstance(out, DTensor) else out
+        assert isinstance(inner, TwoTensor)
+        for place, part in zip((inner.a, inner.b), parts, strict=True):
+            if place.data_ptr() != part.data_ptr():
+                with _unsafe_preserve_version_counter(place):
+                    place.copy_(part[: len(place)])
+        return None
+
+
+def _pair_weights(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(Pair(module.weight.detach(), module.weight.detach().clone()))
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (local.a, local.b) if isinstance(local, TwoTensor) else (local, local)
+
+
+def _assert_gradients_of_pairs(api: Api, num_microbatches: int, hidden: int = 9, **options: Any) -> None:
+    """A model of pairs trains as its twin of plain weights does, which other tests compare with unsharded ones."""
+    plain, paired = twins(lambda: Stack(hidden=hidden))
+    _pair_weights(paired)
+    for model in (plain, paired):
+        shard(api, model, **options)
+    for step in range(3):
+        for model in (plain, paired):
+            for i in range(num_microbatches):
+                model.set_requires_gradient_sync(i == num_microbatches - 1)
+                x = inputs(seed=10 * step + i)
+                (model(x).float().square().mean() / num_microbatches).backward()
+        for (name, a), (_, b) in zip(plain.named_parameters(), paired.named_parameters(), strict=True):
+            assert type(b.grad.to_local()) is torch.Tensor
+            for part in (*_parts(b.grad), *_parts(b)):
+                assert part.isfinite().all(), name
+            assert_close(b.grad.to_local(), a.grad.to_local(), f"{name}.grad")
+            for part in _parts(b):
+                assert_close(part, a.to_local(), name)
+        for model in (plain, paired):
+            descend(model)
+
+
+def test_gradients_that_are_tensor_subclasses_are_reduced_as_plain_ones(api: Api) -> None:
+    def scenario(num_microbatches: int, hidden: int, wide: bool) -> None:
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if wide else {}
+        _assert_gradients_of_pairs(api, num_microbatches, hidden, mp_policy=api.MixedPrecisionPolicy(**dtypes))
+
+    on_ranks(scenario, cases=((1, 8, False), (1, 9, False), (2, 9, False), (1, 8, True), (2, 9, True)))
+
+
+def test_gradients_that_are_tensor_subclasses_are_reduced_over_replicas(api: Api) -> None:
+    on_ranks(lambda: _assert_gradients_of_pairs(api, 2, mesh=grid("outer", "inner")), 4)
+
+
+def test_plain_parameters_that_met_a_tensor_subclass_train_as_unsharded(api: Api) -> None:
+    """The input is a pair; so are the gradients of plain weights."""
+
+    def scenario(options: dict[str, Any]) -> None:
+        expected, model = twins()
+        shard(api, model, **options)
+        for step in range(2):
+            for each in (expected, model):
+                x = inputs(seed=step)
+                each(Pair(x, x.clone())).square().mean().backward()
+            for parameter in expected.parameters():
+                parameter.grad = _parts(parameter.grad)[0]
+            average(expected)
+            assert_equal_models(expected, model)
+            for each in (expected, model):
+                descend(each)
+
+    def along_the_last_dim(parameter: nn.Parameter) -> Shard | None:
+        return Shard(-1) if parameter.shape[-1] % 2 == 0 else None
+
+    on_ranks(scenario, cases=({}, {"shard_placement_fn": along_the_last_dim}))

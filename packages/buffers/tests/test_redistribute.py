@@ -1,12 +1,16 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lamella_buffers import (
     CachingAllocator,
+    Payload,
+    Pending,
+    ReduceOp,
     ShardedBuffer,
     Transport,
     UnshardedBuffer,
@@ -106,6 +110,35 @@ def test_reduced_gradients_are_the_shards_of_the_mean(
         assert not any(bool(slot.isnan().any()) for slot in reduced.slots)  # padding is reduced too
 
     run_ranks(check, num_ranks)
+
+
+@EITHER_LAYOUT
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_tensor_subclass_travel_as_plain_values(wire: torch.dtype, build: Callable[..., Layout]) -> None:
+    def check() -> None:
+        layout, transport = _axis(build)
+        wrapped = {i: TwoTensor(each, each.clone()) for i, each in enumerate(_tensors(seed=transport.rank))}
+        plain = dict(enumerate(_tensors(seed=transport.rank)))
+        results = []
+        for gradients in (plain, wrapped):
+            sums = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
+            reduce_scatter([(gradients, wire, sums)], _OnlyPlain(transport), dist.ReduceOp.SUM).wait()
+            results.append(sums.shards)
+        for got, wanted in zip(results[1], results[0], strict=True):
+            assert type(got) is torch.Tensor and torch.equal(got, wanted)
+
+    run_ranks(check, 2)
+
+
+class _OnlyPlain:
+    """A transport's reductions, of plain tensors alone: a collective reads the memory that a wrapper has not."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.num_ranks, self._transport = transport.rank, transport.num_ranks, transport
+
+    def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
+        assert {type(tensor) for payload in payloads for tensor in payload} == {torch.Tensor}
+        return self._transport.reduce_scatter(payloads, op)
 
 
 def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:

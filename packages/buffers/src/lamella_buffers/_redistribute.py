@@ -68,9 +68,10 @@ def reduce_scatter(
 ) -> Pending:
     """Reduce whole gradients into shards.
 
-    In an even layout a gradient is read where it lies if it is contiguous, has the wire's dtype, and is made of equal
-    chunks, one after another in it. Others, and missing ones (None: zeros), are staged in one temporary buffer. In a
-    flat layout all are: they travel as one payload, in which they lie as the tensors do.
+    In an even layout a gradient is read where it lies if it is a plain tensor, contiguous, of the wire's dtype, and
+    made of equal chunks, one after another in it. Others, and missing ones (None: zeros), are staged in one temporary
+    buffer. In a flat layout all are: they travel as one payload, in which they lie as the tensors do. Of a tensor
+    subclass the values travel that its own `copy_` gives, of a sparse tensor the dense ones.
 
     Args:
         moves: For each buffer the gradients of the tensors that take part, by index, in the tensor's shape, and the
@@ -105,12 +106,27 @@ def all_reduce(tensors: Sequence[torch.Tensor], transport: Transport, op: Reduce
     return transport.all_reduce(tensors, op)
 
 
+def plain_values(gradient: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient in memory that a collective can read; a plain dense tensor is returned as it is.
+
+    A wrapper (a subclass whose bytes are in other tensors: quantised weights, results of asynchronous collectives) has
+    no memory of its own. A collective that is given one reads memory that nobody wrote.
+
+    Effects: a subclass is copied by its own `copy_`, a sparse tensor made dense, on the current stream.
+    """
+    if type(gradient) is not torch.Tensor:
+        values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        values.copy_(gradient)
+        return values
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 def _packed(
     gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: FlatLayout, device: torch.device
 ) -> torch.Tensor:
     """All gradients in one flat (full_numel,) tensor in the wire's dtype, zeros where there are none."""
     packed = torch.empty(layout.full_numel, dtype=wire, device=device)
-    there = {i: gradient for i, gradient in gradients.items() if gradient is not None and gradient.numel()}
+    there = {i: plain_values(each) for i, each in gradients.items() if each is not None and each.numel()}
     absent = [layout.tensor_range(i) for i in range(layout.num_tensors) if i not in there]
     if there:
         places = [packed[slice(*layout.tensor_range(i))].view(gradient.shape) for i, gradient in there.items()]
@@ -132,10 +148,17 @@ def _payloads(
     staged: dict[int, torch.Tensor | None] = {}
     is_chunked, shards = layout.in_equal_chunks, into.shards
     for i, gradient in gradients.items():
-        if gradient is not None and is_chunked[i] and gradient.dtype == wire and gradient.is_contiguous():
+        if gradient is None:
+            staged[i] = None
+        elif (
+            type(gradient) is torch.Tensor
+            and is_chunked[i]
+            and gradient.dtype == wire
+            and gradient.is_contiguous()  # which a sparse one never is
+        ):
             payloads[i] = Payload(shards[i], gradient)
         else:
-            staged[i] = gradient
+            staged[i] = plain_values(gradient)
     if staged:
         wholes = _stage(staged, wire, layout, into.device)
         payloads.update((i, Payload(into.slots[i], whole)) for i, whole in zip(staged, wholes, strict=True))

@@ -12,12 +12,12 @@ import torch.nn as nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamella_buffers import Allocator, CachingAllocator, ShardedBuffer, Transport, UnshardedBuffer
+from lamella_buffers import Allocator, CachingAllocator, ShardedBuffer, Transport, UnshardedBuffer, plain_values
 from lamella_engine._errors import MisuseError
 from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
 from lamella_engine._parameter_group import ParameterGroup, dtypes_of
-from lamella_engine._sharded_parameter import Candidate, ShardedParameter, sharded_parameter
+from lamella_engine._sharded_parameter import Candidate, ShardedParameter, put, sharded_parameter
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import MixedPrecisionPolicy
@@ -120,7 +120,8 @@ class ExtendedGroup(ParameterGroup):
     """Parameters of one unit whose local tensors define `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
     What the first returns is gathered instead of their own bytes; what the second makes of that computes. A shard is a
-    tensor by itself, of the class that the parameter came in. Gradients are plain, and reduced as any other's.
+    tensor by itself, of the class that the parameter came in. Gradients, which may be of that class too, are
+    reduced as any other's.
 
     Args:
         parameters: In the sharded form, each over a shard of its own.
@@ -147,7 +148,7 @@ class ExtendedGroup(ParameterGroup):
         self._mesh = _mesh_of(self.axes)
         self._describe_shards()
         self.build_unsharded()
-        self.install_sharded()
+        put(self.parameters)
 
     def _describe_shards(self) -> None:
         shard = self.parameters[0].shard
@@ -176,7 +177,7 @@ class ExtendedGroup(ParameterGroup):
             parameter.unsharded = parameter.sharded
         self._describe_shards()
         self.build_unsharded()
-        self.install_sharded()
+        put(self.parameters)
 
     def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
         """Ask the shards what to send, and allocate what that is gathered into.
@@ -192,8 +193,11 @@ class ExtendedGroup(ParameterGroup):
             self.unsharded_weight.allocate()
         return list(chain.from_iterable(sent)), self.unsharded_weight
 
-    def install_unsharded(self) -> None:
+    def install_unsharded(self) -> list[str]:
         """Make unsharded parameters of what was gathered, and the modules hold them.
+
+        Returns:
+            Names, as `install` does.
 
         Effects: those of `fsdp_post_all_gather`, on the current stream, after each gather.
         """
@@ -202,7 +206,7 @@ class ExtendedGroup(ParameterGroup):
                 for extension in self._extensions:
                     extension.receive(self._compute_dtype)
             self.unsharded_weight.settle()
-        super().install_unsharded()
+        return super().install_unsharded()
 
 
 class _Extension:
@@ -228,6 +232,7 @@ class _Extension:
             shard = shard.to(offload.device, non_blocking=True)
         more = (self._shape, _stride(self._shape), self._parameter.owners[0].module(), policy)
         inputs, self._metadata = shard.fsdp_pre_all_gather(mesh, *(more if self._takes_more else ()))
+        inputs = tuple(map(plain_values, inputs))
         self._check_rows(inputs)
         shapes = [tensor.shape for tensor in inputs]
         if not self.outputs:

@@ -75,7 +75,7 @@ class Gradients:
         requires_all_reduce: Whether they are reduced over the outer axis too, or each replica keeps its own sum.
         reduces_unused_parameters: Whether every group that trains takes part in a reduction, with zeros where a
             parameter has no gradient.
-        all_reduce_hook: What is shown the flat shards before they are installed.
+        all_reduce_hook: Shown the flat shards, without gaps between them, before they are installed.
         all_reduce_hook_stream: Where it runs; None means the stream of the all-reduces.
         has_sums: Whether microbatches, on this rank or on another, left gradients that are not reduced yet.
     """
@@ -197,7 +197,12 @@ class Gradients:
             with context.on(stream):
                 reduced, moves = {}, {}
                 for group, taken, wire in parts:
-                    made = group.new_reduced(taken, self._sum_dtype_of(group), self.reduces_unused_parameters)
+                    made = group.new_reduced(
+                        taken,
+                        self._sum_dtype_of(group),
+                        installs_all=self.reduces_unused_parameters,
+                        without_gaps=self.all_reduce_hook is not None,
+                    )
                     reduced[group], moves[group] = made, (taken, wire, made.shards)
                 for same in by_axes(groups):
                     transport = same[0].reduce_transport or same[0].transport
@@ -253,9 +258,9 @@ class Gradients:
             unit.check_order("all-reduce", lambda: reduced.shards.flat.nbytes)
         with context.on(stream) if stream is not context.reduce_scatter_stream else _AS_IT_IS:
             total = group.reduce_over_outer(reduced)
-            if self.all_reduce_hook is not None:
-                self.all_reduce_hook(total.shards.flat)
-            group.install_gradients(total)
+            shows = self.all_reduce_hook
+            are_divided = shows is not None and group.show_gradients(total, shows)
+            group.install_gradients(total, are_divided=are_divided)
             hooks = group.hooks(total.present)
             if group.offload is not None:
                 context.expect_gradients(hooks)

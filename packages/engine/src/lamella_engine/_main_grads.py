@@ -22,7 +22,7 @@ from lamella_buffers import UnshardedBuffer
 from lamella_engine._context import Context
 from lamella_engine._extended_group import ExtendedGroup
 from lamella_engine._parameter_group import ParameterGroup
-from lamella_engine._sharded_parameter import ShardedParameter
+from lamella_engine._sharded_parameter import ShardedParameter, add_gradient
 from lamella_layout import EvenLayout
 
 
@@ -115,9 +115,9 @@ class MainGrads:
             total, beside = self.view(i), parameter.accumulated
             with torch.no_grad():
                 if beside is not None and beside is not total:
-                    total += beside
+                    add_gradient(total, beside)
                 if parameter.unsharded.grad is not None and marks.get("zero_out_wgrad"):
-                    total += parameter.unsharded.grad
+                    add_gradient(total, parameter.unsharded.grad)
             parameter.unsharded.grad = None
             parameter.accumulated = total
 

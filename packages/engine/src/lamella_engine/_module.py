@@ -520,8 +520,15 @@ class FSDPModule(fsdp2.FSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
 
+        It is called once for each group of parameters: those that say what is gathered of them, and those of another
+        dtype, are groups of their own.
+
         Args:
-            hook: Given the flat shards of a group of parameters, in the reduce dtype, to change in place.
+            hook: Given this rank's shards of a group of parameters as one flat tensor, to change in place: in the
+                order of the parameters, in the reduce dtype, after the all-reduce over replicas. A shard with fewer
+                rows than rank 0's ends in zeros, so that every rank's tensor has as many elements, and a parameter
+                without a gradient here counts with zeros. It holds the mean, or the sum with
+                `set_force_sum_reduction_for_comms`.
             stream: Where it runs. None means the stream of the all-reduces.
 
         Raises:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from lamella_engine._sharded_parameter import (
     dtensor_for,
     gradient_over,
     install,
+    put,
     sharded_parameter,
 )
 from lamella_engine._sharding import DataAxes, local_of
@@ -103,7 +106,7 @@ class ParameterGroup:
         self.main_weight.copy_from(wholes)
         shards = [standalone(shard) for shard in self.main_weight.shards]
         self.parameters = [sharded_parameter(c, shard) for c, shard in zip(candidates, shards, strict=True)]
-        self.install_sharded()
+        put(self.parameters)
 
     def _begin(
         self, axes: DataAxes, policy: MixedPrecisionPolicy, allocator: Allocator | None, offload: Offload | None
@@ -221,22 +224,30 @@ class ParameterGroup:
         """
         if not self.is_replaced:
             return
-        given = [local_of(parameter.replacement()) for parameter in self.parameters]
-        if self.offload is not None:
-            given = [self.offload.bring_home(shard) for shard in given]
+        given = self._given(self.parameters)
         if any(shard.is_meta for shard in given):
             return  # not all of them have storage yet; `meta_names` tells which
         self._take(given, keep_parameters=keep_parameters)
 
-    def leave_out(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Let go of some of the members; the group must be sharded.
+    def _given(self, parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+        """The shards that modules hold now, where they are to rest."""
+        given = [local_of(parameter.replacement()) for parameter in parameters]
+        return given if self.offload is None else [self.offload.bring_home(shard) for shard in given]
+
+    def leave_out(self, parameters: Sequence[ShardedParameter], *, keep_parameters: bool = True) -> None:
+        """Let go of some of the members; the group must be sharded. The others may have been replaced.
+
+        Args:
+            parameters: Who goes. Not of a flat layout, whose packing says how everybody else lies.
+            keep_parameters: As for `adopt_replaced_shards`.
 
         Effects: allocates the shards anew and copies them. Not a collective.
         """
         left = [i for i, parameter in enumerate(self.parameters) if parameter not in parameters]
+        given = self._given([self.parameters[i] for i in left])
         self._lay_out([self.layout.shapes[i] for i in left], [self.parameters[i].sharding.dim for i in left])
         self.parameters = [self.parameters[i] for i in left]
-        self._take([parameter.shard for parameter in self.parameters], keep_parameters=True)
+        self._take(given, keep_parameters=keep_parameters)
 
     def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
         """Make local tensors this rank's shards, in one buffer."""
@@ -250,7 +261,7 @@ class ParameterGroup:
             self._point(parameter, standalone(shard))
         self.reduce_dtype = self.policy.reduce_dtype_of(self.main_weight.dtype)
         self.build_unsharded()
-        self.install_sharded()
+        put(self.parameters)
 
     def _point(self, parameter: ShardedParameter, shard: torch.Tensor) -> None:
         """Make the sharded form a DTensor over `shard`, and stay the same object."""
@@ -343,13 +354,21 @@ class ParameterGroup:
         if not self.keeps_bytes:
             self.unsharded_weight.free()
 
-    def install_unsharded(self) -> None:
-        """Make the modules hold the unsharded parameters."""
-        install(self.parameters, is_sharded=False)
+    def install_unsharded(self) -> list[str]:
+        """Make the modules hold the unsharded parameters.
 
-    def install_sharded(self) -> None:
-        """Make the modules hold the DTensors."""
-        install(self.parameters, is_sharded=True)
+        Returns:
+            Names, as `install` does.
+        """
+        return install(self.parameters, is_sharded=False)
+
+    def install_sharded(self) -> list[str]:
+        """Make the modules hold the DTensors.
+
+        Returns:
+            Names, as `install` does.
+        """
+        return install(self.parameters, is_sharded=True)
 
     @property
     def is_trainable(self) -> bool:
@@ -409,7 +428,12 @@ class ParameterGroup:
         return _MEAN if self.divisor == self.axes.num_ranks and not self.sums_only else _SUM
 
     def new_reduced(
-        self, gradients: Mapping[int, torch.Tensor | None], dtype: torch.dtype, installs_all: bool
+        self,
+        gradients: Mapping[int, torch.Tensor | None],
+        dtype: torch.dtype,
+        *,
+        installs_all: bool,
+        without_gaps: bool = False,
     ) -> Reduced:
         """A buffer for reduced gradients.
 
@@ -417,10 +441,12 @@ class ParameterGroup:
             gradients: Of the members that take part in the reduction.
             dtype: What they are added up in.
             installs_all: Whether those of them that have none here are to get one too.
+            without_gaps: Leave out the alignment between slots, which nobody writes: a hook is shown the whole buffer.
 
         Effects: allocates it on the current stream; zeroes it if some member takes no part.
         """
-        shards = ShardedBuffer.empty(self.layout, self._rank, dtype, self.device)
+        layout = _without_gaps(self.layout) if without_gaps else self.layout
+        shards = ShardedBuffer.empty(layout, self._rank, dtype, self.device)
         members = range(len(self.parameters))
         if len(gradients) < len(members):
             shards.flat.zero_()
@@ -435,7 +461,10 @@ class ParameterGroup:
         """
         assert self.partial is not None
         earlier, self.partial = self.partial, None
-        reduced.shards.flat.add_(earlier.shards.flat)
+        if reduced.shards.layout is earlier.shards.layout:
+            reduced.shards.flat.add_(earlier.shards.flat)
+        else:  # a hook came or went between the two
+            torch._foreach_add_(list(reduced.shards.slots), list(earlier.shards.slots))
         return Reduced(reduced.shards, [a or b for a, b in zip(reduced.present, earlier.present, strict=True)])
 
     def reduce_over_outer(self, reduced: Reduced) -> Reduced:
@@ -448,23 +477,40 @@ class ParameterGroup:
             all_reduce([reduced.shards.flat], self.replicas, self.reduce_op).wait()
         if self.outer is None:
             return reduced
-        parts = ShardedBuffer.empty(self.main_layout, self.axes.main_rank, self.reduce_dtype, self.device)
+        is_dense = reduced.shards.layout is not self.layout
+        layout = _without_gaps(self.main_layout) if is_dense else self.main_layout
+        parts = ShardedBuffer.empty(layout, self.axes.main_rank, self.reduce_dtype, self.device)
         moves = zip(parts.slots, reduced.shards.slots, strict=True)
         self.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], self.reduce_op).wait()
         return Reduced(parts, reduced.present)
 
-    def install_gradients(self, reduced: Reduced) -> None:
+    def show_gradients(self, reduced: Reduced, hook: Callable[[torch.Tensor], None]) -> bool:
+        """Call a hook on reduced gradients, which it may change: their mean, or their sum where `sums_only` is set.
+
+        Returns:
+            Whether they were divided before.
+
+        Effects: those of the hook, on the current stream; one division before it, unless the collective divided.
+        """
+        divides = self.reduce_op is not _MEAN and not self.sums_only
+        if divides:
+            reduced.shards.flat.div_(self.divisor)
+        hook(reduced.shards.flat)
+        return divides
+
+    def install_gradients(self, reduced: Reduced, *, are_divided: bool = False) -> None:
         """Put reduced gradients on the sharded parameters, in the main weights' dtype, or add them to those there.
 
         Args:
             reduced: What `reduce_op` made of all ranks' gradients. Members that are not present keep their `.grad`.
+            are_divided: Whether a sum was divided already.
 
         Effects: on the current stream: one cast of the shards where the dtypes differ, one add where gradients are
             there already. Where shards rest on the CPU, one copy to it, or one each way of those that are added to:
             the host must wait for the stream before it reads them.
         """
         shards, present = reduced
-        if self.reduce_op is not _MEAN:
+        if self.reduce_op is not _MEAN and not are_divided:
             shards.flat.div_(self.divisor)
         if shards.dtype != self.main_weight.dtype:
             shards = shards.cast_to(self.main_weight.dtype)
@@ -515,6 +561,12 @@ def dtypes_of(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[to
     if not own.is_floating_point:
         return own, own, own
     return policy.main_dtype_of(own), policy.compute_dtype_of(own), policy.reduce_dtype_of(own)
+
+
+@lru_cache(maxsize=4096)  # asked for in every reduction that a hook is shown
+def _without_gaps(layout: EvenLayout | FlatLayout) -> EvenLayout | FlatLayout:
+    """The layout with slots one right after another. The gaps of a flat one are zeros, as all of it travels."""
+    return replace(layout, alignment=1) if isinstance(layout, EvenLayout) else layout
 
 
 def by_axes(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:

@@ -21,6 +21,8 @@ from lamella_engine._labels import label
 from lamella_engine._offload import CPU
 from lamella_engine._parameter_group import ParameterGroup, by_axes
 from lamella_engine._placements import Strategy
+from lamella_engine._sharded_parameter import ShardedParameter, refuse_displaced
+from lamella_engine._ties import merge_tied
 
 
 class Residency(Enum):
@@ -226,16 +228,22 @@ class UnitParameters:
     def wait_for_unshard(self) -> None:
         """Order the compute stream after the gather, and make the modules hold the unsharded parameters.
 
+        Raises:
+            RuntimeError: A parameter was replaced since the gather began.
+
         Effects: no host sync on CUDA; blocks the host on gloo.
         """
         if self._residency is not Residency.UNSHARDING:
             return
         self._finish_gather()
+        displaced: list[str] = []
         for group in self.groups:
-            group.install_unsharded()
+            displaced += group.install_unsharded()
         for grads in self.gradients.main_grads:
             grads.mark()
         self.residency = Residency.UNSHARDED
+        if displaced:
+            refuse_displaced(displaced)
 
     def _finish_gather(self) -> None:
         if self._gather is None:
@@ -269,6 +277,9 @@ class UnitParameters:
                 (`reshard_after_forward` was a number).
             holder: Who lets go.
 
+        Raises:
+            RuntimeError: A parameter was replaced while it was unsharded. The unit is sharded then.
+
         Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
         """
         if not keep_parts:
@@ -282,19 +293,22 @@ class UnitParameters:
         self._expects_update |= self._early is not None  # before the forward that it was gathered for: copies too
         self._finish_gather()
         self._order_gathers_after_readers()
+        displaced: list[str] = []
         if self._residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe others than they were given
             for group in self.groups:
-                group.install_sharded()
+                displaced += group.install_sharded()
         if self.strategy.keeps_copy:
             self.residency = Residency.KEPT
-            return
-        self.context.order_gathers_after_compute()
-        for group in self.groups:
-            if keep_parts and group.neighbours is not None:
-                with torch.no_grad(), self.context.on(self.context.all_gather_stream):
-                    group.keep_part()
-            group.free_unsharded()
-        self.residency = Residency.SHARDED
+        else:
+            self.context.order_gathers_after_compute()
+            for group in self.groups:
+                if keep_parts and group.neighbours is not None:
+                    with torch.no_grad(), self.context.on(self.context.all_gather_stream):
+                        group.keep_part()
+                group.free_unsharded()
+            self.residency = Residency.SHARDED
+        if displaced:
+            refuse_displaced(displaced)
 
     def _order_gathers_after_readers(self) -> None:
         for event in self._readers:
@@ -355,19 +369,18 @@ class UnitParameters:
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage, or whose Parameter, somebody replaced while they were at rest.
 
-        Effects: see `ParameterGroup.adopt_replaced_shards`.
+        Effects: see `ParameterGroup.adopt_replaced_shards` and `merge_tied`.
         """
         if self._residency not in (Residency.SHARDED, Residency.KEPT):
             return
         if is_replaced := any(group.is_replaced for group in self.groups):
             self.drop_copy()
+            self.context.post_optim_event = None  # it says nothing of the copies that are made here
+            self.groups = merge_tied(self.groups, self._name_of, keep_parameters=keep_parameters)
         if self._gathered_at == -1:
             self.groups = split_extended(self.groups)
         for group in self.groups if is_replaced else ():
-            before = group.main_weight
             group.adopt_replaced_shards(keep_parameters=keep_parameters)
-            if group.main_weight is not before:
-                self.context.post_optim_event = None  # it says nothing of these copies
 
     def drop_stale_weights(self) -> None:
         """Reshard if the weights changed since they were gathered: they were kept over an optimizer step.
@@ -478,6 +491,13 @@ class UnitParameters:
                 '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
                 f"{devices}."
             )
+
+    def _name_of(self, parameter: ShardedParameter) -> str:
+        """A parameter's full name, of this unit or of another in its tree."""
+        for unit in self.context.states:
+            if isinstance(unit, UnitParameters) and any(parameter in group.parameters for group in unit.groups):
+                return unit._full_name(parameter.name)
+        return parameter.name
 
     def _full_name(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name and len(self.module_ids) == 1 else name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lamella_buffers import plain_values
 from lamella_engine._ragged import dtensor_over, lie_alike
 from lamella_engine._sharding import Sharding, local_of
 from lamella_precision import MixedPrecisionPolicy
@@ -21,6 +22,7 @@ from lamella_precision import MixedPrecisionPolicy
 # one; one that is found in an optimizer is trained no more.
 # (The sharded parameters are not listed: torch cannot swap the contents of a tensor that has weak references.)
 _sharded_originals = WeakIdKeyDictionary()
+_living: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
 _MARK = "_is_lamella_shard"
 
 
@@ -69,6 +71,31 @@ class ShardedParameter:
             self.trains = form.requires_grad
             setattr(form, _MARK, True)
 
+    def in_places(self) -> list[torch.Tensor | None]:
+        """The tensors that its owners hold now; None where somebody took it out."""
+        return [parameters.get(name) for parameters, name, _ in self.owners]
+
+    def is_in_place(self, form: torch.Tensor | None) -> bool:
+        """Whether an owner holds a tensor; of the sharded form also while it holds the unsharded one."""
+        held = self.in_places()
+        return any(each is form for each in held) or (
+            form is self.sharded and any(each is self.unsharded for each in held)
+        )
+
+    def held(self) -> torch.Tensor | None:
+        """What was put in place of the sharded form, or that.
+
+        Raises:
+            RuntimeError: Its owners were given different tensors.
+        """
+        others = {id(each): each for each in self.in_places() if each is not self.sharded}
+        if len(others) > 1:
+            raise RuntimeError(
+                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
+                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
+            )
+        return next(iter(others.values()), self.sharded)
+
     def replacement(self) -> torch.Tensor:
         """The DTensor that was put in place of ours, or ours.
 
@@ -76,20 +103,14 @@ class ShardedParameter:
             TypeError: An owner holds something that is not a shard of this parameter.
             RuntimeError: Its owners were given different ones.
         """
-        others = {id(held): held for p, name, _ in self.owners if (held := p[name]) is not self.sharded}
-        if len(others) > 1:
-            raise RuntimeError(
-                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
-                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
-            )
-        held = next(iter(others.values()), self.sharded)
+        held = self.held()
         if held is None or held.shape != self.sharded.shape or not hasattr(held, "_local_tensor"):
             raise TypeError(
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
                 f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
                 "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
             )
-        if not lie_alike(held, self.sharded):
+        if not lie_alike(held, self.sharded) or local_of(held).shape != self.shard.shape:
             before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
             raise TypeError(
                 f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
@@ -105,7 +126,7 @@ class ShardedParameter:
         if self.accumulated is None:
             self.accumulated = gradient.to(dtype)
         else:
-            self.accumulated += gradient
+            add_gradient(self.accumulated, gradient)
         self.unsharded.grad = None
 
     def run_hooks(self) -> None:
@@ -119,8 +140,9 @@ class ShardedParameter:
         if gradient is not None:
             self.unsharded.grad = None
         if self.accumulated is not None:
-            gradient = self.accumulated if gradient is None else self.accumulated.add_(gradient)
-            self.accumulated = None
+            if gradient is not None:
+                add_gradient(self.accumulated, gradient)
+            gradient, self.accumulated = self.accumulated, None
         return None if gradient is None else self.sharding.unwrap(gradient)
 
     def drop_gradient(self) -> None:
@@ -134,32 +156,72 @@ class ShardedParameter:
         return self.unsharded.grad is not None or self.accumulated is not None
 
 
+def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to a sum of earlier ones; to a plain sum its plain values.
+
+    A wrapper that runs an operator on each of its parts would add all of them to the one sum.
+
+    Effects: one add on the current stream, after a copy of a tensor subclass.
+    """
+    total.add_(plain_values(gradient) if type(total) is torch.Tensor else gradient)
+
+
 # Both are asked of every parameter several times a step: one call for all of them, and nothing is made in it.
 
 
-def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> None:
-    """Make every owner hold one form, which takes over whether the form that was visible is to be trained."""
+def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list[str]:
+    """Make every owner hold one form, which takes over whether the form that was visible is to be trained.
+
+    Returns:
+        The names of those of which an owner held a third tensor; it is dropped.
+    """
+    displaced: list[str] = []
     for parameter in parameters:
         if is_sharded:
-            form, trains = parameter.sharded, parameter.unsharded.requires_grad
+            form, other = parameter.sharded, parameter.unsharded
         else:
-            form, trains = parameter.unsharded, parameter.sharded.requires_grad
-        parameter.trains = trains
+            form, other = parameter.unsharded, parameter.sharded
+        parameter.trains = trains = other.requires_grad
         if form.requires_grad is not trains:
             form.requires_grad_(trains)
         for held, name, _ in parameter.owners:
+            if name not in held or (held[name] is not other and held[name] is not form):
+                displaced.append(parameter.name)
             held[name] = form
+    return displaced
+
+
+def refuse_displaced(names: Sequence[str]) -> None:
+    """Say that `install` has dropped tensors.
+
+    Raises:
+        RuntimeError: In any case.
+    """
+    raise RuntimeError(
+        f"Expected {names} to be replaced or tied while their unit is sharded, between steps, got another tensor in "
+        "place of each since the unit was gathered. Those tensors were dropped. Call reshard() first."
+    )
+
+
+def put(parameters: Iterable[ShardedParameter]) -> None:
+    """Make every owner hold the sharded form, whatever it held."""
+    for parameter in parameters:
+        for held, name, _ in parameter.owners:
+            held[name] = parameter.sharded
 
 
 def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
     """Whether an owner holds another Parameter, or ours got other storage (`to_empty`, `.to()`, `assign=True`)."""
-    for parameter in parameters:
-        sharded = parameter.sharded
-        if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
-            return True
-        for held, name, _ in parameter.owners:
-            if held[name] is not sharded:
+    try:
+        for parameter in parameters:
+            sharded = parameter.sharded
+            if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
                 return True
+            for held, name, _ in parameter.owners:
+                if held[name] is not sharded:
+                    return True
+    except KeyError:  # deleted; asking for it with `get` would be a call for each
+        return True
     return False
 
 
@@ -219,7 +281,13 @@ def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParam
         unsharded=sharded,
     )
     _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
+    _living.add(parameter)
     return parameter
+
+
+def living_parameters() -> Iterable[ShardedParameter]:
+    """The sharded parameters of every unit that there is."""
+    return list(_living)
 
 
 def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
