@@ -15,6 +15,7 @@ from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
+_TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: a migration may put another in that name's place
 
 
 def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
@@ -29,7 +30,7 @@ def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Seq
     state.view = weakref.ref(view)
     for module in (*modules, *besides):
         module.__dict__[_STATE] = state
-        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
+        module.__dict__.setdefault(STATE_KEY, {})[_TORCHS_FUNCTION] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
@@ -61,8 +62,12 @@ def states_of(module: object, recurse: bool) -> Iterator[FSDPState]:
     yield from dict.fromkeys(state for state in found if state is not None)  # several modules may share one
 
 
-def unit_state_of(module: object) -> FSDPState:
+def unit_state_of(module: object, expects: str = "Expects FSDPModule") -> FSDPState:
     """The state of one of the `modules` that a user listed.
+
+    Args:
+        module: One of them.
+        expects: FSDP2's words for what it must be.
 
     Raises:
         ValueError: It is no unit.
@@ -70,6 +75,7 @@ def unit_state_of(module: object) -> FSDPState:
     state = find_state(module)
     if state is None:
         raise ValueError(
-            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. Call fully_shard on it."
+            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. {expects} but got "
+            f"{type(module)}: {module}. Call fully_shard on it."
         )
     return state

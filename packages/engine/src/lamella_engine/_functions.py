@@ -30,7 +30,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if find_state(module) is None:
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"Expected `method_name` to be a method of {type(module).__name__}, got {method_name!r}.")
+        raise ValueError(
+            f"Expected `method_name` to be a method of {type(module).__name__}, got {method_name!r}: {type(module)} "
+            f"does not have a method {method_name}."
+        )
     setattr(module, method_name, _with_hooks(module, getattr(module, method_name)))
 
 
@@ -63,7 +66,7 @@ def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
     Raises:
         ValueError: One of them is no unit, or they lie on different devices.
     """
-    contexts = [unit_state_of(module).context for module in modules]
+    contexts = [unit_state_of(module, "Expects list of FSDPModules").context for module in modules]
     for context in contexts[1:]:
         if context.device != contexts[0].device:
             raise ValueError(f"Expected units on one device, got {contexts[0].device} and {context.device}.")

@@ -89,7 +89,8 @@ class StateView(_View):
         groups = self._fsdp_param_groups
         if len(groups) > 1:
             raise AssertionError(
-                f"Expected a unit whose parameters lie on one mesh, got {len(groups)}: ask for `_fsdp_param_groups`."
+                f"Expected at most 1 param group for backward compatibility, but got {len(groups)}: the unit's "
+                "parameters lie on several meshes. Use `_fsdp_param_groups`."
             )
         return groups[0] if groups else None
 
