@@ -10,6 +10,7 @@ from typing import cast
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 
 from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
@@ -18,20 +19,21 @@ _STATE = "_lamella_state"
 _TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: a migration may put another in that name's place
 
 
-def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
+def attach_state(
+    modules: Sequence[nn.Module], state: FSDPState, view: StateView, *, besides: Sequence[nn.Module]
+) -> None:
     """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
 
     Those `besides` had one of their own before, whose parameters the unit took over.
 
-    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
-    pipeline schedules need.
+    By the marks `torch.distributed._composable.replicate` leaves them alone, and readers of FSDP2's state find a view.
     """
-    view = StateView(state, modules)
     state.view = weakref.ref(view)
     for module in (*modules, *besides):
         module.__dict__[_STATE] = state
         module.__dict__.setdefault(STATE_KEY, {})[_TORCHS_FUNCTION] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+        _module_state_mapping[module] = weakref.ref(view)  # type: ignore[arg-type]  # shown as torch's `FSDPState`
 
 
 def view_of(module: object) -> StateView | None:

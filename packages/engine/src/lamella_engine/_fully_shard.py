@@ -23,6 +23,7 @@ from lamella_engine._module import FSDPModule
 from lamella_engine._offload import CPU, Offload
 from lamella_engine._placements import AxisPlacement, Strategy, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._private_view import StateView
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharded_parameter import Candidate
 from lamella_engine._sharding import DataAxes, PlacementFn
@@ -161,8 +162,8 @@ def fully_shard(
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
-    attach_state(modules, state, besides=taken)
-    register_hooks(modules, owners, state)
+    hooks = register_hooks(modules, owners, state)
+    attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
     note_in_unit(owners)
     return module
 

@@ -32,6 +32,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import _MultiHandle
+from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._labels import label
 from lamella_engine._state import FSDPState
@@ -42,13 +44,18 @@ Kwargs = dict[str, Any]
 T = TypeVar("T")
 
 
-def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], state: FSDPState) -> None:
+def register_hooks(
+    modules: Sequence[nn.Module], owners: Iterable[nn.Module], state: FSDPState
+) -> tuple[RemovableHandle, RemovableHandle]:
     """Make the modules of a unit drive its state.
 
     Args:
         modules: The unit: one module as a rule.
         owners: They, and the modules below that hold its parameters: asked for a state dict, each must hold DTensors.
         state: What the unit's hooks call.
+
+    Returns:
+        What removes the hooks before forward, and those after it.
 
     Effects: registers forward hooks on the modules, and state-dict hooks on the owners.
     """
@@ -60,14 +67,17 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
         state.unit.adopt_replaced_shards(keep_parameters=True)
 
     state.module_ids = frozenset(id(module) for module in modules)
-    for module in modules:
-        # Partials of what a compiler skips: it would trace a closure around them, and refuse it with `fullgraph=True`.
-        module.register_forward_pre_hook(partial(pre_forward, state), prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(post_forward, state))
+    # Partials of what a compiler skips: it would trace a closure around them, and refuse it with `fullgraph=True`.
+    before, after = partial(pre_forward, state), partial(post_forward, state)
+    handles = (
+        _MultiHandle(tuple(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for each in modules)),
+        _MultiHandle(tuple(each.register_forward_hook(after) for each in modules)),
+    )
     for owner in owners:
         owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
+    return handles
 
 
 @_disable_dynamo
