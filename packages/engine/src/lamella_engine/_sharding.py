@@ -99,8 +99,8 @@ class DataAxes:
         shard, replicate = dims.shard_names, dims.replicate_names
         if mesh.mesh_dim_names is None:
             raise ValueError(
-                "Expected a mesh whose axes have names, got none: mesh must have mesh_dim_names when dp_mesh_dims is "
-                "provided."
+                "Expected `mesh` to have mesh_dim_names, got none: mesh must have mesh_dim_names when dp_mesh_dims is "
+                "provided. Name its axes (`init_device_mesh(..., mesh_dim_names=...)`)."
             )
         for name in shard + replicate:
             if name not in mesh.mesh_dim_names:
@@ -176,8 +176,9 @@ class DataAxes:
         """
         if self.num_shards % num_ranks != 0:
             raise ValueError(
-                f"Expected a factor of the ranks that share a parameter, got {num_ranks}. If passing "
-                f"reshard_after_forward as an int, it should be a factor of {self.num_shards}, not {num_ranks}."
+                f"Expected an int `reshard_after_forward` to be a factor of {self.num_shards}, the ranks that share a "
+                f"parameter, got {num_ranks}. If passing reshard_after_forward as an int, it should be a factor of "
+                f"{self.num_shards}, not {num_ranks}."
             )
         if num_ranks in (1, self.num_shards):
             return None
