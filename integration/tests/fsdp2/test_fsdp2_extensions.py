@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import pytest
 import torch
 import torch.utils._pytree as pytree
 from fsdp2_models import (
@@ -98,6 +99,19 @@ class Releasing(Rounded):
         return True
 
 
+class Halved(Rounded):
+    """Says what is gathered, and not what is made of it."""
+
+    fsdp_post_all_gather = property()  # type: ignore[assignment]  # `hasattr` is False of it
+
+
+class Misread(Rounded):
+    """Is told neither only the mesh nor everything."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh, module: nn.Module) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
 def _round_weights(model: nn.Module, kind: type[Rounded] = Rounded) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -119,6 +133,17 @@ def _assert_trains_on_rounded_weights(expected: nn.Module, model: nn.Module) -> 
         chunks = a.grad.chunk(2)
         wanted = chunks[torch.distributed.get_rank()] if torch.distributed.get_rank() < len(chunks) else a.grad[:0]
         assert_close(gradient, wanted, name)
+
+
+def test_a_tensor_that_says_half_of_it_is_refused_in_fsdp2s_words(api: Api) -> None:
+    def scenario(kind: type[Rounded], words: str) -> None:
+        _, model = twins()
+        _round_weights(model, kind)
+        with pytest.raises(AssertionError, match=words):
+            shard(api, model)(inputs())
+
+    missing = "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions"
+    on_ranks(scenario, cases=[(Halved, missing), (Misread, "Invalid fsdp_pre_all_gather: ")])
 
 
 def test_a_tensor_subclass_decides_what_travels(api: Api) -> None:

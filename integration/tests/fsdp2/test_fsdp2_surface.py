@@ -4,10 +4,12 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed.fsdp as fsdp2
-from fsdp2_models import Api, Stack, inputs, on_ranks, shard
+from fsdp2_models import Api, Stack, Where, inputs, local, on_ranks, shard
 from torch import nn
 
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -103,3 +105,24 @@ def _logged(name: str) -> Iterator[list[str]]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+def test_the_names_in_torchs_own_module_may_be_replaced(api: Api) -> None:
+    """A migration that leaves its imports as they are."""
+    torchs_function, torchs_policy = fsdp2.fully_shard, fsdp2.MixedPrecisionPolicy
+    names = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "CPUOffloadPolicy", "OffloadPolicy")
+
+    def scenario() -> None:
+        with mock.patch.multiple(fsdp2, **{name: getattr(api, name) for name in names}):
+            with torch.device("meta"):
+                model = Stack()
+            shard(fsdp2, model, mp_policy=torchs_policy(param_dtype=torch.float32))
+            assert torchs_function.state(model) is fsdp2.fully_shard.state(model)
+            model.to_empty(device=Where.device)
+            for parameter in model.parameters():
+                nn.init.ones_(local(parameter))
+            model.cpu().to(Where.device).to(torch.float64)
+            model(inputs().double()).sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+
+    on_ranks(scenario)

@@ -51,6 +51,10 @@ def test_unshard_gathers_one_unit_and_gives_its_parameters_whole(api: Api) -> No
     on_ranks(scenario, cases=(None, torch.bfloat16))
 
 
+def test_a_handle_of_no_unit_waits_for_nothing(api: Api) -> None:
+    assert api.UnshardHandle().wait() is None
+
+
 def test_an_unshard_without_waiting_gives_a_handle(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()
@@ -427,7 +431,11 @@ def test_collectives_of_the_users_own_exclude_memory_of_the_groups(api: Api) -> 
         model = api.fully_shard(Block())
         model.set_allocate_memory_from_process_group_for_comm(True)
         model.set_custom_all_gather(_AllGather())
-        with pytest.raises(AssertionError):
-            model.set_allocate_memory_from_process_group_for_comm(True)
+        for method, words in (
+            (model.set_allocate_memory_from_process_group_for_comm, "set_allocate_memory_from_process_group"),
+            (model.set_symm_mem_for_comm, "set_symm_mem"),
+        ):
+            with pytest.raises(AssertionError, match=rf"cannot call {words}\(\) when all gather comm is custom: _All"):
+                method(True)
 
     on_ranks(scenario)

@@ -10,27 +10,30 @@ from typing import cast
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 
 from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
+_TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: a migration may put another in that name's place
 
 
-def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
+def attach_state(
+    modules: Sequence[nn.Module], state: FSDPState, view: StateView, *, besides: Sequence[nn.Module]
+) -> None:
     """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
 
     Those `besides` had one of their own before, whose parameters the unit took over.
 
-    By the marks `torch.distributed._composable.replicate` leaves them alone, and torch's `fully_shard.state` finds what
-    pipeline schedules need.
+    By the marks `torch.distributed._composable.replicate` leaves them alone, and readers of FSDP2's state find a view.
     """
-    view = StateView(state, modules)
     state.view = weakref.ref(view)
     for module in (*modules, *besides):
         module.__dict__[_STATE] = state
-        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
+        module.__dict__.setdefault(STATE_KEY, {})[_TORCHS_FUNCTION] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+        _module_state_mapping[module] = weakref.ref(view)  # type: ignore[arg-type]  # shown as torch's `FSDPState`
 
 
 def view_of(module: object) -> StateView | None:
@@ -61,8 +64,12 @@ def states_of(module: object, recurse: bool) -> Iterator[FSDPState]:
     yield from dict.fromkeys(state for state in found if state is not None)  # several modules may share one
 
 
-def unit_state_of(module: object) -> FSDPState:
+def unit_state_of(module: object, expects: str = "Expects FSDPModule") -> FSDPState:
     """The state of one of the `modules` that a user listed.
+
+    Args:
+        module: One of them.
+        expects: FSDP2's words for what it must be.
 
     Raises:
         ValueError: It is no unit.
@@ -70,6 +77,7 @@ def unit_state_of(module: object) -> FSDPState:
     state = find_state(module)
     if state is None:
         raise ValueError(
-            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. Call fully_shard on it."
+            f"Expected `modules` to be a list of units, got {type(module).__name__} in it. {expects} but got "
+            f"{type(module)}: {module}. Call fully_shard on it."
         )
     return state

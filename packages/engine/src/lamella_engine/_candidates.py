@@ -95,14 +95,15 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     before = "" if (original := name_of_sharded_original(parameter)) is None else f" as {original!r}"
     if is_sharded(parameter) or before:
         raise ValueError(
-            f"Expected {name!r} to be in one unit only, got a parameter that is already managed by another "
-            f"unit{before}. Tied parameters must share a unit: leave both modules to the unit around them. Shard inner "
+            f"Expected {name!r} to be in one unit only, got a parameter that is shared with a parameter already "
+            f"managed by another FSDP group{before}. Tied parameters must share a unit: leave both modules to the unit "
+            "around them, or use fully_shard([module_a, module_b]) to place them in the same FSDP group. Shard inner "
             "modules before outer ones."
         )
     if parameter.ndim == 0:
         raise ValueError(
-            f"Expected {name!r} to have at least one dim, got a 0-D parameter. Change {name} to a 1D tensor with numel "
-            "equal to 1."
+            f"Expected {name!r} to have at least one dim, got a 0-D parameter: fully_shard doesn't support scalar "
+            f"parameters. Change {name} to a 1D tensor with numel equal to 1."
         )
     # torch 2.15, whose FSDP2 installs gradients in that dtype; earlier ones overlook it.
     if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:

@@ -59,6 +59,8 @@ class ReduceScatter(Collective, Protocol):
 class _Delegating:
     """A transport that does one thing otherwise than `plain`, which does the rest."""
 
+    comm: object
+
     def __init__(self, plain: GlooTransport | NcclTransport) -> None:
         self.plain = plain
 
@@ -95,7 +97,7 @@ class CustomAllGather(_Delegating):
 
     def __init__(self, plain: GlooTransport | NcclTransport, comm: AllGather) -> None:
         super().__init__(plain)
-        self._comm = comm
+        self.comm: AllGather = comm
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
         """Gather all payloads in one call, as bytes if their dtypes differ.
@@ -104,9 +106,9 @@ class CustomAllGather(_Delegating):
             host if the user's collective does.
         """
         shards, wholes = zip(*of_one_dtype(payloads), strict=True)
-        gathered = _allocate(self._comm, sum(whole.numel() for whole in wholes), shards[0])
+        gathered = _allocate(self.comm, sum(whole.numel() for whole in wholes), shards[0])
         mine = pack(shards, gathered.view(self.num_ranks, -1)[self.rank])
-        _wait(self._comm(output_tensor=gathered, input_tensor=mine, group=self.plain.process_group, async_op=False))
+        _wait(self.comm(output_tensor=gathered, input_tensor=mine, group=self.plain.process_group, async_op=False))
         unpack(gathered, wholes, self.num_ranks)  # at once, before the next call may be given the same memory
         return Done()
 
@@ -121,11 +123,11 @@ class CustomReduceScatter(_Delegating):
 
     def __init__(self, plain: GlooTransport | NcclTransport, comm: ReduceScatter) -> None:
         super().__init__(plain)
-        self._comm = comm
+        self.comm: ReduceScatter = comm
 
     def on(self, plain: Transport) -> CustomReduceScatter:
         """The same reductions, on another communicator."""
-        return CustomReduceScatter(cast("GlooTransport | NcclTransport", plain), self._comm)
+        return CustomReduceScatter(cast("GlooTransport | NcclTransport", plain), self.comm)
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Reduce and scatter all payloads of the same dtypes in one call, in the dtype of their sum.
@@ -135,11 +137,11 @@ class CustomReduceScatter(_Delegating):
         """
         for same in by_dtype(payloads):
             shards, wholes = zip(*same, strict=True)
-            packed = _allocate(self._comm, sum(whole.numel() for whole in wholes), shards[0])
+            packed = _allocate(self.comm, sum(whole.numel() for whole in wholes), shards[0])
             pack(wholes, packed, self.num_ranks)
-            mine = _allocate(self._comm, sum(shard.numel() for shard in shards), shards[0])
+            mine = _allocate(self.comm, sum(shard.numel() for shard in shards), shards[0])
             group = self.plain.process_group
-            _wait(self._comm(output_tensor=mine, input_tensor=packed, group=group, op=op, async_op=False))
+            _wait(self.comm(output_tensor=mine, input_tensor=packed, group=group, op=op, async_op=False))
             unpack(mine, shards)
         return Done()
 
@@ -152,12 +154,12 @@ def plain_of(transport: Transport) -> Transport:
     return transport.plain if isinstance(transport, _Delegating) else transport
 
 
-def is_custom(transport: Transport | None) -> bool:
-    """Whether a user's collectives were put over a transport.
+def custom_of(transport: Transport | None) -> object | None:
+    """The user's collective that was put over a transport, or None.
 
     Effects: none.
     """
-    return isinstance(transport, _Delegating)
+    return transport.comm if isinstance(transport, _Delegating) else None
 
 
 def with_all_gather(transport: Transport, comm: AllGather) -> Transport:

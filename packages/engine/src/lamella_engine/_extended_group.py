@@ -37,7 +37,7 @@ def is_extended(tensor: torch.Tensor) -> bool:
     if any(has) and not all(has):
         raise MisuseError(
             f"Expected {type(tensor).__name__} to have both methods or neither, got one. Both {_PRE} and {_POST} "
-            "should be defined."
+            f"should be defined if using all-gather extensions: {tensor}."
         )
     return all(has)
 
@@ -351,7 +351,7 @@ def _takes_more(shard: torch.Tensor) -> bool:
     if len(signature.parameters) not in (1, 5):
         raise MisuseError(
             f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) of "
-            f"{type(shard).__name__}, got {signature}. Invalid {_PRE}: give it one of the two signatures."
+            f"{type(shard).__name__}, got {signature}. Invalid {_PRE}: {signature}."
         )
     return len(signature.parameters) == 5
 

@@ -23,6 +23,7 @@ from lamella_engine._module import FSDPModule
 from lamella_engine._offload import CPU, Offload
 from lamella_engine._placements import AxisPlacement, Strategy, strategy_of
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._private_view import StateView
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharded_parameter import Candidate
 from lamella_engine._sharding import DataAxes, PlacementFn
@@ -32,6 +33,8 @@ from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
+# Bound here: a migration may put others in these names' place.
+_TorchsModule, _TorchsPolicy = fsdp2.FSDPModule, fsdp2.MixedPrecisionPolicy
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -159,8 +162,8 @@ def fully_shard(
     for each in modules:
         each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
         state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
-    attach_state(modules, state, besides=taken)
-    register_hooks(modules, owners, state)
+    hooks = register_hooks(modules, owners, state)
+    attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
     note_in_unit(owners)
     return module
 
@@ -218,7 +221,8 @@ def _check_arguments(
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool) or is_count):
         raise ValueError(
             f"Expected `reshard_after_forward` to be a bool, a number of ranks or None, got {reshard_after_forward!r}: "
-            "reshard_after_forward should be a bool or an int representing the group size to reshard to."
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward}."
         )
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
@@ -240,6 +244,12 @@ def _check_module(module: nn.Module) -> None:
             f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once. Each "
             "distinct composable distributed API can only be applied to a module once."
         )
+    for name, inner in module.named_modules():
+        if isinstance(inner, _TorchsModule) and find_state(inner) is None:
+            raise ValueError(
+                f"Expected units of this package inside {type(module).__name__}, got {name!r}, a unit of torch's own "
+                "fully_shard. Shard all of a model with one of the two."
+            )
     if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"Expected a module with a forward, got {type(module).__name__}, whose hooks would never fire. Shard what "
@@ -255,7 +265,7 @@ def as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) 
     """
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy or MixedPrecisionPolicy()
-    if isinstance(policy, fsdp2.MixedPrecisionPolicy):
+    if isinstance(policy, _TorchsPolicy):
         return MixedPrecisionPolicy(
             policy.param_dtype,
             policy.reduce_dtype,

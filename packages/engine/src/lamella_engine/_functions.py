@@ -30,7 +30,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if find_state(module) is None:
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"Expected `method_name` to be a method of {type(module).__name__}, got {method_name!r}.")
+        raise ValueError(
+            f"Expected `method_name` to be a method of {type(module).__name__}, got {method_name!r}: {type(module)} "
+            f"does not have a method {method_name}."
+        )
     setattr(module, method_name, _with_hooks(module, getattr(module, method_name)))
 
 
@@ -45,7 +48,7 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     def wrapped(*args: Any, **kwargs: Any) -> object:
         module = ref()
         args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
-        return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
+        return post_forward(state, cast(nn.Module, module), args, call(*args, **kwargs))
 
     functools.update_wrapper(wrapped, function or method)
     vars(wrapped).update(__signature__=inspect.signature(method))
@@ -63,7 +66,7 @@ def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
     Raises:
         ValueError: One of them is no unit, or they lie on different devices.
     """
-    contexts = [unit_state_of(module).context for module in modules]
+    contexts = [unit_state_of(module, "Expects list of FSDPModules").context for module in modules]
     for context in contexts[1:]:
         if context.device != contexts[0].device:
             raise ValueError(f"Expected units on one device, got {contexts[0].device} and {context.device}.")

@@ -16,7 +16,9 @@ _TorchsReductionHandle: Any = getattr(fsdp2, "GradientReductionHandle", object) 
 class UnshardHandle(fsdp2.UnshardHandle):
     """An unshard that was started. The unit's forward waits for it too."""
 
-    def __init__(self, state: FSDPState) -> None:
+    def __init__(
+        self, state: FSDPState | None = None
+    ) -> None:  # FSDP2's is made without a unit too, and waits for none
         self._state = state
 
     def wait(self) -> None:
@@ -24,8 +26,9 @@ class UnshardHandle(fsdp2.UnshardHandle):
 
         Effects: the current stream waits for the gather; blocks the host on gloo.
         """
-        self._state.wait_for_unshard()
-        self._state.order_after_gather()
+        if self._state is not None:
+            self._state.wait_for_unshard()
+            self._state.order_after_gather()
 
 
 class GradientReductionHandle(_TorchsReductionHandle):  # type: ignore[misc]

@@ -26,11 +26,14 @@ forward of the other unit by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import _MultiHandle
+from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._labels import label
 from lamella_engine._state import FSDPState
@@ -41,7 +44,9 @@ Kwargs = dict[str, Any]
 T = TypeVar("T")
 
 
-def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], state: FSDPState) -> None:
+def register_hooks(
+    modules: Sequence[nn.Module], owners: Iterable[nn.Module], state: FSDPState
+) -> tuple[RemovableHandle, RemovableHandle]:
     """Make the modules of a unit drive its state.
 
     Args:
@@ -49,14 +54,11 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
         owners: They, and the modules below that hold its parameters: asked for a state dict, each must hold DTensors.
         state: What the unit's hooks call.
 
+    Returns:
+        What removes the hooks before forward, and those after it.
+
     Effects: registers forward hooks on the modules, and state-dict hooks on the owners.
     """
-
-    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return pre_forward(state, module, args, kwargs)
-
-    def after(module: nn.Module, args: Args, output: object) -> object:
-        return post_forward(state, module, output)
 
     def leave_nothing_but_shards(*_: object) -> None:
         state.unit.leave_nothing_but_shards()
@@ -65,13 +67,17 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
         state.unit.adopt_replaced_shards(keep_parameters=True)
 
     state.module_ids = frozenset(id(module) for module in modules)
-    for module in modules:
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after)
+    # Partials of what a compiler skips: it would trace a closure around them, and refuse it with `fullgraph=True`.
+    before, after = partial(pre_forward, state), partial(post_forward, state)
+    handles = (
+        _MultiHandle(tuple(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for each in modules)),
+        _MultiHandle(tuple(each.register_forward_hook(after) for each in modules)),
+    )
     for owner in owners:
         owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
+    return handles
 
 
 @_disable_dynamo
@@ -87,7 +93,7 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
 
 
 @_disable_dynamo
-def post_forward(state: FSDPState, module: nn.Module, output: object) -> object:
+def post_forward(state: FSDPState, module: nn.Module, _: Args, output: object) -> object:
     """Reshard, and prepare the outputs."""
     unit = state.unit
     output = _cast(output, state.output_dtype, "cast_forward_outputs")

@@ -19,7 +19,7 @@ from lamella_engine._custom_collectives import (
     CustomReduceScatter,
     ReduceScatter,
     check_collective,
-    is_custom,
+    custom_of,
     plain_of,
     with_all_gather,
     with_reduce_scatter,
@@ -32,8 +32,10 @@ from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._state import FSDPState
 
+_TorchsModule = fsdp2.FSDPModule  # bound here: a migration may put this package's class in that name's place
 
-class FSDPModule(fsdp2.FSDPModule):
+
+class FSDPModule(_TorchsModule):
     """Mixed into a module's class by `fully_shard`; never made by itself.
 
     A subclass of torch's, so that whoever asks for FSDP2's modules finds these. Nothing of torch's is used: every
@@ -339,7 +341,10 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: Not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}.")
+            raise ValueError(
+                f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}: reshard_after_forward "
+                f"should be a bool, got {type(reshard_after_forward)}. Give a number of ranks to fully_shard."
+            )
         for state in states_of(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             for group in state.groups:
@@ -462,9 +467,15 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: Less than one.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"Expected `max_input_buffers` to be an int, got {max_input_buffers!r}.")
+            raise TypeError(
+                f"Expected `max_input_buffers` to be an int, got {max_input_buffers!r}: max_input_buffers must be an "
+                f"int, got {type(max_input_buffers).__name__}."
+            )
         if max_input_buffers < 1:
-            raise ValueError(f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}.")
+            raise ValueError(
+                f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}: max_input_buffers must be a "
+                f"positive int, got {max_input_buffers}."
+            )
         for state in states_of(self, recurse):
             state.max_reductions_in_flight = max_input_buffers
 
@@ -535,7 +546,7 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: The unit's parameters lie on several meshes, or it has replicas and a stream was given.
         """
         state = state_of(self)
-        _check_one_mesh(state, "what the hook is given")
+        _check_one_mesh(state, "set_all_reduce_hook", "what the hook is given")
         if stream is not None and any(group.replicas or group.outer for group in state.groups):
             error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
             error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
@@ -569,7 +580,7 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: The unit's parameters lie on several meshes.
             TypeError: It is not callable, or has no `allocate`.
         """
-        for group in _groups_for(self, comm):
+        for group in _groups_for(self, "set_custom_all_gather", comm):
             group.transport = with_all_gather(group.transport, comm)
             if group.neighbours is not None:
                 group.neighbours = with_all_gather(group.neighbours, comm)
@@ -586,7 +597,7 @@ class FSDPModule(fsdp2.FSDPModule):
             ValueError: The unit's parameters lie on several meshes.
             TypeError: It is not callable, or has no `allocate`.
         """
-        for group in _groups_for(self, comm):
+        for group in _groups_for(self, "set_custom_reduce_scatter", comm):
             group.reduce_transport = with_reduce_scatter(group.reduce_transport or group.transport, comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -620,11 +631,12 @@ class FSDPModule(fsdp2.FSDPModule):
         Raises:
             MisuseError: It was to be enabled, and the unit has custom collectives, which allocate theirs.
         """
-        groups = state_of(self).groups
-        if enable and any(is_custom(t) for group in groups for t in (group.transport, group.reduce_transport)):
+        custom = _custom_collective(state_of(self))
+        if enable and custom is not None:
             raise MisuseError(
-                "Expected `enable` to be False for a unit with custom collectives, got True: they allocate their own "
-                "memory. Leave one of the two calls out."
+                "Expected `enable` to be False for a unit with custom collectives, got True: cannot call "
+                f"set_allocate_memory_from_process_group() when {custom}. It allocates its own memory; leave one of "
+                "the two calls out."
             )
 
     def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
@@ -640,6 +652,11 @@ class FSDPModule(fsdp2.FSDPModule):
         """
         if backend is None:
             return
+        if (custom := _custom_collective(state_of(self))) is not None:
+            raise MisuseError(
+                f"Expected no custom collectives for {backend!r}, got one: cannot call set_symm_mem() when {custom}. "
+                "It allocates its own memory; leave one of the two calls out."
+            )
         for group in state_of(self).groups:
             if group.transport.num_ranks > 1 and not isinstance(group.transport, CopyEngineTransport):
                 raise MisuseError(
@@ -671,7 +688,7 @@ class FSDPModule(fsdp2.FSDPModule):
         """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
         state = state_of(self)
         state.leave_nothing_but_shards()
-        module: nn.Module = super(fsdp2.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        module: nn.Module = super(_TorchsModule, self)._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced_shards(keep_parameters=True)
         return module
 
@@ -699,7 +716,7 @@ def _outermost(module: object, method: str) -> FSDPState:
     if not state.is_outermost:
         raise RuntimeError(
             f"Expected the outermost unit, got {state.name!r}. Call {method}() on the module that was given to the "
-            "last fully_shard."
+            f"last fully_shard: {method} must be called on the root FSDP module."
         )
     return state
 
@@ -724,20 +741,30 @@ def _find(state: FSDPState, parameter: nn.Parameter) -> tuple[ParameterGroup, Sh
     )
 
 
-def _groups_for(module: object, comm: object) -> tuple[ParameterGroup, ...]:
+def _groups_for(module: object, method: str, comm: object) -> tuple[ParameterGroup, ...]:
     """The groups of a unit whose collectives a user brings."""
     check_collective(comm)
     state = state_of(module)
-    _check_one_mesh(state, "the group that `comm` is called with")
+    _check_one_mesh(state, method, "the group that `comm` is called with")
     return state.groups
 
 
-def _check_one_mesh(state: FSDPState, what: str) -> None:
+def _check_one_mesh(state: FSDPState, method: str, what: str) -> None:
     if len({group.axes for group in state.groups}) > 1:
         raise ValueError(
-            f"Expected a unit whose parameters lie on one mesh, got several: {what} would be ambiguous. Give "
-            "parameters on other meshes (`shard_placement_fn`) units of their own."
+            f"Expected a unit whose parameters lie on one mesh, got several: {method} is not supported with multiple "
+            f"param groups, as {what} would be ambiguous. Give parameters on other meshes (`shard_placement_fn`) units "
+            "of their own."
         )
+
+
+def _custom_collective(state: FSDPState) -> str | None:
+    """Which of a unit's collectives is a user's, in FSDP2's words; None if neither is."""
+    for group in state.groups:
+        for kind, transport in (("all gather", group.transport), ("reduce scatter", group.reduce_transport)):
+            if (comm := custom_of(transport)) is not None:
+                return f"{kind} comm is custom: {type(comm).__name__}"
+    return None
 
 
 def _separate_reduce_transport(group: ParameterGroup) -> Transport | None:

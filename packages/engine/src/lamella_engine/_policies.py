@@ -32,7 +32,7 @@ else:  # torch before 2.12
             if self.shard is None and self.replicate is None:
                 raise ValueError(
                     "Expected `shard` or `replicate` to name an axis, got neither: At least one of shard or replicate "
-                    "must be set."
+                    "must be set in DataParallelMeshDims."
                 )
 
         @property

@@ -1,25 +1,33 @@
-"""A unit under the names of FSDP2's private state, for what reads that: pipeline schedules, tests, tools.
+"""A unit under the names of FSDP2's private state, for readers of that state: pipeline schedules, tests, tools.
 
-Only facts that lamella has. Nothing can be written here: what torch's own methods would set, lamella would not see.
+Names with a reader only (docs/reference/fsdp2.md lists both), and lamella's facts. Writing is refused: lamella would
+not see a value that a method of torch's sets here. The exceptions are wrappers that tools put around a unit's
+boundaries: the state then holds the wrapper in place of its own method, and a step without tools asks for none.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchsState
+from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._context import Context
+from lamella_engine._hooks import Args, Kwargs, post_forward, pre_forward
 from lamella_engine._parameter_group import ParameterGroup, dtypes_of
 from lamella_engine._residency import Residency
 from lamella_engine._sharded_parameter import ShardedParameter
 from lamella_engine._sharding import DataAxes
 from lamella_engine._state import FSDPState
+from lamella_precision import MixedPrecisionPolicy
 
 
 class _LackedError(NotImplementedError, AttributeError):
@@ -29,7 +37,7 @@ class _LackedError(NotImplementedError, AttributeError):
 class _View:
     """An object that shows and takes nothing but what its class says."""
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> None:
         raise self._lacks(name)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -48,13 +56,53 @@ class StateView(_View):
     Args:
         state: The unit's.
         modules: The unit.
+        policy: The unit's number formats.
+        hooks: What removes the unit's hooks before forward, and those after it.
     """
 
     _state: FSDPState
     modules: tuple[weakref.ref[nn.Module], ...]  # weak: they hold this
+    _mp_policy: MixedPrecisionPolicy
+    _pre_forward_hook_handle: RemovableHandle
+    _post_forward_hook_handle: RemovableHandle
 
-    def __init__(self, state: FSDPState, modules: Sequence[nn.Module]) -> None:
-        vars(self).update(_state=state, modules=tuple(weakref.ref(module) for module in modules))
+    def __init__(
+        self,
+        state: FSDPState,
+        modules: Sequence[nn.Module],
+        policy: MixedPrecisionPolicy,
+        hooks: tuple[RemovableHandle, RemovableHandle],
+    ) -> None:
+        before, after = hooks
+        vars(self).update(
+            _state=state,
+            modules=tuple(weakref.ref(module) for module in modules),
+            _mp_policy=policy,
+            _pre_forward_hook_handle=before,
+            _post_forward_hook_handle=after,
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+            raise self._lacks(name)
+        vars(self)[name] = value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[TorchsState]:  # type: ignore[override]
+        """Torch's class, to `isinstance`: by it tools tell units from modules that have other states."""
+        return TorchsState
+
+    @property
+    def _pre_forward(self) -> Callable[..., tuple[Args, Kwargs]]:
+        return partial(pre_forward, self._state)
+
+    @property
+    def _post_forward(self) -> Callable[..., object]:
+        return partial(post_forward, self._state)
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return _training_state(self._state)
 
     @property
     def _is_root(self) -> bool:
@@ -89,7 +137,8 @@ class StateView(_View):
         groups = self._fsdp_param_groups
         if len(groups) > 1:
             raise AssertionError(
-                f"Expected a unit whose parameters lie on one mesh, got {len(groups)}: ask for `_fsdp_param_groups`."
+                f"Expected at most 1 param group for backward compatibility, but got {len(groups)}: the unit's "
+                "parameters lie on several meshes. Use `_fsdp_param_groups`."
             )
         return groups[0] if groups else None
 
@@ -105,13 +154,30 @@ class StateView(_View):
 
 
 class GroupView(_View):
-    """The parameters of a unit that lie on one mesh; lamella has a group of its own for each set of dtypes of them."""
+    """The parameters of a unit that lie on one mesh; lamella has a group of its own for each set of dtypes of them.
+
+    `pre_backward` and `post_backward` may be replaced by wrappers around them, and put back.
+    """
 
     _state: FSDPState
     _groups: Sequence[ParameterGroup]
 
     def __init__(self, state: FSDPState, groups: Sequence[ParameterGroup]) -> None:
-        vars(self).update(_state=state, _groups=groups)
+        wrappers = {name: vars(state)[own] for name, own in _WRAPPED.items() if own in vars(state)}
+        vars(self).update(_state=state, _groups=groups, **wrappers)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _WRAPPED:
+            self._wrap(name, value)
+        elif (name, value) != ("_training_state", TrainingState.IDLE):  # tools say so before they move a model
+            raise self._lacks(name)
+
+    def _wrap(self, name: str, value: object) -> None:
+        if getattr(value, "__func__", None) is vars(GroupView)[name]:
+            vars(self._state).pop(_WRAPPED[name], None)
+            vars(self).pop(name, None)
+        else:
+            vars(self._state)[_WRAPPED[name]] = vars(self)[name] = value
 
     @property
     def _module_fqn(self) -> str:
@@ -121,7 +187,7 @@ class GroupView(_View):
     def fsdp_params(self) -> list[ParameterView]:
         """Its parameters."""
         names = dict(_module_names(self._state))
-        return [ParameterView(parameter, names) for group in self._groups for parameter in group.parameters]
+        return [ParameterView(each, group.policy, names) for group in self._groups for each in group.parameters]
 
     @property
     def mesh_info(self) -> MeshView:
@@ -159,21 +225,55 @@ class GroupView(_View):
         """As the unit was told."""
         return self._state.max_reductions_in_flight
 
-    def post_backward(self) -> None:
-        """What schedules call for every group before the outermost unit's last callback, which does all of it here."""
+    @property
+    def _training_state(self) -> TrainingState:
+        return _training_state(self._state)
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        asked = self._state.reshard_after_forward
+        return not self._state.is_outermost if asked is None else asked
+
+    def pre_backward(self, *_: object) -> None:
+        """Begin the unit's backward, if it is not under way."""
+        FSDPState.begin_backward(self._state)
+
+    def post_backward(self, *_: object) -> None:
+        """End the unit's backward, if it is under way.
+
+        Schedules call it for every group before the outermost unit's last callback, which would do it too.
+        """
+        if self._state.awaits_backward_end:
+            FSDPState.end_backward(self._state)
+
+
+_WRAPPED = {"pre_backward": "begin_backward", "post_backward": "end_backward"}  # FSDP2's names, and a state's own
 
 
 class ParameterView(_View):
-    """A parameter."""
+    """A parameter. As in FSDP2, a dtype that nothing is cast to is None."""
 
     _param_fqn: str
     sharded_param: nn.Parameter
+    unsharded_param: nn.Parameter
+    _unsharded_param: nn.Parameter
+    orig_dtype: torch.dtype
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
 
-    def __init__(self, parameter: ShardedParameter, module_names: dict[int, str]) -> None:
+    def __init__(self, parameter: ShardedParameter, policy: MixedPrecisionPolicy, module_names: dict[int, str]) -> None:
         owner = parameter.owners[0]
         prefix = module_names.get(id(owner.module()), "")
-        name = f"{prefix}.{owner.name}" if prefix else owner.name
-        vars(self).update(_param_fqn=name, sharded_param=parameter.sharded)
+        main, compute, _ = dtypes_of(parameter.sharded, policy)
+        vars(self).update(
+            _param_fqn=f"{prefix}.{owner.name}" if prefix else owner.name,
+            sharded_param=parameter.sharded,
+            unsharded_param=parameter.unsharded,
+            _unsharded_param=parameter.unsharded,
+            orig_dtype=main,
+            param_dtype=None if compute == main else compute,
+            reduce_dtype=None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype,
+        )
 
 
 class MeshView(_View):
@@ -210,6 +310,13 @@ class CommView(_View):
         """As the units of the tree were told, or of the first to be looked at of several that share this."""
         context = self._context()
         return max((member.max_reductions_in_flight for member in context.states), default=1) if context else 1
+
+
+def _training_state(state: FSDPState) -> TrainingState:
+    """A unit's phase. In the tree's backward all units are in it: each gather then is for a backward."""
+    if state.context.is_in_backward:
+        return TrainingState.PRE_BACKWARD
+    return TrainingState.FORWARD if state.is_in_forward else TrainingState.IDLE
 
 
 def _tree(state: FSDPState) -> list[FSDPState]:

@@ -478,8 +478,8 @@ class UnitParameters:
         if names:
             raise RuntimeError(
                 f"Expected the parameters of {self.title} on {self._home}. FSDP parameters should be materialized "
-                f"from meta device before training, but the following were still on meta device: {names}. Call "
-                f'`model.to_empty(device="{self._home.type}")` and initialise them first.'
+                f"from meta device before training, but the following were still on meta device: {names}. "
+                f'Call `module.to_empty(device="{self._home.type}")`, and `module.reset_parameters()` on each module.'
             )
 
     def _check_at_home(self) -> None:

@@ -98,12 +98,15 @@ class DataAxes:
     def _named(cls, mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
         shard, replicate = dims.shard_names, dims.replicate_names
         if mesh.mesh_dim_names is None:
-            raise ValueError("Expected `mesh` to have mesh_dim_names with `dp_mesh_dims`, got none.")
+            raise ValueError(
+                "Expected `mesh` to have mesh_dim_names, got none: mesh must have mesh_dim_names when dp_mesh_dims is "
+                "provided. Name its axes (`init_device_mesh(..., mesh_dim_names=...)`)."
+            )
         for name in shard + replicate:
             if name not in mesh.mesh_dim_names:
                 raise ValueError(
-                    f"Expected the axes in `dp_mesh_dims` to be among those of `mesh`, {mesh.mesh_dim_names}, got "
-                    f"{name!r}: not found in mesh.mesh_dim_names."
+                    f"Expected the axes in `dp_mesh_dims` to be among those of `mesh`, got {name!r}. Mesh dim name "
+                    f"{name!r} not found in mesh.mesh_dim_names {mesh.mesh_dim_names}."
                 )
         parts = [_one_axis(mesh, names) for names in (replicate, shard) if names]
         data = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
@@ -174,7 +177,8 @@ class DataAxes:
         if self.num_shards % num_ranks != 0:
             raise ValueError(
                 f"Expected an int `reshard_after_forward` to be a factor of {self.num_shards}, the ranks that share a "
-                f"parameter, got {num_ranks}."
+                f"parameter, got {num_ranks}. If passing reshard_after_forward as an int, it should be a factor of "
+                f"{self.num_shards}, not {num_ranks}."
             )
         if num_ranks in (1, self.num_shards):
             return None
@@ -397,13 +401,13 @@ def _resolve(
     if not isinstance(result, Shard):
         raise ValueError(
             f"Expected `shard_placement_fn` to return a Shard, a ShardPlacementResult or None for {name!r}, got "
-            f"{result!r}: invalid shard_placement_fn result."
+            f"{result!r}. Invalid shard_placement_fn result: {result}."
         )
     ndim = local_of(parameter).ndim
     if not -ndim <= result.dim < ndim:
         raise MisuseError(
             f"Expected `shard_placement_fn` to name one of the {ndim} dims of {name!r}, got dim {result.dim}. Shard "
-            f"dim {result.dim} is invalid for {ndim}D tensor: {tuple(parameter.shape)}."
+            f"dim {result.dim} is invalid for {ndim}D tensor: {parameter.shape}."
         )
     return result.dim % ndim, axes
 
@@ -412,7 +416,8 @@ def _check_dim(name: str, local: torch.Tensor, dim: int, num_shards: int) -> Non
     if dim > 0 and local.shape[dim] % num_shards != 0:
         raise NotImplementedError(
             f"Expected dim {dim} of {name!r}, of shape {tuple(local.shape)}, to divide over {num_shards} ranks. FSDP "
-            f"does not support uneven sharding on dim {dim}: shard it along dim 0, which need not divide."
+            f"does not support uneven sharding on dim {dim}: {local.shape} (world size: {num_shards}). Shard it along "
+            "dim 0, which need not divide."
         )
 
 
@@ -449,19 +454,23 @@ def _beside_part(parameter: DTensor, axes: DataAxes, dim: int) -> tuple[DeviceMe
 
 def _check_on_whole_mesh(name: str, parameter: nn.Parameter, axes: DataAxes) -> None:
     mesh = axes.whole
+    assert mesh is not None
+    mesh_names = mesh.mesh_dim_names or ()
     if not isinstance(parameter, DTensor):
         raise ValueError(
-            f"Expected {name!r} to be on the whole mesh, as `dp_mesh_dims` was given, got a plain tensor: all "
-            "parameters must be DTensors. Distribute the module first (torch.distributed.tensor.distribute_module)."
+            f"Expected {name!r} to be on the whole mesh, got a plain tensor. When dp_mesh_dims is provided, all "
+            "parameters must be DTensors on the full SPMD mesh (e.g. via distribute_module). Got plain tensor for "
+            f"parameter {name!r}."
         )
     if parameter.device_mesh != mesh:
         raise ValueError(
-            f"Expected {name!r} to lie on the same mesh that was passed to fully_shard, {mesh}, got another: "
-            f"{parameter.device_mesh}."
+            f"Expected {name!r} to lie on {mesh}, got {parameter.device_mesh}. Expected param's DTensor mesh to be the "
+            "same mesh passed to fully_shard, but got different mesh objects."
         )
-    for axis in axes.axes_of_whole:
-        if not parameter.placements[axis].is_replicate():
-            raise ValueError(
-                f"Expected Replicate() on the data axes of {name!r} before it is sharded, got "
-                f"{parameter.placements[axis]} on axis {axis} of {mesh}."
-            )
+    for kind, names in zip(("shard", "replicate"), axes.names, strict=True):
+        for axis, axis_name in ((mesh_names.index(each), each) for each in names):
+            if not (got := parameter.placements[axis]).is_replicate():
+                raise ValueError(
+                    f"Expected {name!r} to be replicated over the data axes before it is sharded. Expected Replicate() "
+                    f"on DP {kind} dim {axis_name!r} (index {axis}) but got {got}. Leave that axis to fully_shard."
+                )

@@ -99,6 +99,11 @@ class FSDPState(UnitParameters):
         """Whether the parameters are freed after forward, and gathered again for backward."""
         return self.reshards_after_forward and self.unshards_in_backward and not self.strategy.keeps_copy
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the unit is under way."""
+        return bool(self._awaited)
+
     def awaits(self, module_id: int) -> bool:
         """Whether the forward under way has yet to run this one of the unit's modules."""
         return module_id in self._awaited
