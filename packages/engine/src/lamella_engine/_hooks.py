@@ -129,7 +129,9 @@ def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, K
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
-    passed = iter(_EndBackward.apply(state.end_backward, *inputs))  # type: ignore[no-untyped-call]
+    is_transformed = torch._C._are_functorch_transforms_active()
+    passes = _EndTransformedBackward if is_transformed else _EndBackward
+    passed = iter(passes.apply(state.end_backward, *inputs))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
 
@@ -146,6 +148,23 @@ class _EndBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.end()
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+class _EndTransformedBackward(_EndBackward):
+    """The same in the form that transforms of `torch.func` ask for, whose calls cost the host more."""
+
+    @staticmethod
+    def forward(end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.end = inputs[0]
+        ctx.set_materialize_grads(False)
 
 
 def _move(tree: T, device: torch.device) -> T:

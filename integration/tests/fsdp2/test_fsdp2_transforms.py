@@ -1,0 +1,35 @@
+"""Units inside `torch.func.jvp`."""
+
+import warnings
+
+import torch
+from fsdp2_models import Api, assert_close, inputs, on_ranks, shard, twins
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._decomp.decompositions_for_jvp  # the first tangent would import it, and torch scripts there
+
+RESHARD = (True, False)
+
+
+def test_a_forward_carries_tangents(api: Api) -> None:
+    def scenario(reshard: bool) -> None:
+        expected, model = twins()
+        shard(api, model, reshard_after_forward=reshard)
+        x, v = inputs(seed=1).requires_grad_(), inputs(seed=2)
+        for got, wanted in zip(torch.func.jvp(model, (x,), (v,)), torch.func.jvp(expected, (x,), (v,)), strict=True):
+            assert_close(got, wanted)
+
+    on_ranks(scenario, cases=RESHARD)
+
+
+def test_an_input_that_does_not_vary_has_no_tangent(api: Api) -> None:
+    def scenario(reshard: bool) -> None:
+        expected, model = twins()
+        shard(api, model, reshard_after_forward=reshard)
+        x = inputs(seed=1).requires_grad_()
+        for each in (expected, model):
+            output, tangent = torch.func.jvp(lambda _, unit=each: unit(x), (inputs(),), (inputs(),))
+            assert_close(tangent, torch.zeros_like(output))
+
+    on_ranks(scenario, cases=RESHARD)
