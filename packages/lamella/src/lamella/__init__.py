@@ -13,6 +13,9 @@ from lamella._config import ModelConfig as ModelConfig
 from lamella._config import OptimConfig as OptimConfig
 from lamella._config import ParallelConfig as ParallelConfig
 from lamella._config import RunConfig as RunConfig
+from lamella._endings import LossNotFiniteError as LossNotFiniteError
+from lamella._endings import Stopped as Stopped
+from lamella._endings import StorageError as StorageError
 from lamella._launch import WorkerError as WorkerError
 from lamella._options import ConfigError as ConfigError
 from lamella._run import Result as Result
