@@ -51,7 +51,8 @@ def train(session: nox.Session) -> None:
     """
     _install(session, *_editable("lamella", "qwen"))
     session.chdir(session.invoked_from)
-    session.run("lamella", "train", *session.posargs)
+    # Interrupted, it finishes its step and saves: nox, which is interrupted as well, waits for that.
+    session.run("lamella", "train", *session.posargs, interrupt_timeout=None)
 
 
 @nox.session(default=False)

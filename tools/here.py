@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
@@ -34,7 +35,7 @@ def main(args: list[str]) -> int:
         case ["soak", *rest]:
             return _pytest("slow", rest)
         case ["python", *rest]:
-            return _python(*rest)
+            _become(*rest)
     print(f"Expected one of the commands below, got {' '.join(args)!r}.\n\n{__doc__}", file=sys.stderr)
     return 2
 
@@ -72,11 +73,19 @@ def _require_gpus(num_gpus: int) -> int:
     return found.returncode
 
 
+def _become(*args: str) -> NoReturn:
+    """Run Python in place of this process, which is then in no signal's way: `lamella train` saves before it ends."""
+    os.execve(sys.executable, [sys.executable, *args], _environment())
+
+
 def _python(*args: str) -> int:
+    return subprocess.run([sys.executable, *args], env=_environment(), check=False).returncode
+
+
+def _environment() -> dict[str, str]:
     members = [*ROOT.glob("packages/*/src"), ROOT / "testing" / "src", ROOT / "integration" / "src"]
     path = [*map(str, members), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    return subprocess.run([sys.executable, *args], env=environment, check=False).returncode
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 if __name__ == "__main__":

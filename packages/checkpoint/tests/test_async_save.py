@@ -247,6 +247,14 @@ def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit, tmp_path, victi
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 3}
 
 
+def test_the_sigterm_of_a_job_leaves_the_process_that_writes_at_work(tmp_path):
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "a", model=filled(1.0)).wait()
+        os.kill(saver._process._popen.pid, signal.SIGTERM)
+        saver.save(tmp_path / "a", model=filled(2.0)).wait()
+    assert value_at(tmp_path / "a") == 2.0
+
+
 def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path):
     def save_and_die():
         model, _ = kit.build(sharded=True)

@@ -256,17 +256,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_file(refuse: Refus
     assert str(damaged) in refuse("--steps", "9")
 
 
-def test_an_interrupted_command_leaves_with_130(
-    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lamella._run.run_workers", interrupt)
-    assert main(options) == 130
-    assert capsys.readouterr().err.startswith("lamella: interrupted; the same command goes on")
-
-
 def test_a_worker_that_dies_in_training_is_told_once(
     options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ PROGRAM = """
     from lamella._launch import run_as_worker
     rank = int(os.environ["RANK"])
     here = Path(sys.argv[1])
-    def work():
+    def work(requests):
         (here / f"pid-{{rank}}").write_text(str(os.getpid()))
         {body}
     run_as_worker(work)

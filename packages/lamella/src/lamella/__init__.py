@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lamella._config import OptimConfig as OptimConfig
     from lamella._config import ParallelConfig as ParallelConfig
     from lamella._config import RunConfig as RunConfig
+    from lamella._endings import LossNotFiniteError as LossNotFiniteError
+    from lamella._endings import Stopped as Stopped
+    from lamella._endings import StorageError as StorageError
     from lamella._launch import WorkerError as WorkerError
     from lamella._options import ConfigError as ConfigError
     from lamella._run import Result as Result
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = {
     "lamella._config": ("Config", "DataConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig"),
+    "lamella._endings": ("LossNotFiniteError", "Stopped", "StorageError"),
     "lamella._launch": ("WorkerError",),
     "lamella._options": ("ConfigError",),
     "lamella._run": ("Result", "train"),

@@ -87,6 +87,9 @@ class RunConfig:
     resume: Annotated[
         bool | None, Option("Insist on a checkpoint to go on from, or on none (default: go on if there is one).")
     ] = None
+    from_step: Annotated[
+        int | None, Option("Go on from the checkpoint of this step, and set later ones aside.", at_least=0)
+    ] = None
     seed: Annotated[int, Option("Seed of the weights and of the data order.", at_least=0)] = 0
     log_interval: Annotated[int, Option("Steps between step lines.", at_least=1)] = 10
     validation_interval: Annotated[int, Option("Steps between validations.", at_least=1)] = 100

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from lamella._options import ConfigError
 from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
 from lamella._report import rewind
+from lamella._resume import damaged, set_aside_after, wanted_checkpoint
 from lamella._text import Corpus, collect
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check, keep_published
@@ -51,7 +52,8 @@ def prepare(config: Config) -> Prepared:
         after the latest checkpoint.
     """
     directory = RunDirectory(run_root(config))
-    latest = CheckpointDirectory(directory.checkpoints).latest()
+    checkpoints = CheckpointDirectory(directory.checkpoints)
+    latest = wanted_checkpoint(checkpoints, config.run)
     _check_wanted(config, directory, latest)
     if latest is None:
         _check_writable(directory)
@@ -67,19 +69,29 @@ def prepare(config: Config) -> Prepared:
         untrained = check_weights(pretrained, model, spec)
         summary = *summary, told_of_weights(pretrained, untrained)
     first_step = 0 if latest is None else _check_resumable(latest, model, config, text)
-    prepared = Prepared(directory=directory, first_step=first_step, summary=summary)
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
         with _writing(directory):
             data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer, pretrained)
             check_tokens(data, config.data)
-            rewind(directory.metrics, -1 if latest is None else first_step)
+            summary = *summary, *_going_back(checkpoints, first_step if latest is not None else -1, directory)
             if pretrained is None:
                 spec.to_json_file(directory.model_config, use_diff=False)
             elif latest is None:
                 _keep_published(pretrained, directory.model, untrained)
-            directory.config.write_text(json.dumps(to_values(config), indent=2) + "\n", encoding="utf-8")
-    return prepared
+            again = replace(config, run=replace(config.run, from_step=None))  # Going back is done, once.
+            directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
+    return Prepared(directory=directory, first_step=first_step, summary=summary)
+
+
+def _going_back(checkpoints: CheckpointDirectory, step: int, directory: RunDirectory) -> list[str]:
+    """Leave nothing of what came after a step: checkpoints are set aside and records dropped. In words."""
+    told = [f"set aside: {path}" for path in set_aside_after(checkpoints, step)]
+    if num_damaged := rewind(directory.metrics, step):
+        told.append(
+            f"dropped from {directory.metrics.name}: {num_damaged} damaged lines, as a run leaves that is killed"
+        )
+    return told
 
 
 @contextmanager
@@ -146,7 +158,7 @@ def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: s
     try:
         extra = check(checkpoint, model=model)
     except CheckpointDamaged as error:
-        raise ConfigError(f"{error}. Remove {str(checkpoint)!r} to go on from the one before.") from error
+        raise damaged(CheckpointDirectory(checkpoint.parent), checkpoint, error) from error
     except CheckpointMismatch as error:
         first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
         more = len(error.differences.names) - _NUM_NAMED

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -39,15 +40,17 @@ def profiled(
 
 
 def _write(profiler: profile, directory: RunDirectory, say: Callable[[str], None]) -> None:
-    folder = directory.profile
+    try:
+        _write_report(profiler, directory.profile, say)
+    except (OSError, TraceError) as error:  # The run goes on: what went wrong is the profiler's affair.
+        say(f"profile: {error}")
+
+
+def _write_report(profiler: profile, folder: Path, say: Callable[[str], None]) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(path))
-    try:
-        report = overlap_report(read_trace(path), str(path))
-    except TraceError as error:  # The run goes on: what went wrong is the profiler's affair.
-        say(f"profile: {error}")
-        return
+    report = overlap_report(read_trace(path), str(path))
     (folder / "overlap.txt").write_text(as_text(report) + "\n", encoding="utf-8")
     (folder / "overlap.json").write_text(as_json(report) + "\n", encoding="utf-8")
     (folder / "overlap.html").write_text(as_html(report), encoding="utf-8")

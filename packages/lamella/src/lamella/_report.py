@@ -1,8 +1,10 @@
 """What a run says about itself: the step line, metrics.jsonl, the loss plot and the progress bar."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,23 +61,40 @@ def append(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a metrics file; none if there is no file."""
-    return list(_read(path)) if path.exists() else []
+    """The records of a metrics file, without lines that are damaged; none if there is no file."""
+    return [record for record in _read(path) if record is not None]
 
 
-def _read(path: Path) -> Iterator[Record]:
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            return  # A run was ended while it wrote this.
+def _read(path: Path) -> Iterator[Record | None]:
+    """The record of each line; None for one that is damaged, as a run leaves that is killed while it writes."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            if line:
+                yield _record(line)
+
+
+def _record(line: str) -> Record | None:
+    with suppress(TypeError, ValueError):
         values = json.loads(line)
-        yield ValidationRecord(**values) if "nats_per_byte" in values else StepRecord(**values)
+        return ValidationRecord(**values) if "nats_per_byte" in values else StepRecord(**values)
+    return None
 
 
-def rewind(path: Path, step: int) -> None:
-    """Drop the records after `step`: those a run wrote after the checkpoint that it now goes on from."""
-    kept = [record for record in read(path) if record.step <= step]
-    path.unlink(missing_ok=True)
-    append(path, kept)
+def rewind(path: Path, step: int) -> int:
+    """Drop damaged lines, and the records after `step`: those of steps after the checkpoint that a run goes on from.
+
+    Returns:
+        How many lines were damaged.
+
+    Effects: replaces the file at once, so that a run which is killed meanwhile has lost no record.
+    """
+    records = list(_read(path))
+    whole = [record for record in records if record is not None]
+    kept = path.with_name(f"{path.name}.partial")
+    kept.unlink(missing_ok=True)
+    append(kept, (record for record in whole if record.step <= step))
+    kept.replace(path)
+    return len(records) - len(whole)
 
 
 def plot(records: Iterable[Record], path: Path) -> None:
@@ -123,10 +142,14 @@ class Progress:
         self._bar.update()
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        if self._enabled:
+        """Print a line above the bar. Where nobody reads any more (Ctrl-C ends `| tee` too), the run goes on."""
+        if not self._enabled:
+            return
+        try:
             self._bar.write(line)
             sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else every line to come raises.
 
     def close(self) -> None:
         """Leave the bar as it is."""

@@ -1,7 +1,9 @@
 """A whole training run: prepare once, start the workers or join torchrun's, say where things are."""
 
 import os
+import signal
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +11,15 @@ import torch.distributed as dist
 
 from lamella._config import Config, to_toml
 from lamella._directory import RunDirectory
-from lamella._launch import run_workers
+from lamella._endings import Stopped
+from lamella._launch import run_workers, say_stopping
+from lamella._lock import locked
 from lamella._options import ConfigError
+from lamella._output import say
 from lamella._place import place, process_group, under_torchrun
-from lamella._prepare import Prepared, prepare
+from lamella._prepare import Prepared, prepare, run_root
 from lamella._report import ValidationRecord, read
+from lamella._stop import StopRequests, interrupted, listening
 from lamella_checkpoint import CheckpointDirectory
 
 
@@ -49,35 +55,82 @@ def train(config: Config) -> Result:
     Under torchrun every rank calls this; otherwise the caller's process starts the workers and waits for them.
 
     Raises:
-        ConfigError: The run cannot start as asked; raised before any worker is started.
+        ConfigError: The run cannot start as asked, another run has its folder, or the checkpoint is damaged.
+        LossNotFiniteError: The loss, the gradient or a weight is not finite.
+        Stopped: SIGINT or SIGTERM asked for it; the step under way is saved. A second one stops the run at once.
+        StorageError: A checkpoint, or what the run records, cannot be written.
         WorkerError: A worker died; the others have been stopped.
 
-    Effects: prints the resolved configuration, progress and the result.
+    Effects: prints the resolved configuration, progress and the result. Takes over SIGINT and SIGTERM until it returns,
+        if it is called in the main thread.
     """
     config = place(config)
     if under_torchrun():
         return _train_as_rank(config)
-    prepared = _prepare_aloud(config)
-    if not _is_complete(config, prepared):
-        command = (sys.executable, "-P", "-m", "lamella._worker", str(prepared.directory.root))
-        run_workers(command, config.parallel.ranks or 1, config.parallel.threads or 1)
-    return _result(prepared.directory, aloud=True)
+    try:
+        with interrupted() as requests:
+            return _train_with_workers(config, requests)
+    except KeyboardInterrupt as interrupt:
+        signum = interrupt.signum if isinstance(interrupt, Stopped) else signal.SIGINT
+        raise Stopped(signum, _told_of_stop(config, signum)) from None
+
+
+def _train_with_workers(config: Config, requests: StopRequests) -> Result:
+    with locked(run_root(config)) as descriptors:
+        prepared = _prepare_aloud(config)
+        if not _is_complete(config, prepared):
+            command = (sys.executable, "-P", "-m", "lamella._worker", str(prepared.directory.root))
+            requests.wait_from_now_on()
+            run_workers(
+                command,
+                config.parallel.ranks or 1,
+                config.parallel.threads or 1,
+                requests=requests,
+                descriptors=descriptors,
+            )
+        return _result(prepared.directory, aloud=True)
 
 
 def _train_as_rank(config: Config) -> Result:
     from lamella._train import Trainer
 
-    # Before there is a group: the first rank prepares alone, and the others wait for it to join.
-    outcome = _attempt(config) if os.environ["RANK"] == "0" else None
-    with process_group(config.parallel) as rank:
-        prepared = _agreed(outcome)
-        if not _is_complete(config, prepared):
-            Trainer(config, prepared.directory, rank).train()
-        return _result(prepared.directory, aloud=rank.is_first)
+    is_first = os.environ["RANK"] == "0"
+
+    def leave(signum: int) -> None:
+        if is_first:
+            with suppress(OSError):
+                print(f"lamella: {_told_of_stop(config, signum)}", file=sys.stderr)
+        os._exit(128 + signum)
+
+    with ExitStack() as held:
+        requests = held.enter_context(listening(leave, say_stopping if is_first else lambda _: None))
+        # Before there is a group: the first rank prepares alone, and the others wait for it to join.
+        outcome = _attempt(config, held) if is_first else None
+        signum = 0
+        with process_group(config.parallel) as rank:
+            prepared = _agreed(outcome)
+            if not _is_complete(config, prepared):
+                signum = Trainer(config, prepared.directory, rank, requests).train()
+        if signum:
+            raise Stopped(signum, _told_of_stop(config, signum))
+        return _result(prepared.directory, aloud=is_first)
 
 
-def _attempt(config: Config) -> Prepared | ConfigError:
+def _told_of_stop(config: Config, signum: int) -> str:
+    """What a run that was stopped has left, and how it goes on."""
+    steps = CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
+    stopped = f"stopped by {signal.Signals(signum).name}"
+    if not steps:
+        return f"{stopped} before a step was saved. There is nothing to go on from: the same command starts anew."
+    without = " without --no-resume" if config.run.resume is False else ""
+    return (
+        f"{stopped}. Step {steps[-1]} is saved in {str(run_root(config))!r}; the same command{without} goes on from it."
+    )
+
+
+def _attempt(config: Config, held: ExitStack) -> Prepared | ConfigError:
     try:
+        held.enter_context(locked(run_root(config)))
         return _prepare_aloud(config)
     except ConfigError as error:
         return error
@@ -95,13 +148,13 @@ def _agreed(outcome: Prepared | ConfigError | None) -> Prepared:
 def _prepare_aloud(config: Config) -> Prepared:
     """Prepare; then say what will run. Nothing is printed for a run that is refused."""
     prepared = prepare(config)
-    print(to_toml(config), *prepared.summary, sep="\n")
+    lines = [to_toml(config), *prepared.summary]
     done, steps = prepared.first_step, config.optim.steps
     if _is_complete(config, prepared):
-        print(f"Already complete at step {done}. Pass --steps M, above {done}, to go on.")
+        lines.append(f"Already complete at step {done}. Pass --steps M, above {done}, to go on.")
     elif done:
-        print(f"resuming: step {done} of {steps}, from {prepared.directory.checkpoints}")
-    sys.stdout.flush()
+        lines.append(f"resuming: step {done} of {steps}, from {prepared.directory.checkpoints}")
+    say(lines)
     return prepared
 
 
@@ -122,5 +175,5 @@ def _result(directory: RunDirectory, *, aloud: bool) -> Result:
         last_validation=losses[-1],
     )
     if aloud:
-        print(*result.lines(), sep="\n", flush=True)
+        say(result.lines())
     return result

@@ -1,7 +1,8 @@
 """The training loop of one rank."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,17 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lamella._agreement import Agreement, agreed_error
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
+from lamella._endings import LossNotFiniteError, StorageError
 from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
 from lamella._place import Rank
 from lamella._prepare import stream_settings
 from lamella._pretrained import build_without_parameters, load_weights, materialise, pretrained_directory
 from lamella._profile import profiled
-from lamella._report import Progress, Record, ValidationRecord, append, plot, read
+from lamella._report import Progress, Record, StepRecord, ValidationRecord, append, plot, read
+from lamella._resume import damage_in, damaged
+from lamella._saves import TRY, Saves, reason_of
+from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, load_tokens, sequences, validation_indices
-from lamella_checkpoint import CheckpointDirectory, load
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
@@ -65,8 +71,12 @@ def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """One rank's model, optimizer and share of the data."""
 
-    def __init__(self, config: Config, directory: RunDirectory, rank: Rank) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory, rank: Rank, requests: StopRequests | None = None
+    ) -> None:
         self._config, self._directory, self._rank = config, directory, rank
+        self._requests = requests or StopRequests()
+        self._agreement = Agreement()
         self._data = load_tokens(directory.tokens)
         self._stream = BatchStream(
             tokens=self._data.train,
@@ -82,7 +92,7 @@ class Trainer:
         if self._pretrained is not None:
             materialise(self._model, rank.device)
         self._optimizer = make_optimizer(self._model, config.optim)
-        self._checkpoints = CheckpointDirectory(directory.checkpoints, keep=config.run.keep_checkpoints)
+        self._saves = Saves(directory, config.run.keep_checkpoints, self._model, self._optimizer)
 
     def _build(self) -> nn.Module:
         if self._pretrained is None:
@@ -98,36 +108,59 @@ class Trainer:
             peak_flops=peak and peak * self._rank.num_ranks,
         )
 
-    def train(self) -> None:
-        """Train from the latest checkpoint, or from the start, to the last step.
+    def train(self) -> int:
+        """Train from the latest checkpoint, or from the start, to the last step, or until a rank is asked to stop.
+
+        Returns:
+            The signal that asked, once the step under way is saved; 0 if the last step is. The same on every rank.
+
+        Raises:
+            ConfigError: The checkpoint to go on from is damaged.
+            LossNotFiniteError: Training has burst.
+            StorageError: A checkpoint or a record cannot be written.
 
         Effects: collective; the first rank prints and writes metrics, the plot and a profile if one is asked for, all
             write checkpoints: those on the way in the background, the last before this returns.
         """
-        steps = self._config.optim.steps
         first_step = self._restore()
-        progress = Progress(first_step, steps, enabled=self._rank.is_first)
+        progress = Progress(first_step, self._config.optim.steps, enabled=self._rank.is_first)
         if first_step == 0:
             self._report([self._validate(0)], progress)
-        interval = Interval(first_step)
         with profiled(self._config.run.profile, self._directory, self._rank, progress.say) as end_step:
-            for step in range(first_step, steps):
-                interval.add(*self._step(step))
-                end_step()
-                progress.advance()
-                if self._is_due(step + 1):
-                    self._finish_interval(step + 1, interval, progress)
-                    interval = Interval(step + 1)
+            signum = self._train_from(first_step, progress, end_step)
         progress.close()
-        self._checkpoints.close()
+        self._saves.close()
+        return signum
+
+    def _train_from(self, first_step: int, progress: Progress, end_step: Callable[[], None]) -> int:
+        self._requests.wait_from_now_on()  # There is going to be something to save.
+        interval = Interval(first_step)
+        for step in range(first_step, self._config.optim.steps):
+            interval.add(*self._step(step))
+            signum = self._agreement.answer()
+            end_step()
+            progress.advance()
+            stopping = signum != 0 and step + 1 < self._config.optim.steps
+            if stopping or self._is_due(step + 1):
+                self._finish_interval(step + 1, interval, progress, stopping=stopping)
+                interval = Interval(step + 1)
+            if stopping:
+                return signum
+        return 0
 
     def _restore(self) -> int:
-        latest = self._checkpoints.latest()
+        checkpoints = CheckpointDirectory(self._directory.checkpoints)
+        latest = checkpoints.latest()
         if latest is None:
             if self._pretrained is not None:
                 load_weights(self._pretrained, self._model, self._spec)
             return 0
-        return int(load(latest, model=self._model, optimizer=self._optimizer)["step"])
+        try:
+            return int(load(latest, model=self._model, optimizer=self._optimizer)["step"])
+        except (CheckpointDamaged, CheckpointFailed) as error:
+            if (problem := damage_in(error)) is None:
+                raise
+            raise damaged(checkpoints, latest, problem) from error
 
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step; this rank's loss, the gradient's norm, both on the device, and the learning rate."""
@@ -138,6 +171,7 @@ class Trainer:
             self._backward(microbatch, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
         ]
+        self._agreement.ask(self._requests.signum)  # The answer comes beside the optimizer's step.
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), optim.clip_norm)
         lr = learning_rate(step, optim)
         for group in self._optimizer.param_groups:
@@ -161,31 +195,53 @@ class Trainer:
     def _is_every(self, interval: int, step: int) -> bool:
         return step % interval == 0 or step == self._config.optim.steps
 
-    def _finish_interval(self, step: int, interval: Interval, progress: Progress) -> None:
-        steps = interval.records(self._rank.device, self._speed)
-        records: list[Record] = [*steps]
-        if not math.isfinite(loss := steps[-1].loss):
-            raise RuntimeError(f"Expected a finite loss, got {loss} at step {step}. Try a smaller --lr.")
-        if self._is_every(self._config.run.validation_interval, step):
-            records.append(self._validate(step))
-        self._report(records, progress)
-        if self._is_every(self._config.run.checkpoint_interval, step):
-            self._save(step)
+    def _finish_interval(self, step: int, interval: Interval, progress: Progress, *, stopping: bool) -> None:
+        run = self._config.run
+        self._report_steps(interval.records(self._rank.device, self._speed), progress)
+        if stopping:  # Before a validation, which whoever asked may not wait for.
+            self._save(step, progress, wait=True)
+        if self._is_every(run.validation_interval, step):
+            self._report([self._validate(step)], progress)
+        is_due = self._is_every(run.checkpoint_interval, step)
+        if is_due and not stopping:
+            self._save(step, progress, wait=step == self._config.optim.steps)  # Nothing is left to do meanwhile.
+        if is_due or stopping:
+            self._write(self._directory.plot, lambda: plot(read(self._directory.metrics), self._directory.plot))
+
+    def _report_steps(self, steps: list[StepRecord], progress: Progress) -> None:
+        """Report the steps up to the first that is not finite; what follows that is worth nothing."""
+        names = ("loss", "gradient norm")
+        for index, record in enumerate(steps):
+            for name, value in zip(names, (record.loss, record.grad_norm), strict=True):
+                if not math.isfinite(value):
+                    self._report([*steps[:index]], progress)
+                    failure = self._saves.settle()
+                    raise LossNotFiniteError(
+                        f"Expected a finite {name}, got {value} at step {record.step}. "
+                        f"{f'{failure} ' if failure else ''}{self._saves.told_of_last()} {TRY}"
+                    )
+        self._report([*steps], progress)
 
     def _report(self, records: list[Record], progress: Progress) -> None:
         """Write all records, and print the last of each kind."""
-        if self._rank.is_first:
-            append(self._directory.metrics, records)
-            for record in {type(record): record for record in records}.values():
-                progress.say(record.line())
+        self._write(self._directory.metrics, lambda: append(self._directory.metrics, records))
+        for record in {type(record): record for record in records}.values():
+            progress.say(record.line())
 
-    def _save(self, step: int) -> None:
-        extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
-        is_last = step == self._config.optim.steps  # Nothing is left to do meanwhile.
-        save = self._checkpoints.save if is_last else self._checkpoints.save_async
-        save(step, model=self._model, optimizer=self._optimizer, extra=extra)
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """Let the first rank write a file. Effects: collective; raises on every rank if that fails."""
+        error = None
         if self._rank.is_first:
-            plot(read(self._directory.metrics), self._directory.plot)
+            try:
+                write()
+            except OSError as caught:
+                error = self._saves.cannot_write(path.name, reason_of(caught))
+        if (text := agreed_error(error)) is not None:
+            raise StorageError(text)
+
+    def _save(self, step: int, progress: Progress, *, wait: bool) -> None:
+        extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
+        self._saves.save(step, extra, progress.say, wait=wait)
 
     @torch.no_grad()
     def _validate(self, step: int) -> ValidationRecord:

@@ -4,19 +4,23 @@ import sys
 from pathlib import Path
 
 from lamella._launch import run_as_worker
+from lamella._stop import StopRequests
 
 
-def _work() -> None:
+def _work(requests: StopRequests) -> None:
     # Imported late, so that a failing import is reported like any other failure.
     from lamella._config import read_file, resolve
     from lamella._directory import RunDirectory
+    from lamella._endings import Stopped
     from lamella._place import process_group
     from lamella._train import Trainer
 
     directory = RunDirectory(Path(sys.argv[1]))
     config = resolve(read_file(str(directory.config)))
     with process_group(config.parallel) as rank:
-        Trainer(config, directory, rank).train()
+        signum = Trainer(config, directory, rank, requests).train()
+    if signum:
+        raise Stopped(signum)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ import os
 import sys
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 from lamella import __version__, _ckpt_options
 from lamella._config import GROUPS, Config, Group, Values, read_file, resolve, to_toml
+from lamella._endings import EXIT_CODES, EXIT_CODES_IN_WORDS, FAILED, Stopped
 from lamella._launch import WorkerError
 from lamella._options import ConfigError, Field, describe, fields_of, inner, nearest
 from lamella._output import show, write
@@ -19,30 +21,35 @@ from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_repor
 DEFAULT_MODEL = "llama-small"
 COMMANDS: Final = ("train", "ckpt", "overlap-report")
 
-_FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+_REFUSED, _INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code. 1: a worker died, checkpoints differ, or one is damaged; 2: refused; 130: interrupted.
+        The exit code: of `train` as `EXIT_CODES_IN_WORDS` says. Else 1: checkpoints differ, or one is damaged; 2:
+        refused; 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv)
-    except (ConfigError, TraceError) as error:
+    except TraceError as error:
         return _leave(f"error: {error}", _REFUSED)
     except (WorkerError, _ckpt_options.DamageError) as error:
-        return _leave(f"error: {error}", _FAILED)
+        return _leave(f"error: {error}", FAILED)
+    except tuple(EXIT_CODES) as error:
+        return _leave(f"error: {error}", EXIT_CODES[type(error)])
+    except Stopped as stopped:
+        return _leave(f"{stopped}", stopped.exit_code)
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on from the last checkpoint" if "train" in argv[:1] else ""
-        return _leave(f"interrupted{goes_on}.", _INTERRUPTED)
+        return _leave("interrupted.", _INTERRUPTED)
 
 
 def _leave(message: str, code: int) -> int:
     if os.environ.get("RANK", "0") == "0":  # Every rank of a torchrun knows; one says it.
-        print(f"lamella: {message}", file=sys.stderr)
+        with suppress(OSError):  # Ctrl-C ends the reader of a pipe as well.
+            print(f"lamella: {message}", file=sys.stderr)
     return code
 
 
@@ -117,6 +124,13 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
     return f"Expected an option of `lamella {command}`, got {word!r}.{nearest(word, known)}"
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Leaves the lines of the epilog as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text == EXIT_CODES_IN_WORDS else super()._fill_text(text, width, indent)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
@@ -132,6 +146,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train a causal language model on text",
         description="Train a causal language model on text; run again, it goes on from its last checkpoint. Defaults "
         "are in brackets; a model that ships may have others, which --print-config shows.",
+        epilog=EXIT_CODES_IN_WORDS,
+        formatter_class=_Formatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

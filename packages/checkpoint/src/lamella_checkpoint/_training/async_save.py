@@ -337,8 +337,12 @@ class _Process:
 
     def __init__(self, memory: Memory) -> None:
         self.connection, theirs = Pipe()
-        # Note [Training comes first]: from its imports on.
-        code = "import os; os.nice(19); from lamella_checkpoint._training.async_process import main; main()"
+        # Note [Training comes first]: from its imports on. A scheduler sends SIGTERM to every process of a job, and may
+        # leave training the time to end in order: what is being written then is not to be lost.
+        code = (
+            "import os, signal; os.nice(19); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "from lamella_checkpoint._training.async_process import main; main()"
+        )
         descriptors = (theirs.fileno(), memory.descriptor)
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", code, *map(str, descriptors)],

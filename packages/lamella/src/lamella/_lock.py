@@ -1,0 +1,95 @@
+"""One run at a time in a folder.
+
+Note [The lock dies with the run]
+    The lock is the system's, on an open file; the file's text only names the holder. Workers inherit the open file, so
+    the lock is held until the last worker is gone, also after their parent was killed. The file is removed before the
+    lock is released: a process that opened the file meanwhile finds another one at the path, or none.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from lamella._options import ConfigError
+
+LOCK_FILE: Final = "lock"
+
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[tuple[int, ...]]:
+    """Have a run's folder to oneself; give the descriptors that hold the lock, for workers to inherit.
+
+    There are none where the folder cannot be written to: preparing the run says so.
+
+    Raises:
+        ConfigError: Another run has the folder; names the run's process and host.
+
+    Effects: makes the folder, and removes an empty one again.
+    """
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    path = root / LOCK_FILE
+    descriptor = _acquired(path)
+    try:
+        yield () if descriptor is None else (descriptor,)
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def _acquired(path: Path) -> int | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _acquire(path)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            print(
+                f"lamella: {str(path.parent)!r} cannot be locked ({error.strerror}). Start no second run in it.",
+                file=sys.stderr,
+            )
+        return None
+
+
+def _acquire(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                _sign(descriptor)
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "of another process"
+            os.close(descriptor)
+            raise ConfigError(
+                f"Expected no other run in {str(path.parent)!r}, got one {holder}. Wait for its end, or pass another "
+                "--run-dir."
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # Of a run that has just ended.
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sign(descriptor: int) -> None:
+    with suppress(OSError):  # A full disk. The lock is held all the same.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"of process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,0 +1,78 @@
+"""One run at a time in a folder: the second is refused, and the lock dies with the last process of a run."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamella import ConfigError
+from lamella._lock import LOCK_FILE, locked
+from lamella.cli import main
+
+HOLD = """
+import subprocess, sys, time
+from pathlib import Path
+from lamella._lock import locked
+with locked(Path(sys.argv[1])) as descriptors:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=sys.stdin, pass_fds=descriptors)
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_run_is_refused_before_anything_and_told_of_the_first(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._run.prepare", lambda *_: pytest.fail("the second run was prepared"))
+    with locked(tmp_path / "run"):
+        assert main(options) == 2
+    first = f"of process {os.getpid()} on {socket.gethostname()}"
+    where = str(tmp_path / "run")
+    error = f"Expected no other run in {where!r}, got one {first}. Wait for its end, or pass another --run-dir."
+    assert capsys.readouterr() == ("", f"lamella: error: {error}\n")
+
+
+def test_a_run_that_ends_leaves_no_lock_and_no_empty_folder(tmp_path: Path) -> None:
+    with locked(tmp_path / "runs" / "one"):
+        assert (tmp_path / "runs" / "one" / LOCK_FILE).exists()
+    assert not list(tmp_path.iterdir())
+    with locked(tmp_path / "runs"):
+        (tmp_path / "runs" / "metrics.jsonl").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "metrics.jsonl"]
+
+
+def test_a_refused_run_leaves_nothing(options: list[str], tmp_path: Path) -> None:
+    assert main([*options, "--data", "absent"]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_lock_of_a_run_that_was_killed_is_taken_over_once_its_workers_are_gone(tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert run.stdin is not None and run.stdout is not None
+    with run.stdin, run.stdout:
+        assert run.stdout.read(1) == b"\n"
+        run.kill()
+        run.wait()
+        with pytest.raises(ConfigError, match=f"got one of process {run.pid} on "), locked(tmp_path):
+            pass
+        run.stdin.write(b"\n")  # The worker ends.
+        assert run.stdout.read() == b""  # It has.
+    with locked(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"of process {os.getpid()} ")
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with locked(tmp_path) as descriptors:
+        assert descriptors == ()
+    assert "cannot be locked (Function not implemented). Start no second run in it." in capsys.readouterr().err

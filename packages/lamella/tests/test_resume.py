@@ -1,0 +1,107 @@
+"""A run goes on from whole checkpoints; a damaged one is named, with the option that avoids it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamella import Config, ConfigError
+from lamella._directory import RunDirectory
+from lamella._place import Rank, place
+from lamella._prepare import prepare
+from lamella._report import read
+from lamella._train import Trainer
+from lamella_testing import run_ranks
+
+TrainOn = Callable[[Config, int], "object"]
+
+
+def longer(config: Config, **run: object) -> Config:
+    return replace(config, optim=replace(config.optim, steps=9), run=replace(config.run, **run))
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepare(place(config))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def finished(config: Config, train: TrainOn) -> RunDirectory:
+    """A run with checkpoints of the steps 3 and 6."""
+    return train(config, 2).directory
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_option_that_goes_on_from_the_one_before(
+    config: Config, finished: RunDirectory, train: TrainOn
+) -> None:
+    whole = train(config, 2).losses
+    newest = finished.checkpoints / "step_00000006"
+    file = min(newest.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:100])
+    message = refusal(longer(config))
+    assert str(file) in message and f"the checkpoint {str(newest)!r} is damaged" in message
+    assert "Run the same command with --from-step 3 to go on from the checkpoint before it" in message
+
+    going_back = longer(config, from_step=3)
+    prepared = prepare(place(going_back))
+    assert prepared.first_step == 3
+    [aside] = finished.checkpoints.glob("step_00000006.aside-*")
+    assert f"set aside: {aside}" in prepared.summary
+    assert max(record.step for record in read(finished.metrics)) == 3
+    assert json.loads(finished.config.read_text())["run"]["from_step"] is None  # Going back is done once.
+    on = train(longer(config), 2)
+    assert sorted(on.losses) == list(range(1, 10))
+    assert on.losses[3] == whole[3]
+
+
+def test_a_checkpoint_that_lost_its_metadata_is_not_passed_over(config: Config, finished: RunDirectory) -> None:
+    (finished.checkpoints / "step_00000006" / ".metadata").unlink()
+    message = refusal(longer(config))
+    assert "without .metadata" in message and "--from-step 3" in message
+    assert prepare(place(longer(config, from_step=3))).first_step == 3
+
+
+def test_the_only_checkpoint_that_is_damaged_leaves_another_folder(config: Config, finished: RunDirectory) -> None:
+    (finished.checkpoints / "step_00000003").rename(finished.root / "elsewhere")
+    (finished.checkpoints / "step_00000006" / ".metadata").unlink()
+    assert "There is none before it: pass another --run-dir to start anew" in refusal(longer(config))
+
+
+def test_damage_that_shows_when_it_is_read_is_told_on_every_rank_in_one_line(
+    config: Config, finished: RunDirectory
+) -> None:
+    file = finished.checkpoints / "step_00000006" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    directory = prepare(place(longer(config))).directory
+
+    def on_rank() -> str:
+        rank = Rank(rank=dist.get_rank(), num_ranks=2, device=torch.device("cpu"))
+        with pytest.raises(ConfigError) as caught:
+            Trainer(longer(config), directory, rank).train()
+        return str(caught.value)
+
+    for message in run_ranks(on_rank, 2):
+        assert "\n" not in message
+        assert str(file) in message and "--from-step 3" in message
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(
+    config: Config, finished: RunDirectory
+) -> None:
+    assert "for --from-step, got 3, 6." in refusal(longer(config, from_step=4))
+    assert (finished.checkpoints / "step_00000006").is_dir()
+
+
+def test_a_resumed_run_says_that_it_dropped_a_line(config: Config, finished: RunDirectory, train: TrainOn) -> None:
+    with finished.metrics.open("a") as file:
+        file.write('{"step": 7, "loss": 5.')
+    prepared = prepare(place(longer(config)))
+    assert "dropped from metrics.jsonl: 1 damaged lines, as a run leaves that is killed" in prepared.summary
+    assert sorted(train(longer(config), 1).losses) == list(range(1, 10))
