@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lamella._text import collect, train_tokenizer
+from lamella._text import collect
+from lamella._tokenizer import train_tokenizer
 from lamella.cli import main
 
 ON_GPUS = [pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)]
@@ -41,8 +42,7 @@ def test_a_folders_weights_are_read_onto_the_gpus(
 ) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))
     model.save_pretrained(folder := tmp_path / "folder")
-    tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 300)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    train_tokenizer(collect([str(text_folder)], 0.05).train, 300).tokenizer.save_pretrained(folder)
     command = [*options, "--model", str(folder), "--precision", "fp32", "--lr", "1e-3", "--steps", "3"]
     on_gpus = ["--device", "cuda", "--ranks", str(num_gpus)]
     assert main([*command, "--device", "cpu", "--ranks", "1", "--run-dir", str(tmp_path / "on-the-host")]) == 0

@@ -1,11 +1,12 @@
-"""From files to tokens: what is read, how it is split, and that a token's bytes are counted right."""
+"""Which files are read, how they are split, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from lamella import ConfigError
-from lamella._text import END_OF_TEXT, Corpus, TextFile, collect, encode, token_nbytes, train_tokenizer
+from lamella._text import TextFile, collect
 
 
 def names(files: tuple[TextFile, ...]) -> list[str]:
@@ -49,8 +50,9 @@ def test_at_least_the_asked_fraction_is_held_out(tmp_path: Path) -> None:
 def test_a_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
     text = "".join(f"line {index}\n" for index in range(100))
     corpus = collect([str(write(tmp_path / "text", only=text) / "only.txt")], 0.1)
-    assert corpus.train[0].text + corpus.validation[0].text == text
-    assert corpus.validation[0].text.startswith("line ")
+    (first,), (second,) = (["".join(file.pieces()) for file in files] for files in (corpus.train, corpus.validation))
+    assert first + second == text
+    assert second.startswith("line ")
     assert 0.1 <= corpus.validation[0].nbytes / len(text) < 0.12
 
 
@@ -90,36 +92,69 @@ def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
         collect([str(tmp_path / "binary")], 0.1)
 
 
-def corpus_of(*texts: str) -> Corpus:
-    files = tuple(TextFile(name=str(index), text=text, nbytes=len(text.encode())) for index, text in enumerate(texts))
-    return Corpus(source="here", train=files, validation=(), num_skipped=0)
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            "caf\u00e9".encode("latin-1"),
+            "Expected UTF-8 text in .*file', got other bytes. Convert the file, or leave it",
+        ),
+        ("text".encode("utf-16"), r"got other bytes \(UTF-16\)"),
+        (b"\x1f\x8b\x08\0", r"got other bytes \(gzip\)"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_by_what_it_looks_like(
+    tmp_path: Path, content: bytes, expected: str
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        collect([str(tmp_path / "file")], 0.1)
 
 
-def test_tokens_stand_for_exactly_the_bytes_of_the_text() -> None:
-    files = corpus_of("def f(x):\n    return x\n" * 50, "na\u00efve \u2203 \U0001f600 text\n" * 20).train
-    tokenizer = train_tokenizer(files, 300)
-    tokens = encode(tokenizer, files)
-    assert token_nbytes(tokenizer)[tokens].sum() == sum(file.nbytes for file in files)
-    assert tokenizer.decode(tokens.tolist(), skip_special_tokens=True) == "".join(file.text for file in files)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="Expected a text file or a folder as --data, got .*pipe', which is neither."):
+        collect([str(tmp_path / "pipe")], 0.1)
 
 
-def test_every_document_ends_with_the_end_of_text() -> None:
-    files = corpus_of("one two\n" * 20, "three\n").train
-    tokenizer = train_tokenizer(files, 270)
-    tokens = encode(tokenizer, files)
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    assert tokens[-1] == end and (tokens == end).sum() == 2
-    assert token_nbytes(tokenizer)[end] == 0
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path / "text", **letters(2))
+    write(root / "locked", **letters(1))
+    scan = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(ConfigError, match="Expected to read .*locked', got Permission denied."):
+        collect([str(root)], 0.1)
 
 
-def test_the_vocabulary_holds_every_byte_also_of_other_texts() -> None:
-    tokenizer = train_tokenizer(corpus_of("plain\n" * 10).train, 300)
-    other = corpus_of("\u00ff\u4e2d\x01").train
-    assert token_nbytes(tokenizer)[encode(tokenizer, other)].sum() == other[0].nbytes
+def test_a_file_that_two_paths_lead_to_is_read_once(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", **letters(4))
+    corpus = collect([str(root / "file0.txt"), str(root), str(root)], 0.3)
+    assert sorted([*names(corpus.train), *names(corpus.validation)]) == [f"file{index}.txt" for index in range(4)]
 
 
-def test_a_long_text_is_encoded_in_pieces_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = corpus_of("some words and more words\n" * 400).train
-    tokenizer = train_tokenizer(files, 300)
-    monkeypatch.setattr("lamella._text._PIECE_LENGTH", 27)
-    assert tokenizer.decode(encode(tokenizer, files).tolist(), skip_special_tokens=True) == files[0].text
+def test_the_runs_own_folder_is_no_text(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", **letters(2))
+    write(root / "runs", metrics="step\n")
+    corpus = collect([str(root)], 0.3, without=root / "runs")
+    assert sorted([*names(corpus.train), *names(corpus.validation)]) == ["file0.txt", "file1.txt"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", **letters(2))
+    corpus = collect([str(root)], 0.3)
+    (file,) = (each for each in (*corpus.train, *corpus.validation) if each.name == "file0.txt")
+    write(root, file0="text of 9\n")
+    with pytest.raises(ConfigError, match="Expected .*file0.txt' to stay as it was while it is read"):
+        list(file.pieces())
+
+
+def test_one_long_line_is_cut_between_characters(tmp_path: Path) -> None:
+    corpus = collect([str(write(tmp_path / "text", only="\u4e2d\U0001f600" * 100) / "only.txt")], 0.1)
+    pieces = [piece for files in (corpus.train, corpus.validation) for file in files for piece in file.pieces()]
+    assert "".join(pieces) == "\u4e2d\U0001f600" * 100 and len(pieces) == 2

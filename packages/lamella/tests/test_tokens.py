@@ -1,16 +1,21 @@
 """The data stream: complete, shuffled, and the same whatever the number of ranks."""
 
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lamella import ConfigError, DataConfig
-from lamella._text import Corpus, TextFile
+from lamella._text import Corpus, collect
+from lamella._tokenizer import train_tokenizer
 from lamella._tokens import (
+    IGNORED,
     BatchStream,
     TokenData,
     check_tokens,
+    inputs_and_targets,
     load_tokens,
     num_sequences,
     prepare_tokens,
@@ -63,28 +68,64 @@ def test_validation_sequences_are_spread_over_the_text_and_never_more_than_there
     assert validation_indices(TOKENS, LENGTH, 99).tolist() == list(range(25))
 
 
-def corpus(text: str) -> Corpus:
-    file = TextFile(name="a", text=text, nbytes=len(text))
-    return Corpus(source="here", train=(file,), validation=(file,), num_skipped=0)
+def corpus(folder: Path, text: str) -> Corpus:
+    (folder / "a.txt").write_text(text, encoding="utf-8")
+    return collect([str(folder / "a.txt")], 0.5)
 
 
-def test_the_token_file_is_made_once_and_again_for_another_text(tmp_path: Path) -> None:
-    tokens, tokenizer = tmp_path / "tokens.pt", tmp_path / "model" / "tokenizer.json"
-    first = prepare_tokens(corpus("some text\n" * 50), 270, tokens, tokenizer)
-    written = tokens.stat().st_mtime_ns
+def test_the_token_files_are_made_once_and_again_for_another_text(tmp_path: Path) -> None:
+    tokens, model = tmp_path / "tokens", tmp_path / "model"
+    some, other = "some text\n" * 50, "other text\n" * 50
+    first = prepare_tokens(corpus(tmp_path, some), 270, tokens, model)
+    written = (tokens / "train.bin").stat().st_mtime_ns
     assert torch.equal(load_tokens(tokens).train, first.train)
-    prepare_tokens(corpus("some text\n" * 50), 270, tokens, tokenizer)
-    assert tokens.stat().st_mtime_ns == written
-    other = prepare_tokens(corpus("other text\n" * 50), 270, tokens, tokenizer)
-    assert (
-        other.fingerprint
-        != first.fingerprint
-        == prepare_tokens(corpus("some text\n" * 50), 270, tokens, tokenizer).fingerprint
+    prepare_tokens(corpus(tmp_path, some), 270, tokens, model)
+    assert (tokens / "train.bin").stat().st_mtime_ns == written
+    second = prepare_tokens(corpus(tmp_path, other), 270, tokens, model)
+    again = prepare_tokens(corpus(tmp_path, some), 270, tokens, model)
+    assert second.fingerprint != first.fingerprint == again.fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "model", "tokens"]
+
+
+def test_tokens_are_written_batch_by_batch_and_read_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella._tokenizer._BATCH_LENGTH", 1 << 14)
+    monkeypatch.setattr("lamella._text._PIECE_LENGTH", 1 << 12)
+    monkeypatch.setattr("lamella._text._BLOCK_NBYTES", 1 << 14)
+    text = corpus(
+        tmp_path, "".join(f"{index} is a number, and {index * 7919} is one more\n" for index in range(50_000))
     )
+    tokenizer = train_tokenizer(text.train, 270)
+    tracemalloc.start()
+    data = prepare_tokens(text, tokenizer, tmp_path / "tokens", tmp_path / "model")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    nbytes_of_tokens = (len(data.train) + len(data.validation)) * 4
+    assert nbytes_of_tokens > 3_000_000
+    assert peak < 1_500_000  # Python's own lists and texts; a list of all tokens alone has 8 bytes for each.
+    assert "train.bin" in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def test_a_complement_is_an_input_and_no_target() -> None:
+    batch = torch.tensor([[5, ~6, ~7, 8, 9]])
+    inputs, targets = inputs_and_targets(batch)
+    assert inputs.tolist() == [[5, 6, 7, 8]] and targets.tolist() == [[IGNORED, IGNORED, 8, 9]]
+
+
+def test_the_targets_of_a_step_are_those_of_all_ranks() -> None:
+    tokens = torch.where(TOKENS % 3 == 0, ~TOKENS, TOKENS)
+    masked = replace(stream(), tokens=tokens, is_masked=True)
+    for step in range(6):
+        parts = [masked.batch(step, rank, 4)[:, 1:] for rank in range(4)]
+        assert masked.num_targets(step) == sum(int((part >= 0).sum()) for part in parts) < stream().num_targets(step)
 
 
 def test_text_that_does_not_fill_a_sequence_is_refused() -> None:
-    empty = torch.zeros(0, dtype=torch.int32)
-    data = TokenData(train=TOKENS, validation=TOKENS[:4], token_nbytes=empty, fingerprint="")
+    data = TokenData(
+        train=TOKENS, validation=TOKENS[:4], units=torch.zeros(0).int(), unit="byte", is_masked=False, fingerprint=""
+    )
     with pytest.raises(ConfigError, match="Expected at least 5 tokens to validate on, got 4. Pass more text"):
         check_tokens(data, DataConfig(sequence_length=LENGTH))
+    with pytest.raises(ConfigError, match="Expected tokens of an assistant to validate on, got 9 of others alone"):
+        check_tokens(replace(data, validation=~TOKENS[:9], is_masked=True), DataConfig(sequence_length=LENGTH))

@@ -29,6 +29,7 @@ from lamella_checkpoint import (
     ModelUnknown,
     MtpLayer,
     SizeUnknown,
+    Source,
     Target,
     convert,
     diff,
@@ -168,6 +169,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             arguments.src,
             arguments.dst,
             to=to,
+            translate=_as_published(arguments.config) if to == "hf" else None,
             dtype=dtype,
             float8=arguments.float8,
             like=like,
@@ -183,6 +185,15 @@ def _convert(arguments: argparse.Namespace) -> int:
         )
     say(map(printable, _told(done)))
     return 0
+
+
+def _as_published(config: str | None) -> Callable[[Source], Source] | None:
+    """What gives back the names that a run's model was published with, if `--config` names such a run's model."""
+    if config is None or not (Path(config) / "lamella_published.json").is_file():
+        return None
+    from lamella._pretrained import as_published
+
+    return as_published(Path(config))
 
 
 def _told(done: Conversion) -> Iterator[str]:

@@ -28,12 +28,9 @@ class RunDirectory:
         return self.model / "config.json"
 
     @property
-    def tokenizer(self) -> Path:
-        return self.model / "tokenizer.json"
-
-    @property
     def tokens(self) -> Path:
-        return self.root / "tokens.pt"
+        """A folder: the text's tokens, which ranks map into memory."""
+        return self.root / "tokens"
 
     @property
     def checkpoints(self) -> Path:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lamella._config import Values
-from lamella._options import ConfigError, nearest
+from lamella._options import ConfigError, in_short, nearest
 
 
 class ModelSpec(Protocol):
@@ -119,6 +118,8 @@ def _values(name: str) -> Mapping[str, object]:
 
 
 def _read_values(name: str) -> Mapping[str, object]:
+    from transformers import PreTrainedConfig
+
     path = Path(name)
     if not path.exists():
         known = ", ".join(map(repr, NAMED))
@@ -130,10 +131,11 @@ def _read_values(name: str) -> Mapping[str, object]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {_one_line(error)}") from error
+        raise ConfigError(f"Expected a transformers config in {str(path)!r}, got {in_short(error)}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"Expected a field 'model_type' in {str(path)!r}, got none.")
-    return values
+    # Read once more by transformers, which has its own way to write what JSON has no numbers for: infinity.
+    return PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
 
 
 def _from_a_hub(name: str) -> str:
@@ -166,7 +168,7 @@ def _to_spec(name: str, values: dict[str, object]) -> ModelSpec:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"Expected a config that transformers accepts in {name!r}, got {_one_line(error)}") from error
+        raise ConfigError(f"Expected a config that transformers accepts in {name!r}, got {in_short(error)}") from error
 
 
 def _check_sizes(name: str, spec: object, values: Mapping[str, object]) -> None:
@@ -187,10 +189,6 @@ def _check_vocabulary(vocab_size: int) -> None:
             f"Expected a vocabulary of at least {SMALLEST_VOCABULARY} tokens (each byte, and the end of a text), "
             f"got {vocab_size}. Pass --vocab-size."
         )
-
-
-def _one_line(error: Exception) -> str:
-    return textwrap.shorten(" ".join(str(error).split()), 240).rstrip(".") + "."
 
 
 def _adapter(extra: str, wanted_by: str) -> Adapter:
@@ -220,16 +218,58 @@ def outline(spec: ModelSpec) -> nn.Module:
     """The model of a config without memory for its weights, to learn before a run whether it can be built and sharded.
 
     Raises:
-        ConfigError: It cannot; names the model type and the reason.
+        ConfigError: It cannot, or its positions see those that they are to predict; names the model type and the
+            reason.
     """
     try:
         model = build_model(spec, torch.device("meta"), seed=0)
     except Exception as error:
         raise ConfigError(
-            f"Expected a causal language model that transformers can build, got {spec.model_type!r}: {_one_line(error)}"
+            f"Expected a causal language model that transformers can build, got {spec.model_type!r}: {in_short(error)}"
         ) from error
+    _check_causal(model, spec)
     sharding_units(model, spec.model_type)
     return model
+
+
+def _check_causal(model: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a model that was built to fill in words: trained on the next token, it would read that token."""
+    is_causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if is_causal and not any(is_causal):
+        way_out = ' Set "is_decoder": true in its config.' if hasattr(spec, "is_decoder") else ""
+        raise ConfigError(
+            f"Expected a causal language model, got {spec.model_type!r}, each of whose positions sees all others."
+            f"{way_out}"
+        )
+
+
+def check_context(spec: ModelSpec, sequence_length: int) -> None:
+    """Refuse sequences with more positions than the model has.
+
+    Raises:
+        ConfigError: Names both numbers.
+    """
+    num_positions = _num_positions(spec)
+    if num_positions is not None and sequence_length > num_positions:
+        raise ConfigError(
+            f"Expected a --sequence-length of at most {num_positions}, the positions that the {spec.model_type!r} "
+            f"model has (max_position_embeddings), got {sequence_length}. Pass --sequence-length {num_positions}."
+        )
+
+
+def _num_positions(spec: ModelSpec) -> int | None:
+    """Positions that a model is made for; None where its config names no bound.
+
+    Where rotary positions are stretched, some configs name the bound before the stretch, and others after.
+    """
+    positions = getattr(spec, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    rope = getattr(spec, "rope_parameters", None) or {}
+    before, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if isinstance(before, int) and isinstance(factor, int | float):
+        return max(positions, int(before * factor))
+    return positions
 
 
 def sharding_units(model: nn.Module, model_type: str) -> list[nn.Module]:

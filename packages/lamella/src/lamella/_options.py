@@ -7,6 +7,7 @@ its help and the checks of a configuration file are derived from that.
 import dataclasses
 import difflib
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -119,3 +120,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """` Did you mean ...?` for the closest known word, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def in_short(error: Exception) -> str:
+    """What a library raised, short enough for a message and with a full stop."""
+    return textwrap.shorten(" ".join(str(error).split()), 240).rstrip(".") + "."

@@ -2,23 +2,26 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
 from lamella._config import Config, to_values
 from lamella._directory import RunDirectory
-from lamella._models import ModelSpec, load_spec, outline
+from lamella._documents import first_chat
+from lamella._models import ModelSpec, check_context, load_spec, outline
 from lamella._options import ConfigError
 from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
 from lamella._report import rewind
 from lamella._resume import damaged, set_aside_after, wanted_checkpoint
 from lamella._text import Corpus, collect
+from lamella._tokenizer import RunTokenizer, read_tokenizer
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check, keep_published
 
@@ -59,11 +62,13 @@ def prepare(config: Config) -> Prepared:
         _check_writable(directory)
     pretrained = pretrained_directory(config.model.name)
     _check_vocabulary(config, pretrained)
-    corpus = collect(config.data.paths, config.data.validation_fraction)
     spec = load_spec(config.model.name, config.data.vocab_size)
+    check_context(spec, config.data.sequence_length)
     model = outline(spec)
-    text = fingerprint(corpus, spec.vocab_size, pretrained)
-    summary = _summary(corpus, model, spec)
+    tokenizer = None if pretrained is None else read_tokenizer(pretrained, spec.vocab_size)
+    corpus = collect(config.data.paths, config.data.validation_fraction, without=directory.root)
+    text = fingerprint(corpus, tokenizer or spec.vocab_size)
+    summary = *_summary(corpus, model, spec), *_told_of_chats(corpus, tokenizer), *_told_of_units(tokenizer)
     untrained: tuple[str, ...] = ()
     if pretrained is not None and latest is None:
         untrained = check_weights(pretrained, model, spec)
@@ -72,11 +77,11 @@ def prepare(config: Config) -> Prepared:
     if first_step < config.optim.steps:
         _check_profile(config, first_step)
         with _writing(directory):
-            data = prepare_tokens(corpus, spec.vocab_size, directory.tokens, directory.tokenizer, pretrained)
+            data = prepare_tokens(corpus, tokenizer or spec.vocab_size, directory.tokens, directory.model)
             check_tokens(data, config.data)
             summary = *summary, *_going_back(checkpoints, first_step if latest is not None else -1, directory)
             if pretrained is None:
-                spec.to_json_file(directory.model_config, use_diff=False)
+                _write_model(spec, model, directory)
             elif latest is None:
                 _keep_published(pretrained, directory.model, untrained)
             again = replace(config, run=replace(config.run, from_step=None))  # Going back is done, once.
@@ -108,6 +113,7 @@ def _writing(directory: RunDirectory) -> Iterator[None]:
 
 def _keep_published(pretrained: Path, to: Path, untrained: tuple[str, ...]) -> None:
     """What it takes to publish the model again, and to go on without the folder that it is from."""
+    to.mkdir(parents=True, exist_ok=True)
     try:
         keep_published(pretrained, to, untrained=untrained, dtype=torch.float32)  # As its main weights are.
     except CheckpointDamaged as error:
@@ -117,6 +123,46 @@ def _keep_published(pretrained: Path, to: Path, untrained: tuple[str, ...]) -> N
 def _summary(corpus: Corpus, model: nn.Module, spec: ModelSpec) -> tuple[str, ...]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return f"data: {corpus.describe()}", f"model: {num_parameters:,} parameters, {spec.vocab_size:,} tokens"
+
+
+def _told_of_chats(corpus: Corpus, tokenizer: RunTokenizer | None) -> tuple[str, ...]:
+    """What the loss of conversations is counted on, in words; refuses those that nothing can render."""
+    chat = first_chat((*corpus.train, *corpus.validation))
+    if chat is None:
+        return ()
+    if tokenizer is None:
+        raise ConfigError(
+            f"Expected a model whose tokenizer has a chat template for the conversation in {chat.place}, got one "
+            "without a tokenizer. Pass the folder of a chat model as --model, or JSON lines with a 'text'."
+        )
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"Expected a tokenizer with a chat template for the conversation in {chat.place}, got none. Put a "
+            "chat_template.jinja into the model's folder, or pass JSON lines with a 'text'."
+        )
+    if tokenizer.marks_the_assistant:
+        return ("conversations: the loss is on what the assistant says",)
+    return ("conversations: the loss is on all tokens; the chat template does not mark the assistant's",)
+
+
+def _told_of_units(tokenizer: RunTokenizer | None) -> tuple[str, ...]:
+    if tokenizer is None or tokenizer.unit == "byte":
+        return ()
+    return ("validation: in nats a token, since the tokenizer does not tell a token's bytes",)
+
+
+def _write_model(spec: ModelSpec, model: nn.Module, directory: RunDirectory) -> None:
+    """Write the configurations that go with the tokenizer that was trained, for tools that open the model's folder."""
+    from transformers import GenerationConfig
+
+    end = read_tokenizer(directory.model, spec.vocab_size).end
+    # Padding is nobody's token here: an embedding would keep the row of one at zero.
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    for name, value in {**ids, "architectures": [type(model).__name__]}.items():
+        setattr(spec, name, value)
+    spec.to_json_file(directory.model_config, use_diff=False)
+    make = cast("Callable[..., GenerationConfig]", GenerationConfig)
+    make(**ids).save_pretrained(directory.model)
 
 
 def run_root(config: Config) -> Path:

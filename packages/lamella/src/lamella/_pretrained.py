@@ -1,6 +1,7 @@
 """Weights that a run starts from: the safetensors of a Hugging Face directory, read straight into shards."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from lamella._config import Values
-from lamella._models import ModelSpec, build_model
+from lamella._conversion import correspondences
+from lamella._models import ModelSpec, build_model, load_spec, outline
 from lamella._options import ConfigError
 from lamella_checkpoint import (
     CheckpointDamaged,
@@ -27,6 +29,17 @@ from lamella_checkpoint import (
 )
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_OTHER_WEIGHTS = (
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.safetensors",
+    "*.h5",
+    "*.msgpack",
+)
 _NUM_NAMED = 3
 
 FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
@@ -34,9 +47,28 @@ FINE_TUNING: Final[Values] = {"optim": {"lr": 2e-5}}
 
 
 def pretrained_directory(name: str) -> Path | None:
-    """The directory with weights that `--model` names; None for a config alone, and for models that ship."""
+    """The directory with weights that `--model` names; None for a config alone, and for models that ship.
+
+    Raises:
+        ConfigError: It has weights in another format than safetensors: a run would start without them.
+    """
     directory = Path(name)
-    return directory if any((directory / file).is_file() for file in _WEIGHTS) else None
+    if any((directory / file).is_file() for file in _WEIGHTS):
+        return directory
+    if directory.is_dir() and (others := [file for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern)]):
+        raise ConfigError(
+            f"Expected weights as {_WEIGHTS[0]} in {name!r}, got {min(others).name}. {_to_safetensors(directory)}, or "
+            f"pass {str(directory / 'config.json')!r} as --model to start from no weights."
+        )
+    return None
+
+
+def _to_safetensors(directory: Path) -> str:
+    """The way out: lamella reads one file of torch.save, as data; of several, transformers knows the index."""
+    if (directory / "pytorch_model.bin").is_file():
+        file, to = directory / "pytorch_model.bin", f"{directory.name}-safetensors"
+        return f"Run: lamella ckpt convert {file} {to} --to hf --config {directory}, then pass --model {to}"
+    return "Load it with transformers' from_pretrained and save it with save_pretrained"
 
 
 def pretrained_settings(name: str) -> Values:
@@ -57,19 +89,19 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple
         ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
     """
     try:
-        check(directory, model=outline, translate=partial(_as_modules, spec=spec))
+        check(directory, model=outline, translate=partial(_as_modules, model=outline, spec=spec))
     except CheckpointMismatch as error:
         if unfit := _unfit(error.differences):
             raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {unfit}.") from error
-        return _names_in_files(directory, spec, error.unexpected)
+        return _names_in_files(directory, outline, spec, error.unexpected)
     except (CheckpointDamaged, ValueError) as error:
         raise ConfigError(f"{error}") from error
     return ()
 
 
-def _names_in_files(directory: Path, spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:
+def _names_in_files(directory: Path, model: nn.Module, spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:
     """What modules' tensors (`model.<name>`) are in the files of a directory."""
-    found = _correspondences(open_checkpoint(directory).source, spec)
+    found = _correspondences(open_checkpoint(directory).source, model, spec)
     origins = {f"model.{name}": tuple(each.left) for each in found for name in each.right}
     return tuple(dict.fromkeys(each for name in names for each in origins.get(name, (name.removeprefix("model."),))))
 
@@ -98,19 +130,45 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
 
     Effects: collective.
     """
-    left = load(directory, model=model, strict=False, translate=partial(_as_modules, spec=spec)).left
+    # Of a model without memory: sharded, a model has other classes, and transformers' table goes by those too.
+    as_modules = partial(_as_modules, model=outline(spec), spec=spec)
+    left = load(directory, model=model, strict=False, translate=as_modules).left
     if unfit := _unfit(left):
         raise RuntimeError(f"Expected the weights in {str(directory)!r} to stay as they were, got {unfit}.")
 
 
-def _as_modules(source: Source, spec: ModelSpec) -> Source:
-    """The files' tensors under the names of the model's modules, where its family has rules for that."""
-    return translate(source, _correspondences(source, spec), to="right")
+def _as_modules(source: Source, model: nn.Module, spec: ModelSpec) -> Source:
+    """The files' tensors under the names of the model's modules, by the rules of its family, or transformers' own."""
+    return translate(source, _correspondences(source, model, spec), to="right")
 
 
-def _correspondences(source: Source, spec: ModelSpec) -> list[Correspondence]:
-    family = find_family(spec.model_type)
-    return [] if family is None else family.modules(spec.to_dict()).match(parameter_shapes(source))
+def _correspondences(source: Source, model: nn.Module, spec: ModelSpec) -> list[Correspondence]:
+    family, shapes = find_family(spec.model_type), parameter_shapes(source)
+    return correspondences(model, shapes) if family is None else family.modules(spec.to_dict()).match(shapes)
+
+
+def as_published(directory: Path) -> Callable[[Source], Source] | None:
+    """What gives the checkpoint of a run the names and cuts that its weights were published with.
+
+    Args:
+        directory: The run's `model` folder.
+
+    Returns:
+        For `convert(translate=...)`. None where that finds out by itself: the model's family has rules, its weights
+        were not published, or parts of it are kept because they are not trained.
+
+    Raises:
+        ConfigError: The config is not a model's.
+    """
+    file = directory / "lamella_published.json"
+    if not file.is_file() or (directory / "lamella_untrained.safetensors").is_file():
+        return None
+    shapes = {name: tuple(shape) for name, shape in json.loads(file.read_text(encoding="utf-8")).items()}
+    spec = load_spec(str(directory))
+    if find_family(spec.model_type) is not None:
+        return None
+    found = correspondences(outline(spec), shapes)
+    return partial(translate, correspondences=found, to="left") if found else None
 
 
 def build_without_parameters(spec: ModelSpec, device: torch.device) -> nn.Module:

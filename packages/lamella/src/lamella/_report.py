@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -41,14 +42,38 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord:
-    """Loss on the held-out text in nats per byte, which does not depend on the vocabulary."""
+    """Loss on the held-out text.
+
+    Attributes:
+        nats_per_byte: Nats a byte of text, which does not depend on the vocabulary; None where a token's bytes are not
+            known.
+        nats_per_token: Nats a token, where a token's bytes are not known.
+    """
 
     step: int
-    nats_per_byte: float
+    nats_per_byte: float | None = None
+    nats_per_token: float | None = None
+
+    @classmethod
+    def of(cls, step: int, nats: float, unit: Literal["byte", "token"]) -> "ValidationRecord":
+        """A loss in nats a `unit`."""
+        return cls(step=step, nats_per_byte=nats) if unit == "byte" else cls(step=step, nats_per_token=nats)
+
+    @property
+    def unit(self) -> str:
+        """Of what the loss is told: a byte or a token."""
+        return "token" if self.nats_per_byte is None else "byte"
+
+    @property
+    def nats(self) -> float:
+        """Nats a `unit`."""
+        nats = self.nats_per_token if self.nats_per_byte is None else self.nats_per_byte
+        assert nats is not None
+        return nats
 
     def line(self) -> str:
         """The same in words."""
-        return f"step: {self.step}  validation: {self.nats_per_byte:.4f} nats/byte"
+        return f"step: {self.step}  validation: {self.nats:.4f} nats/{self.unit}"
 
 
 Record = StepRecord | ValidationRecord
@@ -57,7 +82,13 @@ Record = StepRecord | ValidationRecord
 def append(path: Path, records: Iterable[Record]) -> None:
     """Add records to a metrics file."""
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+        file.writelines(json.dumps(_values(record)) + "\n" for record in records)
+
+
+def _values(record: Record) -> dict[str, object]:
+    """A record's fields; of a validation, those of its unit."""
+    values = asdict(record)
+    return {name: value for name, value in values.items() if not (name.startswith("nats_per_") and value is None)}
 
 
 def read(path: Path) -> list[Record]:
@@ -76,7 +107,7 @@ def _read(path: Path) -> Iterator[Record | None]:
 def _record(line: str) -> Record | None:
     with suppress(TypeError, ValueError):
         values = json.loads(line)
-        return ValidationRecord(**values) if "nats_per_byte" in values else StepRecord(**values)
+        return StepRecord(**values) if "loss" in values else ValidationRecord(**values)
     return None
 
 
@@ -98,7 +129,7 @@ def rewind(path: Path, step: int) -> int:
 
 
 def plot(records: Iterable[Record], path: Path) -> None:
-    """Draw training loss (nats a token) and validation loss (nats a byte) over the steps."""
+    """Draw training loss (nats a token) and validation loss (nats a byte, or a token) over the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -109,11 +140,11 @@ def plot(records: Iterable[Record], path: Path) -> None:
     FigureCanvasAgg(figure)
     left = figure.add_subplot(xlabel="step", ylabel="training loss (nats/token)")
     right = left.twinx()
-    right.set_ylabel("validation loss (nats/byte)")
+    right.set_ylabel(f"validation loss (nats/{validations[0].unit if validations else 'byte'})")
     lines = left.plot([r.step for r in steps], [r.loss for r in steps], color="tab:blue", lw=1, label="training")
     lines += right.plot(
         [r.step for r in validations],
-        [r.nats_per_byte for r in validations],
+        [r.nats for r in validations],
         "o-",
         color="tab:orange",
         label="validation",

@@ -25,13 +25,14 @@ from lamella_checkpoint import CheckpointDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Where a run's results are, and its first and last validation loss in nats a byte."""
+    """Where a run's results are, and its first and last validation loss in nats a `unit`: a byte, or a token."""
 
     checkpoint: Path
     plot: Path
     metrics: Path
     first_validation: float
     last_validation: float
+    unit: str = "byte"
 
     @property
     def ratio(self) -> float:
@@ -40,7 +41,7 @@ class Result:
 
     def lines(self) -> tuple[str, ...]:
         """The result in words."""
-        losses = f"{self.first_validation:.4f} -> {self.last_validation:.4f} nats/byte"
+        losses = f"{self.first_validation:.4f} -> {self.last_validation:.4f} nats/{self.unit}"
         return (
             f"validation: {losses} ({self.ratio:.1%} of the first)",
             f"checkpoint: {self.checkpoint}",
@@ -163,16 +164,17 @@ def _is_complete(config: Config, prepared: Prepared) -> bool:
 
 
 def _result(directory: RunDirectory, *, aloud: bool) -> Result:
-    losses = [record.nats_per_byte for record in read(directory.metrics) if isinstance(record, ValidationRecord)]
+    validations = [record for record in read(directory.metrics) if isinstance(record, ValidationRecord)]
     checkpoint = CheckpointDirectory(directory.checkpoints).latest()
-    if not losses or checkpoint is None:
+    if not validations or checkpoint is None:
         raise ConfigError(f"Expected validations and a checkpoint in {str(directory.root)!r}, got none.")
     result = Result(
         checkpoint=directory.checkpoints / checkpoint.name,
         plot=directory.plot,
         metrics=directory.metrics,
-        first_validation=losses[0],
-        last_validation=losses[-1],
+        first_validation=validations[0].nats,
+        last_validation=validations[-1].nats,
+        unit=validations[-1].unit,
     )
     if aloud:
         say(result.lines())

@@ -1,43 +1,108 @@
-"""From text files to token tensors: what is read, how it is split, and the byte-pair vocabulary trained on it.
+"""Which text a run reads, and how it is split into what is trained on and what is held out.
 
 Everything here follows from the files' names and contents and from the configuration, on any machine, so that a resumed
-run finds the same tokens. `Corpus.fingerprint` says which they are.
+run finds the same text. `Corpus.fingerprint` says which text it is. Files are read in blocks, and none is held whole.
 """
 
+import codecs
 import hashlib
-import itertools
-import json
+import mmap
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typing import Final
 
 from lamella._options import ConfigError
 
-END_OF_TEXT = "<|endoftext|>"
-
-# A piece this long bounds the memory of one call to the tokenizer; at its ends at most two tokens are cut.
-_PIECE_LENGTH = 1 << 20
-_PIECES_A_CALL = 128
+_BLOCK_NBYTES: Final = 1 << 20
+_PIECE_LENGTH: Final = 1 << 16
+_NAMES_OF_MARKS: Final = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", b"\x1f\x8b": "gzip"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """One document. `name` is relative to the folder it was found in, so that it does not depend on the machine."""
+    """A file of UTF-8 text, or a part of one.
+
+    Attributes:
+        name: Relative to the folder that the file was found in, so that the name does not depend on the machine.
+        path: Where the file is.
+        start: The part's first byte.
+        stop: The byte after the part's last.
+        digest: SHA-256 of the part's bytes, in hexadecimal digits.
+    """
 
     name: str
-    text: str
-    nbytes: int
+    path: Path
+    start: int = field(default=0)
+    stop: int
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.stop - self.start
+
+    def pieces(self) -> Iterator[str]:
+        """The text in pieces of some 64 thousand characters, which end where a line ends unless a line is longer.
+
+        Raises:
+            ConfigError: The file is no longer what it was.
+        """
+        rest = ""
+        for text in self._texts():
+            rest += text
+            while len(rest) > _PIECE_LENGTH:
+                end = rest.rfind("\n", 0, _PIECE_LENGTH) + 1 or _PIECE_LENGTH
+                yield rest[:end]
+                rest = rest[end:]
+        if rest:
+            yield rest
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the text, without the line ends and without a byte order mark.
+
+        Raises:
+            ConfigError: The file is no longer what it was.
+        """
+        rest, is_first = "", True
+        for text in self._texts():
+            *lines, rest = (rest + (text.removeprefix("\ufeff") if is_first else text)).split("\n")
+            is_first = False
+            yield from lines
+        if rest:
+            yield rest
+
+    def _texts(self) -> Iterator[str]:
+        digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+        try:
+            for block in _blocks(self.path, self.start, self.stop):
+                digest.update(block)
+                yield decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise _changed(self.path) from error
+        if digest.hexdigest() != self.digest:
+            raise _changed(self.path)
+
+
+def _changed(path: Path) -> ConfigError:
+    return ConfigError(f"Expected {str(path)!r} to stay as it was while it is read, got another content. Run again.")
+
+
+def _blocks(path: Path, start: int, stop: int | None = None) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while block := file.read(_BLOCK_NBYTES if stop is None else min(_BLOCK_NBYTES, stop - file.tell())):
+            yield block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents in a fixed order, split into those to train on and those held out."""
+    """Files in a fixed order, split into those to train on and those held out."""
 
     source: str
     train: tuple[TextFile, ...]
@@ -48,7 +113,7 @@ class Corpus:
         """Hash of the names, contents and split."""
         digest = hashlib.sha256()
         for file in (*self.train, None, *self.validation):
-            digest.update(b"\0split\0" if file is None else f"\0{file.name}\0{file.nbytes}\0{file.text}".encode())
+            digest.update(b"\0split\0" if file is None else f"\0{file.name}\0{file.nbytes}\0{file.digest}".encode())
         return digest.hexdigest()
 
     def describe(self) -> str:
@@ -59,16 +124,19 @@ class Corpus:
         return f"{len(files):,} files, {nbytes:,} bytes of {self.source} ({len(self.validation):,} held out){skipped}"
 
 
-def collect(paths: Sequence[str], validation_fraction: float) -> Corpus:
-    """Read the text files under `paths`, or the standard library's sources if there are none, and split them.
+def collect(paths: Sequence[str], validation_fraction: float, *, without: Path | None = None) -> Corpus:
+    """Find the text files under `paths`, or the standard library's sources if there are none, and split them.
 
-    Files that are not UTF-8 text are skipped in folders and refused when named.
+    Files that are not UTF-8 text are skipped in folders and refused when named. A file that several paths lead to is
+    read once: read twice, its text could be trained on and held out.
+
+    Args:
+        without: A folder that is left out: the run's own, whose files change while the run goes on.
 
     Raises:
-        ConfigError: A path does not exist or is not text, or nothing with a byte in it was found.
+        ConfigError: A path does not exist, cannot be read or is not text, or nothing with a byte in it was found.
     """
-    found = (file for path in paths for file in _find(Path(path))) if paths else _standard_library()
-    files = list(found)
+    files = list(_find(paths, without))
     texts = [file for file in files if file is not None and file.nbytes]
     if not texts:
         raise ConfigError(f"Expected text in {_names(paths)}, got {len(files)} files with no text in them.")
@@ -81,43 +149,89 @@ def _names(paths: Sequence[str]) -> str:
     return ", ".join(paths) if paths else f"the Python {version} standard library"
 
 
-def _find(path: Path) -> Iterator[TextFile | None]:
-    if path.is_dir():
-        yield from _walk(path)
-        return
-    if not path.exists():
-        raise ConfigError(f"Expected a text file or a folder as --data, got {str(path)!r}, which does not exist.")
-    file = _read(path.name, path)
-    if file is None:
-        raise ConfigError(f"Expected UTF-8 text in {str(path)!r}, got other bytes.")
-    yield file
+def _find(paths: Sequence[str], without: Path | None) -> Iterator[TextFile | None]:
+    if not paths:
+        # Tests hold generated tables, and some distributions leave them out; site-packages is not the library.
+        skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+        yield from _walk(Path(sysconfig.get_path("stdlib")), set(), suffix=".py", skip=skip)
+    found: set[str] = set() if without is None else {os.path.realpath(without)}
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from _walk(path, found)
+        elif _is_new(path, found):
+            yield _named(path)
 
 
-def _standard_library() -> Iterator[TextFile | None]:
-    # Tests hold generated tables, and some distributions leave them out; site-packages is not the library.
-    skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-    return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", skip=skip)
+def _is_new(path: Path, found: set[str]) -> bool:
+    """Whether no path led to a file or folder before; notes that one does now."""
+    real = os.path.realpath(path)
+    is_new = real not in found
+    if not os.path.isdir(real):
+        found.add(real)
+    return is_new
 
 
-def _walk(root: Path, *, suffix: str = "", skip: Sequence[str] = ()) -> Iterator[TextFile | None]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
-        for path in (Path(folder, name) for name in sorted(names) if name.endswith(suffix)):
-            if path.is_file():  # Not a pipe: reading one waits for its writer.
-                yield _read(path.relative_to(root).as_posix(), path)
-
-
-def _read(name: str, path: Path) -> TextFile | None:
+def _named(path: Path) -> TextFile:
     try:
-        content = path.read_bytes()
-        return None if b"\0" in content else TextFile(name=name, text=content.decode(), nbytes=len(content))
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(
+            f"Expected a text file or a folder as --data, got {str(path)!r}, which does not exist."
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not stat.S_ISREG(kind):  # Reading a pipe waits for its writer, and it cannot be read again.
+        raise ConfigError(f"Expected a text file or a folder as --data, got {str(path)!r}, which is neither.")
+    file = _scan(path.name, path)
+    if file is None:
+        raise ConfigError(
+            f"Expected UTF-8 text in {str(path)!r}, got other bytes{_hint(path)}. Convert the file, or leave it out."
+        )
+    return file
+
+
+def _hint(path: Path) -> str:
+    """What the bytes may be, by how they begin."""
+    with path.open("rb") as file:
+        begins = file.read(2)
+    return f" ({_NAMES_OF_MARKS[begins]})" if begins in _NAMES_OF_MARKS else ""
+
+
+def _walk(root: Path, found: set[str], *, suffix: str = "", skip: Sequence[str] = ()) -> Iterator[TextFile | None]:
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error) from error
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
+        subfolders[:] = [name for name in subfolders if _is_new(Path(folder, name), found)]
+        for path in (Path(folder, name) for name in sorted(names) if name.endswith(suffix)):
+            if path.is_file() and _is_new(path, found):  # Not a pipe: reading one waits for its writer.
+                yield _scan(path.relative_to(root).as_posix(), path)
+
+
+def _scan(name: str, path: Path) -> TextFile | None:
+    """A file, if all of it is text. Effects: reads it."""
+    digest, decoder, nbytes = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        for block in _blocks(path, 0):
+            if b"\0" in block:
+                return None
+            decoder.decode(block)
+            digest.update(block)
+            nbytes += len(block)
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        raise ConfigError(f"Expected to read {str(path)!r}, got {error.strerror}.") from error
+        raise _unreadable(path, error) from error
+    return TextFile(name=name, path=path, stop=nbytes, digest=digest.hexdigest())
 
 
-def _split(files: list[TextFile], fraction: float) -> tuple[list[TextFile], list[TextFile]]:
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"Expected to read {str(path)!r}, got {error.strerror}.")
+
+
+def _split(files: list[TextFile], fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
     """Whole files, in the order of their names' hashes, until the fraction is held out; one file alone is cut."""
     if len(files) == 1:
         return _cut(files[0], fraction)
@@ -137,90 +251,23 @@ def _hash(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def _cut(file: TextFile, fraction: float) -> tuple[list[TextFile], list[TextFile]]:
-    at = file.text.rfind("\n", 0, round(len(file.text) * (1 - fraction))) + 1
-    at = at or round(len(file.text) * (1 - fraction))
-    parts = (file.text[:at], file.text[at:])
-    train, validation = (TextFile(name=file.name, text=part, nbytes=len(part.encode())) for part in parts)
-    return [train], [validation]
-
-
-def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> Tokenizer:
-    """Byte-level byte-pair tokenizer with up to `vocab_size` tokens: all 256 bytes, the end of a text, and merges.
-
-    A short text yields fewer tokens.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+def _cut(file: TextFile, fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
+    """The file's first lines, and its last ones."""
+    at = round(file.nbytes * (1 - fraction))
+    with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if line := content.rfind(b"\n", 0, at) + 1:
+            at = line
+        while at and content[at : at + 1] and content[at] & 0xC0 == 0x80:  # Inside a character.
+            at -= 1
+    parts = ((start, stop) for start, stop in ((0, at), (at, file.nbytes)) if stop > start)
+    first, *second = (
+        replace(file, start=start, stop=stop, digest=_digest(file.path, start, stop)) for start, stop in parts
     )
-    tokenizer.train_from_iterator((piece for file in files for piece in _pieces(file.text)), trainer)
-    return tokenizer
+    return [first], second
 
 
-def read_tokenizer(directory: Path, vocab_size: int) -> tuple[Tokenizer, str]:
-    """The tokenizer of a model's directory, and the token that ends a text.
-
-    Raises:
-        ConfigError: There is none, it is not byte-level, does not say what ends a text, or has more tokens than the
-            model.
-    """
-    file = directory / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # What the tokenizers library raises is an Exception.
-        raise ConfigError(f"Expected a tokenizer in {str(file)!r}, got: {error}") from error
-    if '"ByteLevel"' not in json.dumps(json.loads(tokenizer.to_str())["decoder"]):
-        raise ConfigError(f"Expected a byte-level tokenizer in {str(file)!r}, got another, which losses a byte need.")
-    num_tokens = 1 + max(tokenizer.get_vocab().values())
-    if num_tokens > vocab_size:
-        raise ConfigError(f"Expected at most the model's {vocab_size} tokens in {str(file)!r}, got {num_tokens}.")
-    return tokenizer, _end_of_text(tokenizer, directory)
-
-
-def _end_of_text(tokenizer: Tokenizer, directory: Path) -> str:
-    if tokenizer.token_to_id(END_OF_TEXT) is not None:
-        return END_OF_TEXT
-    file = directory / "tokenizer_config.json"
-    try:
-        end = json.loads(file.read_text(encoding="utf-8"))["eos_token"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"Expected {END_OF_TEXT!r} in the tokenizer, or an eos_token in {str(file)!r}.") from error
-    end = end["content"] if isinstance(end, dict) else end
-    if not isinstance(end, str) or tokenizer.token_to_id(end) is None:
-        raise ConfigError(f"Expected a token of the tokenizer as eos_token in {str(file)!r}, got {end!r}.")
-    return end
-
-
-def _pieces(text: str) -> Iterator[str]:
-    return (text[start : start + _PIECE_LENGTH] for start in range(0, len(text), _PIECE_LENGTH))
-
-
-def encode(tokenizer: Tokenizer, files: Iterable[TextFile], end_of_text: str = END_OF_TEXT) -> torch.Tensor:
-    """All documents as one stream of tokens, (num_tokens,) int32, each followed by the end-of-text token."""
-    end = torch.tensor([tokenizer.token_to_id(end_of_text)], dtype=torch.int32)
-    parts: list[torch.Tensor] = []
-    # An empty piece closes a document: the tokenizer gives no tokens for it.
-    pieces = (piece for file in files for piece in (*_pieces(file.text), ""))
-    while batch := list(itertools.islice(pieces, _PIECES_A_CALL)):
-        for piece, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
-            parts.append(torch.tensor(encoding.ids, dtype=torch.int32) if piece else end)
-    return torch.cat(parts)
-
-
-def token_nbytes(tokenizer: Tokenizer, end_of_text: str = END_OF_TEXT) -> torch.Tensor:
-    """Bytes of text that each token stands for, (num_tokens,) int32; none for the end of a text.
-
-    In the byte-level alphabet a byte is one character, so these are the lengths of the tokens' names. Added tokens
-    are named by their text.
-    """
-    added = {index: len(token.content.encode()) for index, token in tokenizer.get_added_tokens_decoder().items()}
-    nbytes = torch.zeros(1 + max(tokenizer.get_vocab().values()), dtype=torch.int32)
-    for name, index in tokenizer.get_vocab().items():
-        nbytes[index] = 0 if name == end_of_text else added.get(index, len(name))
-    return nbytes
+def _digest(path: Path, start: int, stop: int) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(path, start, stop):
+        digest.update(block)
+    return digest.hexdigest()

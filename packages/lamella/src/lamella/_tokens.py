@@ -1,93 +1,133 @@
-"""The token file of a run, and the sequences that ranks read from it.
+"""The token files of a run, and the sequences that ranks read from them.
 
 Note [The stream does not know the ranks]
     Step s trains on sequences [s * batch_size, (s + 1) * batch_size) of one endless stream: the training text's
     sequences, shuffled anew in every pass by the seed and the pass alone. A rank takes its part of the step. So the
     number of ranks changes neither what a step sees nor what a resumed run sees next, and the step is all there is to
     remember.
+
+Note [A complement is read and not predicted]
+    A token on whose prediction no loss is counted is stored as its complement `~token`, which is negative: what others
+    say to an assistant. As an input it is the token; as a target it is `IGNORED`. Text has no such tokens.
 """
 
 import functools
 import hashlib
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import shutil
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from lamella._config import DataConfig
 from lamella._options import ConfigError
-from lamella._text import END_OF_TEXT, Corpus, encode, read_tokenizer, token_nbytes, train_tokenizer
+from lamella._text import Corpus
+from lamella._tokenizer import RunTokenizer, Unit, train_tokenizer
+
+IGNORED: Final = -100
+"""The target that torch's cross entropy leaves out."""
+
+_INDEX, _TRAIN, _VALIDATION = "index.pt", "train.bin", "validation.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenData:
-    """What a run reads: token streams, and how many bytes of text each token stands for.
+    """What a run reads: token streams, and what each token stands for.
 
     Attributes:
-        train: (num_tokens,) int32, memory-mapped from the token file.
+        train: (num_tokens,) int32, memory-mapped from its file; Note [A complement is read and not predicted].
         validation: The same of the held-out text.
-        token_nbytes: (vocab_size,) int32.
-        fingerprint: Hash of the text, its split and the vocabulary.
+        units: (vocab_size,) int32: bytes of text that each token stands for, or one.
+        unit: Which of the two it is.
+        is_masked: Whether there are complements.
+        fingerprint: Hash of the text, its split and the tokenizer.
     """
 
     train: torch.Tensor
     validation: torch.Tensor
-    token_nbytes: torch.Tensor
+    units: torch.Tensor
+    unit: Unit
+    is_masked: bool
     fingerprint: str
 
+    def num_units(self, targets: torch.Tensor) -> torch.Tensor:
+        """How many bytes or tokens each sequence of targets stands for, (num_sequences,) int64."""
+        return torch.where(targets == IGNORED, 0, self.units[targets.clamp(min=0)]).sum(1)
 
-def load_tokens(path: Path) -> TokenData:
-    """The token file at `path`, mapped into memory and not read."""
-    return TokenData(**torch.load(path, mmap=True, weights_only=True))
+
+def load_tokens(folder: Path) -> TokenData:
+    """The tokens in `folder`, mapped into memory and not read."""
+    index = torch.load(folder / _INDEX, weights_only=True)
+    return TokenData(
+        train=_mapped(folder / _TRAIN),
+        validation=_mapped(folder / _VALIDATION),
+        units=index["units"],
+        unit=index["unit"],
+        is_masked=index["is_masked"],
+        fingerprint=index["fingerprint"],
+    )
 
 
-def fingerprint(corpus: Corpus, vocab_size: int, given: Path | None = None) -> str:
+def _mapped(file: Path) -> torch.Tensor:
+    num_tokens = file.stat().st_size // torch.int32.itemsize
+    # An empty file cannot be mapped.
+    return torch.from_file(str(file), size=num_tokens, dtype=torch.int32) if num_tokens else torch.empty(0).int()
+
+
+def fingerprint(corpus: Corpus, tokenizer: RunTokenizer | int) -> str:
     """What the tokens depend on: the text, and the tokenizer that is given or the size of the one to be trained."""
-    if given is None:
-        return f"{corpus.fingerprint()}-{vocab_size}"
-    tokenizer, _ = read_tokenizer(given, vocab_size)
-    return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}"
+    if isinstance(tokenizer, int):
+        return f"{corpus.fingerprint()}-{tokenizer}"
+    return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.identity().encode()).hexdigest()}"
 
 
-def prepare_tokens(
-    corpus: Corpus, vocab_size: int, tokens: Path, tokenizer: Path, given: Path | None = None
-) -> TokenData:
-    """The token file of `corpus`: the one at `tokens` if it was made from the same text, else a new one.
+def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, model: Path) -> TokenData:
+    """The tokens of `corpus`: those in the folder `tokens` if they were made from the same text, else new ones.
 
     Args:
-        given: A model's directory whose tokenizer is taken. None trains one of `vocab_size` tokens on the text.
+        tokenizer: A model's; or the size of one that is trained on the text, and saved in the folder `model`.
 
     Raises:
-        ConfigError: The tokenizer that is given cannot be used.
+        ConfigError: A document is damaged or cannot be rendered.
 
-    Effects: may train a tokenizer and write both files, each at once.
+    Effects: may train a tokenizer; replaces the folder `tokens` once the new one is whole.
     """
-    wanted = fingerprint(corpus, vocab_size, given)
-    if tokens.exists() and tokenizer.exists() and load_tokens(tokens).fingerprint == wanted:
-        return load_tokens(tokens)
-    if given is None:
-        chosen, end = train_tokenizer(corpus.train, vocab_size), END_OF_TEXT
-    else:
-        chosen, end = read_tokenizer(given, vocab_size)
-    data = TokenData(
-        train=encode(chosen, corpus.train, end),
-        validation=encode(chosen, corpus.validation, end),
-        token_nbytes=token_nbytes(chosen, end),
-        fingerprint=wanted,
-    )
-    _replace(tokenizer, lambda path: chosen.save(str(path)))
-    _replace(tokens, lambda path: torch.save(asdict(data), path))
+    wanted = fingerprint(corpus, tokenizer)
+    if not (tokens / _INDEX).exists() or load_tokens(tokens).fingerprint != wanted:
+        if isinstance(tokenizer, int):
+            tokenizer = train_tokenizer(corpus.train, tokenizer)
+            tokenizer.tokenizer.save_pretrained(model)
+        _write_tokens(corpus, tokenizer, wanted, tokens)
     return load_tokens(tokens)
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that a reader, or a run killed meanwhile, finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    os.replace(partial, path)
+def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: Path) -> None:
+    """Write the tokens of a corpus, batch by batch, and then put the whole folder in place of the old one."""
+    staged = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    masks = [
+        _write(tokenizer.encode(files), staged / name)
+        for files, name in ((corpus.train, _TRAIN), (corpus.validation, _VALIDATION))
+    ]
+    units = torch.tensor(tokenizer.units(), dtype=torch.int32)
+    index = {"units": units, "unit": tokenizer.unit, "is_masked": any(masks), "fingerprint": wanted}
+    torch.save(index, staged / _INDEX)
+    shutil.rmtree(folder, ignore_errors=True)
+    staged.rename(folder)
+
+
+def _write(batches: Iterable[list[int]], file: Path) -> bool:
+    """Write a stream of tokens; whether one of them is a complement."""
+    is_masked = False
+    with file.open("wb") as opened:
+        for batch in batches:
+            array("i", batch).tofile(opened)
+            is_masked = is_masked or min(batch, default=0) < 0
+    return is_masked
 
 
 def num_sequences(tokens: torch.Tensor, sequence_length: int) -> int:
@@ -101,6 +141,13 @@ def sequences(tokens: torch.Tensor, indices: torch.Tensor, sequence_length: int)
     return tokens[positions].long()
 
 
+def inputs_and_targets(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model is fed and what it is to predict, each (num_sequences, sequence_length), of `sequences`."""
+    is_ignored = batch < 0
+    inputs, targets = torch.where(is_ignored, ~batch, batch), torch.where(is_ignored, IGNORED, batch)
+    return inputs[:, :-1], targets[:, 1:]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchStream:
     """The training sequences of every step; see Note [The stream does not know the ranks]."""
@@ -109,6 +156,7 @@ class BatchStream:
     sequence_length: int
     batch_size: int
     seed: int
+    is_masked: bool = False
 
     def batch(self, step: int, rank: int, num_ranks: int) -> torch.Tensor:
         """A rank's part of a step (the first is 0), (batch_size / num_ranks, sequence_length + 1) int64."""
@@ -116,6 +164,12 @@ class BatchStream:
         start = step * self.batch_size + rank * share
         indices = [self._index(position) for position in range(start, start + share)]
         return sequences(self.tokens, torch.tensor(indices), self.sequence_length)
+
+    def num_targets(self, step: int) -> int:
+        """How many predictions the loss of a step is the mean of, over all ranks; at least 1."""
+        if not self.is_masked:
+            return self.batch_size * self.sequence_length
+        return max(1, int((self.batch(step, 0, 1)[:, 1:] >= 0).sum()))
 
     def _index(self, position: int) -> int:
         count = num_sequences(self.tokens, self.sequence_length)
@@ -137,7 +191,7 @@ def validation_indices(tokens: torch.Tensor, sequence_length: int, at_most: int)
 
 
 def check_tokens(data: TokenData, config: DataConfig) -> None:
-    """Refuse text that does not fill one sequence.
+    """Refuse text that does not fill one sequence, or in which there is nothing to predict.
 
     Raises:
         ConfigError: The training or the held-out text is too short; says which and by how much.
@@ -148,4 +202,9 @@ def check_tokens(data: TokenData, config: DataConfig) -> None:
             raise ConfigError(
                 f"Expected at least {needed} tokens to {name}, got {len(tokens)}. "
                 "Pass more text as --data, or a smaller --sequence-length."
+            )
+        if data.is_masked and not any(bool((part >= 0).any()) for part in torch.split(tokens, 1 << 22)):
+            raise ConfigError(
+                f"Expected tokens of an assistant to {name}, got {len(tokens)} of others alone. Pass conversations "
+                "with messages of the role 'assistant' as --data."
             )

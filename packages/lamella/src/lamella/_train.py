@@ -25,7 +25,7 @@ from lamella._report import Progress, Record, StepRecord, ValidationRecord, appe
 from lamella._resume import damage_in, damaged
 from lamella._saves import TRY, Saves, reason_of
 from lamella._stop import StopRequests
-from lamella._tokens import BatchStream, load_tokens, sequences, validation_indices
+from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -62,8 +62,11 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of every predicted token, (num_sequences, sequence_length) fp32, of sequences one token longer."""
-    inputs, targets = batch[:, :-1], batch[:, 1:]
+    """Cross entropy of every predicted token, (num_sequences, sequence_length) fp32, of sequences one token longer.
+
+    Zero where no loss is counted on a token; Note [A complement is read and not predicted].
+    """
+    inputs, targets = inputs_and_targets(batch)
     logits = model(input_ids=inputs, use_cache=False).logits
     return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
 
@@ -83,6 +86,7 @@ class Trainer:
             sequence_length=config.data.sequence_length,
             batch_size=config.optim.batch_size,
             seed=config.run.seed,
+            is_masked=self._data.is_masked,
         )
         self._spec = load_spec(str(directory.model))
         self._pretrained = pretrained_directory(config.model.name)
@@ -167,8 +171,10 @@ class Trainer:
         optim = self._config.optim
         batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
         microbatches = batch.to(self._rank.device).chunk(optim.accumulation)
+        # Ranks average their gradients, and may have unequal numbers of targets.
+        scale = self._rank.num_ranks / self._stream.num_targets(step)
         losses = [
-            self._backward(microbatch, is_last=index == len(microbatches) - 1)
+            self._backward(microbatch, scale, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
         ]
         self._agreement.ask(self._requests.signum)  # The answer comes beside the optimizer's step.
@@ -180,10 +186,10 @@ class Trainer:
         self._optimizer.zero_grad()
         return torch.stack(losses).sum(), _whole(grad_norm), lr
 
-    def _backward(self, microbatch: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+    def _backward(self, microbatch: torch.Tensor, scale: float, *, is_last: bool) -> torch.Tensor:
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(is_last)
-        loss = token_losses(self._model, microbatch).mean() / self._config.optim.accumulation
+        loss = token_losses(self._model, microbatch).sum() * scale
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -245,17 +251,17 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, step: int) -> ValidationRecord:
-        """Nats a byte on the held-out text. Effects: collective; waits for the device."""
+        """The loss on the held-out text. Effects: collective; waits for the device."""
         self._model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._validation_batches():
             losses = token_losses(self._model, batch.to(self._rank.device)).double().sum(1)
-            nbytes = self._data.token_nbytes[batch[:, 1:]].sum(1)
-            sums += torch.stack([losses, nbytes.to(losses)]) @ weights.to(losses)
+            num_units = self._data.num_units(inputs_and_targets(batch)[1])
+            sums += torch.stack([losses, num_units.to(losses)]) @ weights.to(losses)
         self._model.train()
         dist.all_reduce(sums)
-        nats, nbytes_in_all = sums.tolist()
-        return ValidationRecord(step=step, nats_per_byte=nats / nbytes_in_all)
+        nats, num_units_in_all = sums.tolist()
+        return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._data.unit)
 
     def _validation_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's sequences and their weights. Ranks run equally many: a short one repeats some, at weight 0."""
