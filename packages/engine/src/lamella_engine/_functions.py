@@ -45,7 +45,7 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
     def wrapped(*args: Any, **kwargs: Any) -> object:
         module = ref()
         args, kwargs = pre_forward(state, cast(nn.Module, module), args, kwargs)
-        return post_forward(state, cast(nn.Module, module), call(*args, **kwargs))
+        return post_forward(state, cast(nn.Module, module), args, call(*args, **kwargs))
 
     functools.update_wrapper(wrapped, function or method)
     vars(wrapped).update(__signature__=inspect.signature(method))

@@ -26,6 +26,7 @@ forward of the other unit by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -52,12 +53,6 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
     Effects: registers forward hooks on the modules, and state-dict hooks on the owners.
     """
 
-    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return pre_forward(state, module, args, kwargs)
-
-    def after(module: nn.Module, args: Args, output: object) -> object:
-        return post_forward(state, module, output)
-
     def leave_nothing_but_shards(*_: object) -> None:
         state.unit.leave_nothing_but_shards()
 
@@ -66,8 +61,9 @@ def register_hooks(modules: Sequence[nn.Module], owners: Iterable[nn.Module], st
 
     state.module_ids = frozenset(id(module) for module in modules)
     for module in modules:
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after)
+        # Partials of what a compiler skips: it would trace a closure around them, and refuse it with `fullgraph=True`.
+        module.register_forward_pre_hook(partial(pre_forward, state), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(post_forward, state))
     for owner in owners:
         owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
@@ -87,7 +83,7 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
 
 
 @_disable_dynamo
-def post_forward(state: FSDPState, module: nn.Module, output: object) -> object:
+def post_forward(state: FSDPState, module: nn.Module, _: Args, output: object) -> object:
     """Reshard, and prepare the outputs."""
     unit = state.unit
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
