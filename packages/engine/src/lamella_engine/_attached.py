@@ -15,6 +15,7 @@ from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
+_TORCHS_FULLY_SHARD = inspect.unwrap(fsdp2.fully_shard)  # now: `install()` gives the name to lamella's
 
 
 def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Sequence[nn.Module] = ()) -> None:
@@ -29,7 +30,7 @@ def attach_state(modules: Sequence[nn.Module], state: FSDPState, *, besides: Seq
     state.view = weakref.ref(view)
     for module in (*modules, *besides):
         module.__dict__[_STATE] = state
-        module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fsdp2.fully_shard)] = view
+        module.__dict__.setdefault(STATE_KEY, {})[_TORCHS_FULLY_SHARD] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
@@ -45,6 +46,11 @@ def view_of(module: object) -> StateView | None:
 def find_state(module: object) -> FSDPState | None:
     """A module's state, or None if it is no unit."""
     return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
+
+
+def is_torchs_unit(module: nn.Module) -> bool:
+    """Whether torch's own `fully_shard` has made the module a unit."""
+    return _TORCHS_FULLY_SHARD in vars(module).get(STATE_KEY, {}) and find_state(module) is None
 
 
 def state_of(module: object) -> FSDPState:
