@@ -75,20 +75,20 @@ def install() -> Installation:
     """Put lamella in FSDP2's place in this process: a program that shards with torch's functions shards with lamella's.
 
         with lamella_engine.install():
-            trainer.train()     # whatever it shards, it shards with lamella
+            trainer.train()     # shards with lamella
 
-    For programs and libraries whose imports are not yours to change. `fully_shard`, `register_fsdp_forward_method` and
+    For libraries that import torch's functions themselves. `fully_shard`, `register_fsdp_forward_method` and
     `share_comm_ctx` are replaced wherever a module has torch's as a global, under any name: in
     `torch.distributed.fsdp`, in torch's other modules that offer or use it, and in modules that imported it before.
     Modules that are imported later find lamella's under torch's names. Left alone are the file in which torch defines
     the function, and other references than globals: default arguments, attributes of objects, local variables.
 
     Returns:
-        The installation: it tells which names were replaced, and gives them back when it is told to, or at the end of a
-        `with` statement. A second call replaces nothing that the first has replaced, and to undo it changes nothing.
+        The installation, which lists the names, and whose `undo()`, or the end of a `with` statement, gives the names
+        back to torch. A second call replaces nothing, and undoing the second changes nothing.
 
-    Effects: none beyond this process: call it on every rank, before anything is sharded. A model that torch has sharded
-        is refused by lamella's `fully_shard`.
+    Effects: none beyond this process. Call on every rank, before a model is sharded: lamella's `fully_shard` refuses a
+        model that torch has sharded.
     """
     return Installation()
 
