@@ -26,6 +26,7 @@ FOLDERS = {
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
+TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
 TRITON = "triton>=3.7"  # Its pin is the affair of torch's CUDA build; see `pins`.
 PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
 OLDEST_TORCH = "torch==2.11.*"
@@ -96,7 +97,8 @@ def unit(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session, device: str) -> None:
     """Test the packages together, from their wheels: parity, the command line, the documentation's code."""
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
-    _pytest_installed(session, FOLDERS["integration"] / "tests", ROOT / "tests" / "documentation")
+    folders = [FOLDERS["integration"] / "tests", ROOT / "tests" / "documentation"]
+    _pytest_installed(session, *folders, "--ignore-glob", "*/tests/clients")
 
 
 @nox.session(default=False)
@@ -106,7 +108,8 @@ def oldest(session: nox.Session, package: str) -> None:
     _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
     session.install("--no-config", OLDEST_TORCH)  # In place of the one that constraints.txt and pyproject.toml pin.
     documentation = [ROOT / "tests" / "documentation"] if package == "integration" else []
-    _pytest_installed(session, FOLDERS[package] / "tests", *documentation, "--ignore-glob", "*/tests/mcore")
+    ignored = ["--ignore-glob", "*/tests/mcore", "--ignore-glob", "*/tests/clients"]
+    _pytest_installed(session, FOLDERS[package] / "tests", *documentation, *ignored)
 
 
 @nox.session(default=False)
@@ -118,6 +121,16 @@ def megatron(session: nox.Session) -> None:
     pip = ["pip", "--python", str(Path(session.virtualenv.location) / "bin" / "python"), "install", "--quiet"]
     session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
     _pytest_installed(session, FOLDERS["megatron"] / "tests")
+
+
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Train with the libraries that shard by FSDP2, and with lamella in its place, on CPU: results are the same."""
+    _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
+    _install(session, "--group", "clients", TRITON)  # torchtitan imports kernels that it does not run here
+    # torchtitan's metadata asks for data sets and trackers too, which a model's code does not import.
+    _install(session, "--no-deps", *TORCHTITAN)
+    _pytest_installed(session, FOLDERS["integration"] / "tests" / "clients", "-W", "default")  # warnings are theirs
 
 
 @nox.session(default=False, venv_backend="none")

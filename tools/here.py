@@ -5,6 +5,7 @@ import (torch, pytest, ...) and nothing more: no environment is made, nothing is
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs
     python tools/here.py te [PYTEST ARGS]           tests marked te: two GPUs and Transformer Engine, or they fail
+    python tools/here.py clients [PYTEST ARGS]      tests of libraries that shard by FSDP2: two GPUs and the libraries
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
                                                     --device cpu on four CPU ranks
     python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+CLIENTS = ROOT / "integration" / "tests" / "clients"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
 NO_TESTS_RAN = 5  # pytest's exit code
 
@@ -29,6 +31,8 @@ def main(args: list[str]) -> int:
             return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest)
         case ["te", *rest]:
             return _require_gpus(2) or _pytest("te", rest)
+        case ["clients", *rest]:
+            return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # warnings are theirs
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
             return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
@@ -43,7 +47,8 @@ def main(args: list[str]) -> int:
 def _pytest(marker: str, args: list[str]) -> int:
     """Run the marked tests, one folder at a time: two packages' test files may have the same name."""
     marked = [folder for folder in TESTS if any(f"mark.{marker}" in text for text in _sources(folder))]
-    results = [_pytest_in(folder, marker, args) for folder in marked]
+    others = ["--ignore", str(CLIENTS)]  # whose libraries are needed there alone
+    results = [_pytest_in(folder, marker, [*others, *args]) for folder in marked]
     return max((result for result in results if result != NO_TESTS_RAN), default=NO_TESTS_RAN)
 
 

@@ -51,7 +51,7 @@ def test_a_workflow_runs_sessions_that_exist_and_nothing_else(workflow: Path, se
 def test_continuous_integration_covers_every_package_and_session(sessions: set[str]) -> None:
     run = {command for job in _jobs(ROOT / ".github/workflows/ci.yml") for command in _commands(job)}
     expected = {name for name in sessions if name.startswith("unit(")}
-    expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron"}
+    expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron", "clients"}
     expected |= {f"oldest({name})" for name in ("buffers", "engine", "checkpoint", "lamella", "integration")}
     assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
 
@@ -88,7 +88,7 @@ def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize("command", [["gpu", "2"], ["te"], ["bench", "2"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["gpu", "2"], ["te"], ["clients"], ["bench", "2"]], ids=" ".join)
 def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command: list[str]) -> None:
     here = [sys.executable, str(ROOT / "tools" / "here.py"), *command]
     run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)

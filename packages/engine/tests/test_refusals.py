@@ -110,17 +110,6 @@ def test_a_parameter_without_dims_is_refused_by_name_and_nothing_was_changed() -
     _on_one_rank(check)
 
 
-def test_units_of_torchs_below_are_refused_by_name() -> None:
-    def check() -> None:
-        model = Net()
-        fsdp2.fully_shard(model.layers[1])
-        with pytest.raises(ValueError, match=r"Expected units of this package inside Net, got 'layers\.1', a unit of"):
-            fully_shard(model)
-        assert type(model) is Net
-
-    _on_one_rank(check)
-
-
 def test_sparse_gradients_are_refused_by_name() -> None:
     def check() -> None:
         model = nn.Sequential(nn.Embedding(5, 3, sparse=True))

@@ -15,6 +15,8 @@ from lamella_engine._functions import share_comm_ctx as share_comm_ctx
 from lamella_engine._handles import GradientReductionHandle as GradientReductionHandle
 from lamella_engine._handles import Hold as Hold
 from lamella_engine._handles import UnshardHandle as UnshardHandle
+from lamella_engine._installation import Installation as Installation
+from lamella_engine._installation import install as install
 from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards
 from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._optimizers import shard_optimizer as shard_optimizer

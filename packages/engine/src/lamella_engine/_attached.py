@@ -16,7 +16,7 @@ from lamella_engine._private_view import StateView
 from lamella_engine._state import FSDPState
 
 _STATE = "_lamella_state"
-_TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: a migration may put another in that name's place
+_TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: `install()` gives that name to lamella's
 
 
 def attach_state(
@@ -48,6 +48,11 @@ def view_of(module: object) -> StateView | None:
 def find_state(module: object) -> FSDPState | None:
     """A module's state, or None if it is no unit."""
     return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
+
+
+def is_torchs_unit(module: nn.Module) -> bool:
+    """Whether torch's own `fully_shard` has made the module a unit."""
+    return _TORCHS_FUNCTION in vars(module).get(STATE_KEY, {}) and find_state(module) is None
 
 
 def state_of(module: object) -> FSDPState:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella_buffers import Allocator, Transport, transport_for
-from lamella_engine._attached import attach_state, find_state, view_of
+from lamella_engine._attached import attach_state, find_state, is_torchs_unit, view_of
 from lamella_engine._candidates import KeepFn, as_keep_fn, by_kind, candidates_of, move_to, own_modules
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
@@ -34,7 +34,7 @@ from lamella_precision import MixedPrecisionPolicy
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 # Bound here: a migration may put others in these names' place.
-_TorchsModule, _TorchsPolicy = fsdp2.FSDPModule, fsdp2.MixedPrecisionPolicy
+_TorchsPolicy = fsdp2.MixedPrecisionPolicy
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -105,12 +105,12 @@ def fully_shard(
         `module`, changed; every module of a list is a unit's module then, and they share one state.
 
     Raises:
-        ValueError: No modules, or one twice; a module has no forward, was sharded before, is inside a unit already, or
-            shares a parameter with another unit; a parameter is 0-D, or its gradient would be sparse; the mesh or
-            `dp_mesh_dims` name no data axes; `shard_placement_fn` returns something else than it may;
-            `placements` do not fit the mesh or `reshard_after_forward`; a parameter's class defines one of the two
-            methods that say what is gathered, or one that takes other arguments; what a module reads directly
-            (`declare_reads`) is not there, or cannot be gathered with it.
+        ValueError: No modules, or one twice; a module has no forward, was sharded before, or a part of
+            it by torch's own FSDP2; it is inside a unit already, or shares a parameter with another unit; a parameter
+            is 0-D, or its gradient would be sparse; the mesh or `dp_mesh_dims` name no data axes; `shard_placement_fn`
+            returns something else than it may; `placements` do not fit the mesh or `reshard_after_forward`; a
+            parameter's class defines one of the two methods that say what is gathered, or one that takes other
+            arguments; what a module reads directly (`declare_reads`) is not there, or cannot be gathered with it.
         TypeError: An argument is of the wrong type.
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous or has a
             `grad_dtype` of its own, or one whose class says what is gathered lies as that cannot.
@@ -245,10 +245,12 @@ def _check_module(module: nn.Module) -> None:
             "distinct composable distributed API can only be applied to a module once."
         )
     for name, inner in module.named_modules():
-        if isinstance(inner, _TorchsModule) and find_state(inner) is None:
-            raise ValueError(
-                f"Expected units of this package inside {type(module).__name__}, got {name!r}, a unit of torch's own "
-                "fully_shard. Shard all of a model with one of the two."
+        if is_torchs_unit(inner):
+            raise MisuseError(
+                "Expected a module with no units of torch's own FSDP2 in it, got "
+                f"{repr(name) if name else 'the module itself'} sharded by that. Shard all of a model with one of the "
+                "two: import lamella's fully_shard everywhere, or call lamella_engine.install() before anything is "
+                "sharded."
             )
     if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise ValueError(

@@ -1,0 +1,107 @@
+"""A program that shards by itself, run twice: with torch's FSDP2, and with lamella in its place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import lamella_engine
+from lamella_testing import run_ranks
+
+Result = TypeVar("Result")
+Device = Literal["cpu", "cuda"]
+
+
+def run_in_both(
+    program: Callable[[Path], Result], *, num_ranks: int = 2, device: Device = "cpu", timeout_s: float = 120.0
+) -> list[Result]:
+    """Run a program on ranks with FSDP2 and with lamella, and assert that the results are the same to the bit.
+
+    Args:
+        program: Shards with torch's names, and returns tensors, numbers, texts and containers of these. Each run has an
+            empty folder for all ranks, the argument, and an environment as torchrun sets one.
+
+    Returns:
+        The results with lamella, by rank.
+
+    Raises:
+        AssertionError: Results differ; the message names the place.
+
+    Effects: forks ranks, twice.
+    """
+    results = []
+    for is_lamellas in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (program, Path(folder), is_lamellas)
+            results.append(run_ranks(_run, num_ranks, *arguments, device=device, timeout_s=timeout_s))
+    for rank, (expected, got) in enumerate(zip(*results, strict=True)):
+        assert_same(expected, got, f"rank {rank}")
+    return results[1]
+
+
+def _run(program: Callable[[Path], Result], folder: Path, is_lamellas: bool) -> Result:
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # for those who ask: the process group is there
+    torch.manual_seed(0)
+    with lamella_engine.install() if is_lamellas else nullcontext():
+        return program(folder)
+
+
+def units(model: nn.Module) -> list[str]:
+    """The names of a model's units, which are all of the implementation that is in place.
+
+    Raises:
+        AssertionError: There are none, or some of the other one.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    is_lamellas = torch.distributed.fsdp.fully_shard.__module__.startswith("lamella")
+    others = [name for name, unit in found.items() if isinstance(unit, lamella_engine.FSDPModule) != is_lamellas]
+    assert found and not others, f"{list(found)}, of which {others} are not lamella's, or not torch's"
+    return list(found)
+
+
+def whole(values: object) -> object:
+    """The same containers with tensors on the CPU that are not sharded.
+
+    Effects: collective on the meshes of the DTensors among them.
+    """
+    match values:
+        case DTensor():
+            return values.full_tensor().detach().cpu()
+        case torch.Tensor():
+            return values.detach().cpu().clone()
+        case Mapping():
+            return {key: whole(value) for key, value in values.items()}
+        case list() | tuple():
+            return [whole(value) for value in values]
+    return values
+
+
+def assert_same(expected: object, got: object, where: str) -> None:
+    """Assert that two results are equal: types, names in their order, and numbers to the bit."""
+    assert type(expected) is type(got), f"{where}: expected {expected!r}, got {got!r}"
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, Mapping):
+        assert isinstance(got, Mapping)
+        assert list(expected) == list(got), f"{where}: expected the keys {list(expected)}, got {list(got)}"
+        for key, value in expected.items():
+            assert_same(value, got[key], f"{where}, {key!r}")
+    elif isinstance(expected, Sequence) and not isinstance(expected, str | bytes):
+        assert isinstance(got, Sequence)
+        assert len(expected) == len(got), f"{where}: expected {len(expected)} values, got {len(got)}"
+        for place, pair in enumerate(zip(expected, got, strict=True)):
+            assert_same(*pair, f"{where}, {place}")
+    else:
+        assert expected == got, f"{where}: expected {expected!r}, got {got!r}"

@@ -1,0 +1,192 @@
+"""torch's state dict functions find in lamella's units what they find in FSDP2's: names, shards and values."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+import torch.distributed.tensor._random
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from lamella_integration.in_place import Device, run_in_both, units, whole
+
+ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
+
+OPTIONS = {
+    "default": {},
+    "full": {"full_state_dict": True},
+    "full, on the CPU": {"full_state_dict": True, "cpu_offload": True},
+    "sharded, on the CPU": {"cpu_offload": True},
+    "without what is frozen": {"ignore_frozen_params": True},
+    "with prefixes": {"keep_submodule_prefixes": True},
+    "flat optimizer state": {"flatten_optimizer_state_dict": True},
+    "flat, full": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+    "full, without what is frozen": {"full_state_dict": True, "ignore_frozen_params": True},
+}
+GIVEN = {
+    "full": {"full_state_dict": True},
+    "from rank 0": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "sharded": {},
+    "sharded, flat": {"flatten_optimizer_state_dict": True},
+    "from rank 0's CPU": {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": True},
+    "not strict": {"full_state_dict": True, "strict": False},
+}
+OF_LOADING = ("broadcast_from_rank0", "strict")
+
+
+class Net(nn.Module):
+    """Blocks of sizes that two ranks do not divide, one frozen; a buffer; a head that is tied to the stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 5, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 5, bias=False)
+        self.head.weight = self.stem.weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        head: torch.Tensor = self.head(self.norm(x))
+        return head
+
+
+def trained(seed: int, *, num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model and its optimizer, which differ from those of another seed."""
+    torch.manual_seed(seed)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    model = Net().to(device)
+    for block in model.blocks:
+        torch.distributed.fsdp.fully_shard(block)
+    torch.distributed.fsdp.fully_shard(model)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.01, weight_decay=0.1)
+    for step in range(num_steps):
+        train(model, optimizer, step)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    x = torch.randn(4, 5, generator=draw).to(next(model.buffers()).device)
+    loss: torch.Tensor = model(x).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def shapes(state: object) -> object:
+    """Of every tensor how it lies: on how many ranks, on which device, in which dtype."""
+    match state:
+        case DTensor():
+            return [str(state.placements), list(state.to_local().shape), str(state.dtype), state.device.type]
+        case torch.Tensor():
+            return [list(state.shape), str(state.dtype), state.device.type]
+        case dict():
+            return {key: shapes(value) for key, value in state.items()}
+        case list() | tuple():
+            return [shapes(value) for value in state]
+    return state
+
+
+def taken(folder: Path, *, options: dict[str, Any]) -> object:
+    model, optimizer = trained(0)
+    chosen = StateDictOptions(**options)
+    states = [
+        get_model_state_dict(model, options=chosen),
+        get_optimizer_state_dict(model, optimizer, options=chosen),
+        *get_state_dict(model, optimizer, options=chosen),
+    ]
+    return [units(model), shapes(states), whole(states)]
+
+
+def given(folder: Path, *, options: dict[str, Any]) -> object:
+    """A state that one model was given of another, and what the two do afterwards."""
+    chosen = StateDictOptions(**options)
+    source, optimizer = trained(0)
+    get = StateDictOptions(**{name: value for name, value in options.items() if name not in OF_LOADING})
+    states = copy.deepcopy(get_state_dict(source, optimizer, options=get))  # torch gives numbers of steps as they are
+    target, other = trained(1, num_steps=1)
+    if options.get("broadcast_from_rank0") and dist.get_rank() != 0:
+        states = ({}, {})
+    keys = set_model_state_dict(target, states[0], options=chosen)
+    set_optimizer_state_dict(target, other, states[1], options=chosen)
+    losses = [[train(model, steps, 5) for _ in range(2)] for model, steps in ((source, optimizer), (target, other))]
+    assert torch.equal(*(torch.stack(each) for each in losses)), losses
+    return [
+        units(target),
+        list(keys.missing_keys),
+        list(keys.unexpected_keys),
+        whole(losses),
+        whole(target.state_dict()),
+    ]
+
+
+def resumed(folder: Path) -> object:
+    """A checkpoint of shards on a disk, loaded into another model in place."""
+    source, optimizer = trained(0)
+    model_state, optimizer_state = get_state_dict(source, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    target, other = trained(1, num_steps=1)
+    model_state, optimizer_state = get_state_dict(target, other)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(target, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    losses = [[train(model, steps, 5) for _ in range(2)] for model, steps in ((source, optimizer), (target, other))]
+    assert torch.equal(*(torch.stack(each) for each in losses)), losses
+    return [units(target), whole(losses)]
+
+
+def refused(folder: Path) -> object:
+    """What strict loading says of names that do not fit."""
+    model, _ = trained(0)
+    state = get_model_state_dict(model)
+    del state["stem.weight"]
+    state["other.weight"] = torch.zeros(1)
+    lenient = set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+    with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key") as strict:
+        set_model_state_dict(model, state)
+    return [list(lenient.missing_keys), list(lenient.unexpected_keys), str(strict.value)]
+
+
+@ON_BOTH
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_state_dict_is_fsdp2s(options: dict[str, Any], device: Device) -> None:
+    run_in_both(partial(taken, options=options), device=device)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("options", GIVEN.values(), ids=GIVEN)
+def test_a_model_goes_on_from_a_state_dict_that_it_was_given(options: dict[str, Any], device: Device) -> None:
+    run_in_both(partial(given, options=options), device=device)
+
+
+@ON_BOTH
+def test_a_model_goes_on_from_a_checkpoint_of_shards(device: Device) -> None:
+    run_in_both(resumed, device=device)
+
+
+@ON_BOTH
+def test_names_that_do_not_fit_are_told_alike(device: Device) -> None:
+    run_in_both(refused, device=device)
