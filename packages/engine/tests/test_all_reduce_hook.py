@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import NEEDS_KEEP, case, local, mesh_of, unit
+from engine_models import case, local, mesh_of, unit
 from torch import nn
 
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO3, Rows, fully_shard
@@ -29,7 +29,7 @@ def _assert_same_norm(shown: torch.Tensor, model: nn.Module, factor: float = 1.0
 
 @pytest.mark.parametrize(
     "options",
-    [{"placements": ZERO1}, {"placements": ZERO3}, pytest.param({"keep": Rows(1)}, marks=NEEDS_KEEP)],
+    [{"placements": ZERO1}, {"placements": ZERO3}, {"keep": Rows(1)}],
     ids=str,
 )
 def test_it_has_the_norm_of_this_ranks_gradients(options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import NEEDS_KEEP, assert_gradients_equal, case, inputs, no_gradient_sync, twins, unit, units, whole
+from engine_models import assert_gradients_equal, case, inputs, no_gradient_sync, twins, unit, units, whole
 from fused_models import FusedLinear, fuse
 from schedule_models import LateLinear
 from torch import nn
@@ -40,7 +40,7 @@ def _train_on_pairs(reference: nn.Module, sharded: nn.Module) -> None:
     [
         {"placements": ZERO1},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-        pytest.param({"keep": Rows(1)}, marks=NEEDS_KEEP),
+        {"keep": Rows(1)},
     ],
     ids=str,
 )
@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, pytest.param({"keep": Rows(1)}, marks=NEEDS_KEEP)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keep": Rows(1)}], ids=str)
 def test_a_gradient_that_its_layer_installs_may_lie_in_memory_as_it_likes(kind: str, options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         for num_rows in (6, 7):

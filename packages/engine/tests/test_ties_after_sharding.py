@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from engine_models import (
-    NEEDS_KEEP,
     Net,
     adamw,
     assert_trains_alike,
@@ -266,7 +265,7 @@ def test_a_tie_of_what_was_given_to_layers_is_refused() -> None:
     run_ranks(on_each_rank, 2)
 
 
-@pytest.mark.parametrize("options", [pytest.param({"keep": Rows(1)}, marks=NEEDS_KEEP)], ids=str)
+@pytest.mark.parametrize("options", [{"keep": Rows(1)}], ids=str)
 def test_a_tie_in_the_flat_layout_is_refused(options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         model = shard(_Untied(), **options)

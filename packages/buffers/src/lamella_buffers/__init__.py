@@ -9,6 +9,7 @@ from lamella_buffers._buffer import standalone as standalone
 from lamella_buffers._copy_engines import CopyEngines as CopyEngines
 from lamella_buffers._copy_engines import CopyEngineTransport as CopyEngineTransport
 from lamella_buffers._copy_engines import copy_engines_of as copy_engines_of
+from lamella_buffers._memory import swap_memory as swap_memory
 from lamella_buffers._payload import Payload as Payload
 from lamella_buffers._payload import by_dtype as by_dtype
 from lamella_buffers._payload import of_one_dtype as of_one_dtype
