@@ -23,6 +23,7 @@ FOLDERS = {
     "testing": ROOT / "testing",
     "integration": ROOT / "integration",
 }
+CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
@@ -98,7 +99,7 @@ def integration(session: nox.Session, device: str) -> None:
     """Test the packages together, from their wheels: parity, the command line, the documentation's code."""
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
     folders = [FOLDERS["integration"] / "tests", ROOT / "tests" / "documentation"]
-    _pytest_installed(session, *folders, "--ignore-glob", "*/tests/clients")
+    _pytest_installed(session, *folders, "--ignore", CLIENTS)
 
 
 @nox.session(default=False)
@@ -108,7 +109,7 @@ def oldest(session: nox.Session, package: str) -> None:
     _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
     session.install("--no-config", OLDEST_TORCH)  # In place of the one that constraints.txt and pyproject.toml pin.
     documentation = [ROOT / "tests" / "documentation"] if package == "integration" else []
-    ignored = ["--ignore-glob", "*/tests/mcore", "--ignore-glob", "*/tests/clients"]
+    ignored = "--ignore-glob", "*/tests/mcore", "--ignore", CLIENTS
     _pytest_installed(session, FOLDERS[package] / "tests", *documentation, *ignored)
 
 
@@ -130,7 +131,7 @@ def clients(session: nox.Session) -> None:
     _install(session, "--group", "clients", TRITON)  # torchtitan imports kernels that it does not run here
     # torchtitan's metadata asks for data sets and trackers too, which a model's code does not import.
     _install(session, "--no-deps", *TORCHTITAN)
-    _pytest_installed(session, FOLDERS["integration"] / "tests" / "clients", "-W", "default")  # warnings are theirs
+    _pytest_installed(session, CLIENTS, "-W", "default")  # warnings are theirs
 
 
 @nox.session(default=False, venv_backend="none")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import wraps
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,20 +62,23 @@ def _name_what_is_newer() -> None:
             if not hasattr(module, later):
                 setattr(module, later, getattr(module, name))
     if not hasattr(common_utils, "HardwareClassification"):
-        common_utils.HardwareClassification = Enum("HardwareClassification", ["ACCELERATOR", "CPU", "GENERIC"])
+        kinds = Enum("kinds", ["ACCELERATOR", "CPU", "GENERIC"])
+        setattr(common_utils, "HardwareClassification", kinds)  # noqa: B010  A later torch's, which this one is not typed with.
 
 
 def _count_the_cpu_as_accelerators() -> None:
     from torch.testing._internal import common_distributed, common_fsdp, common_utils
 
-    torch.accelerator.device_count = torch.cpu.device_count = lambda: NUM_RANKS_ON_CPU
+    modules: tuple[Any, ...] = (common_distributed, common_fsdp, common_utils, torch.cpu)
+    distributed, fsdp, utils, cpu = modules
+    torch.accelerator.device_count = cpu.device_count = lambda: NUM_RANKS_ON_CPU
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
-    torch.cpu._sleep = lambda _: None
-    common_utils.get_cycles_per_ms = common_fsdp.get_cycles_per_ms = lambda *_: 1.0
-    common_fsdp.DEVICE_COUNT = NUM_RANKS_ON_CPU
-    common_distributed.skip_if_lt_x_gpu = _skip_if_fewer_ranks
+    cpu._sleep = lambda _: None
+    utils.get_cycles_per_ms = fsdp.get_cycles_per_ms = lambda *_: 1.0
+    fsdp.DEVICE_COUNT = NUM_RANKS_ON_CPU
+    distributed.skip_if_lt_x_gpu = _skip_if_fewer_ranks
     fork = torch.multiprocessing.get_context("fork").Process  # ranks that need not import torch
-    common_distributed.MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
+    distributed.MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
 
 
 def _skip_if_fewer_ranks(num_ranks: int, **_: object) -> Callable[[Callable[..., object]], Callable[..., object]]:

@@ -26,10 +26,10 @@ class _Late:
         self.installed: dict[int, Work] = {}
         real = ParameterGroup.install_gradients
 
-        def install(group: ParameterGroup, reduced: Reduced) -> None:
+        def install(group: ParameterGroup, reduced: Reduced, **options: Any) -> None:
             work = self.streams.work()
             self.installed.update((id(parameter.sharded), work) for parameter in group.parameters)
-            real(group, reduced)
+            real(group, reduced, **options)
 
         monkeypatch.setattr(ParameterGroup, "install_gradients", install)
         self.model = Net()

@@ -81,9 +81,9 @@ def test_the_optimizer_comes_after_what_follows_a_reduction(num_axes: int, monke
         _, model = twins(apply=lambda model: fully_shard(model.layers[0], mesh=mesh) and fully_shard(model, mesh=mesh))
         streams = fake_streams(model)
 
-        def install(self: ParameterGroup, reduced: Reduced) -> None:
+        def install(self: ParameterGroup, reduced: Reduced, **options: Any) -> None:
             installed.append(streams.work())
-            real(self, reduced)
+            real(self, reduced, **options)
 
         monkeypatch.setattr(ParameterGroup, "install_gradients", install)
         LOSS(model).backward()
