@@ -10,9 +10,12 @@ import torch
 import torch.distributed.fsdp as fsdp2
 from engine_models import Net, shard, unit
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lamella_engine._candidates import move_to
+from lamella_engine._sharding import local_of
 from lamella_testing import run_ranks
 
 
@@ -106,6 +109,21 @@ def test_a_parameter_without_dims_is_refused_by_name_and_nothing_was_changed() -
             fully_shard(model)
         assert type(model) is Net
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    _on_one_rank(check)
+
+
+def test_a_dtensor_on_a_mesh_of_another_device_type_is_refused_before_it_moves() -> None:
+    """Without a GPU the move itself is asked for."""
+
+    def check() -> None:
+        layer = nn.Linear(2, 2)
+        mesh = init_device_mesh("cpu", (1,))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
+        gpu = torch.device("cuda", 0)
+        with pytest.raises(ValueError, match=r"mesh of cuda devices.*got cpu for DTensor and cuda for FSDP"):
+            move_to([layer], gpu, gpu, set())
+        assert local_of(layer.weight).device.type == "cpu"
 
     _on_one_rank(check)
 

@@ -131,7 +131,11 @@ def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
 
 
 def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move the unit's own buffers to the device, and its parameters to where they are to rest, but those on meta."""
+    """Move the unit's own buffers to the device, and its parameters to where they are to rest, but those on meta.
+
+    Raises:
+        ValueError: A DTensor that would move lies on a mesh of another kind of device.
+    """
     ignored_ids = {id(parameter) for parameter in ignored}
     for _, inner in own_modules(modules):
         parameters = [(parameter, rest) for parameter in inner._parameters.values()]
@@ -140,6 +144,12 @@ def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, 
             if tensor is None or id(tensor) in ignored_ids or tensor.device == to or tensor.is_meta:
                 continue
             if isinstance(tensor, DTensor):
+                if (kind := tensor.device_mesh.device_type) != device.type:
+                    raise ValueError(
+                        f"Expected DTensors of {type(inner).__name__} on a mesh of {device.type} devices, as `mesh`. "
+                        f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {kind} for "
+                        f"DTensor and {device.type} for FSDP. Distribute it over an axis of the mesh that `mesh` is of."
+                    )
                 tensor._local_tensor = local_of(tensor).to(to)
             elif _is_wrapper(tensor):
                 moved = tensor.detach().to(to)
