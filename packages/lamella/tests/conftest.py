@@ -4,7 +4,11 @@ import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +126,36 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             tmp_path / "site", "lamella-qwen", "lamella.families", dict.fromkeys(types, "lamella_qwen:FAMILY")
         )
         monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C interrupt this process and those that it starts; a background job of a shell is born deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def start_python(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start Python with arguments that name the test's folder. Its processes end with the test, however that ends."""
+
+    def start(*arguments: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return programs.enter_context(subprocess.Popen(command, **pipes, text=True, start_new_session=True))
+
+    with ExitStack() as programs:
+        yield start
+        # Before the pipes are closed; workers are in sessions of their own, and may have outlived their parent.
+        _kill_those_that_name(tmp_path)
+
+
+def _kill_those_that_name(folder: Path) -> None:
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if f"{folder}/".encode() in command.read_bytes():
+                os.kill(int(command.parent.name), signal.SIGKILL)
 
 
 @pytest.fixture

@@ -96,12 +96,18 @@ def refuse(
         (["--batch-size", "7"], "multiple of ranks times --accumulation, 2 * 1 = 2, got 7. Pass --batch-size 8."),
         (["--resume"], "Expected a checkpoint to resume in"),
         (["--profile", "4"], "Expected at least 7 steps to go for --profile 4, which begins after 3, got 6."),
-        (["--sequence-length", "999999"], "Expected at least 1000000 tokens to train on, got "),
+        (["--sequence-length", "999999"], "the 'llama' model has (max_position_embeddings), got 999999. Pass --seq"),
         (["--config", "absent.toml"], "Expected a configuration in 'absent.toml', got No such file or directory."),
     ],
 )
 def test_bad_input_is_one_line_and_no_worker(refuse: Refuse, argv: list[str], expected: str) -> None:
     assert expected in refuse(*argv)
+
+
+def test_text_that_is_shorter_than_a_sequence_is_refused(refuse: Refuse, model_file: Path) -> None:
+    values = json.loads(model_file.read_text())
+    model_file.write_text(json.dumps(values | {"max_position_embeddings": 999_999}))
+    assert "Expected at least 1000000 tokens to train on, got " in refuse("--sequence-length", "999999")
 
 
 @pytest.mark.parametrize(

@@ -106,14 +106,20 @@ def test_a_save_in_the_background_that_failed_is_told_and_the_next_one_is_waited
 def test_metrics_that_cannot_be_written_end_the_run_on_every_rank(
     config: Config, errors_of: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def wait_for_the_checkpoint(trainer: Trainer, step: int) -> None:
+        if step == 5:
+            trainer._saves.settle()
+
     def full(path: Path, _: object) -> None:
         if path.name == "metrics.jsonl" and checkpoints_of(config).steps():
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr("lamella._train.append", full)
-    texts = errors_of(StorageError, lambda *_: None, replace(config, run=replace(config.run, log_interval=6)))
+    run = replace(config.run, log_interval=6)
+    texts = errors_of(StorageError, wait_for_the_checkpoint, replace(config, run=run))
     assert texts[0] == texts[1]
     assert "Expected to write metrics.jsonl in " in texts[0] and "got No space left on device" in texts[0]
+    assert texts[0].endswith("The last checkpoint is of step 3.")
 
 
 def test_a_loss_that_is_not_finite_keeps_the_checkpoints_and_names_its_first_step(

@@ -183,7 +183,7 @@ def test_another_vocabulary_than_that_of_the_weights_is_refused(
     with pytest.raises(ConfigError, match="or a token of the tokenizer as eos_token in its tokenizer_config.json, got"):
         prepare(config)
     (directory / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="Expected a tokenizer that transformers can read in .*published"):
+    with pytest.raises(ConfigError, match="Expected a tokenizer that transformers can read in .*published', got one w"):
         prepare(config)
 
 

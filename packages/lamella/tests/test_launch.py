@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,24 +98,23 @@ def test_a_worker_that_exits_early_has_died(tmp_path: Path) -> None:
         run_workers(program(tmp_path, "sys.exit(3)"), 1, 1)
 
 
-def start_parent(tmp_path: Path) -> "subprocess.Popen[bytes]":
+@pytest.fixture
+def parent(start_python: Callable[..., "subprocess.Popen[str]"], tmp_path: Path) -> "subprocess.Popen[str]":
+    """A parent whose two workers would take ten minutes."""
     command = program(tmp_path, "time.sleep(600)")
-    code = f"from lamella._launch import run_workers; run_workers({command!r}, 2, 1)"
-    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    started = start_python("-c", f"from lamella._launch import run_workers; run_workers({command!r}, 2, 1)")
     wait_until(lambda: len(pids(tmp_path)) == 2)
-    return parent
+    return started
 
 
-def test_an_interrupted_parent_takes_its_workers_along(tmp_path: Path) -> None:
-    parent = start_parent(tmp_path)
+def test_an_interrupted_parent_takes_its_workers_along(parent: "subprocess.Popen[str]", tmp_path: Path) -> None:
     parent.send_signal(signal.SIGINT)
     _, errors = parent.communicate(timeout=DEADLINE_S)
-    assert b"KeyboardInterrupt" in errors
+    assert "KeyboardInterrupt" in errors
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
-def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
-    parent = start_parent(tmp_path)
+def test_workers_leave_when_their_parent_is_killed(parent: "subprocess.Popen[str]", tmp_path: Path) -> None:
     parent.kill()
     parent.communicate(timeout=DEADLINE_S)
     wait_until(lambda: not any(is_alive(pid) for pid in pids(tmp_path)))

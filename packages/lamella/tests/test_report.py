@@ -11,7 +11,18 @@ def step_record(step: int) -> StepRecord:
     return StepRecord(step=step, loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0, memory_nbytes=1, mfu=None)
 
 
-@pytest.mark.parametrize("damage", ['{"step": 3, "lo', "\0" * 40, '{"step": 3}\n', "12\n", "\xff\n"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"step": 3, "lo',
+        "\0" * 40,
+        '{"step": 3}\n',
+        '{"step": 3, "nats_per_byte": null}\n',
+        '{"step": 3, "nats_per_byte": 1.0, "nats_per_token": 2.0}\n',
+        "12\n",
+        "\xff\n",
+    ],
+)
 def test_damaged_lines_are_read_past_and_dropped(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [step_record(step) for step in (1, 2)]

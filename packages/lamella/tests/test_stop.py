@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,10 +118,12 @@ WORKER = """
 """
 
 
+StartPython = Callable[..., "subprocess.Popen[str]"]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+def start(start_python: StartPython, tmp_path: Path) -> StartPython:
     """Start a parent of two workers, and wait for files that they write."""
-    parents = []
 
     def start(until: str, *, imports: str = "", end: str = "") -> "subprocess.Popen[str]":
         worker = tmp_path / "worker.py"
@@ -138,22 +140,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
                 except KeyboardInterrupt as stopped:
                     print(type(stopped).__name__, stopped.signum)
         """
-        parents.append(
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(code)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
-        wait_for(tmp_path, until, parents[0])
-        return parents[0]
+        parent = start_python("-c", textwrap.dedent(code))
+        wait_for(tmp_path, until, parent)
+        return parent
 
-    yield start
-    for parent in parents:
-        parent.kill()
-        parent.communicate()
+    return start
 
 
 def wait_for(folder: Path, name: str, parent: "subprocess.Popen[str]") -> None:
@@ -165,7 +156,7 @@ def wait_for(folder: Path, name: str, parent: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_signal_to_the_parent_or_to_all_lets_the_slowest_worker_save(
-    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path, to_all: bool
+    start: StartPython, tmp_path: Path, to_all: bool
 ) -> None:
     parent = start("ready", end="time.sleep(2 * rank)")
     parent.send_signal(signal.SIGTERM)
@@ -177,7 +168,7 @@ def test_a_signal_to_the_parent_or_to_all_lets_the_slowest_worker_save(
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
-def test_a_second_signal_ends_workers_that_hang(start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path) -> None:
+def test_a_second_signal_ends_workers_that_hang(start: StartPython, tmp_path: Path) -> None:
     parent = start("ready", end="time.sleep(600)")
     parent.send_signal(signal.SIGINT)
     time.sleep(1.2)
@@ -188,9 +179,7 @@ def test_a_second_signal_ends_workers_that_hang(start: Callable[..., "subprocess
     assert not any(Path(f"/proc/{path.read_text()}").exists() for path in tmp_path.glob("started-*"))
 
 
-def test_workers_that_are_still_importing_end_without_a_word(
-    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
-) -> None:
+def test_workers_that_are_still_importing_end_without_a_word(start: StartPython, tmp_path: Path) -> None:
     parent = start("started", imports="time.sleep(600)")
     for path in tmp_path.glob("started-*"):
         os.kill(int(path.read_text()), signal.SIGINT)
@@ -220,10 +209,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.parametrize(("launcher", "exit_code"), [((), 143), (TORCHRUN, 1)])
 def test_a_command_that_is_asked_to_stop_saves_its_step_and_the_same_command_goes_on(
-    options: list[str], tmp_path: Path, launcher: tuple[str, ...], exit_code: int
+    start_python: StartPython, options: list[str], tmp_path: Path, launcher: tuple[str, ...], exit_code: int
 ) -> None:
-    command = [sys.executable, *(launcher or ("-P",)), "-m", "lamella", *options, "--steps", "100000"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    run = start_python(*(launcher or ("-P",)), "-m", "lamella", *options, "--steps", "100000")
     assert run.stdout is not None
     assert any(line.startswith("step: 4  loss") for line in run.stdout)
     run.send_signal(signal.SIGTERM)

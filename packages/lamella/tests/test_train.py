@@ -13,6 +13,7 @@ import torch
 from lamella import Config, OptimConfig
 from lamella._report import read
 from lamella._train import learning_rate
+from lamella_testing import RankFailure
 
 TrainOn = Callable[[Config, int], "object"]
 
@@ -80,9 +81,12 @@ def test_the_plot_is_drawn(config: Config, train: TrainOn) -> None:
     assert train(config, 1).directory.plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(config: Config, train: TrainOn) -> None:
-    wild = replace(config, optim=replace(config.optim, lr=1e30))
-    with pytest.raises(Exception, match="Expected a finite loss, got nan at step .* smaller --lr"):
+@pytest.mark.parametrize(("lr", "name"), [(1e30, "gradient norm"), (1e39, "loss")])
+def test_a_loss_or_a_gradient_that_is_not_finite_ends_the_run(
+    config: Config, train: TrainOn, lr: float, name: str
+) -> None:
+    wild = replace(config, optim=replace(config.optim, lr=lr))
+    with pytest.raises(RankFailure, match=f"Expected a finite {name}, got nan at step 2. There is .* smaller --lr"):
         train(wild, 1)
 
 

@@ -54,6 +54,10 @@ class ValidationRecord:
     nats_per_byte: float | None = None
     nats_per_token: float | None = None
 
+    def __post_init__(self) -> None:
+        if (self.nats_per_byte is None) == (self.nats_per_token is None):
+            raise ValueError(f"Expected nats a byte or nats a token, got {self!r}. Pass one of them.")
+
     @classmethod
     def of(cls, step: int, nats: float, unit: Literal["byte", "token"]) -> "ValidationRecord":
         """A loss in nats a `unit`."""

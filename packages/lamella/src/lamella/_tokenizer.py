@@ -203,6 +203,12 @@ def _read(directory: Path) -> "PreTrainedTokenizerBase":
         raise ConfigError(
             f"Expected a tokenizer that transformers can read in {str(directory)!r}, got: {in_short(error)}"
         ) from error
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
+        # For some model types, transformers makes a tokenizer of the special tokens alone where there are no files.
+        raise ConfigError(
+            f"Expected a tokenizer that transformers can read in {str(directory)!r}, got one without a vocabulary. Put "
+            "the model's tokenizer.json there."
+        )
     tokenizer.model_max_length = int(1e30)  # Nothing is fed to the model as long as it is here.
     return tokenizer
 
