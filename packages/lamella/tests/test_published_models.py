@@ -209,5 +209,7 @@ def test_sentencepieces_file_without_its_library_is_refused_by_the_librarys_name
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
     for name, there in (("sentencepiece", False), ("protobuf", True)):
         monkeypatch.setattr(f"transformers.utils.import_utils.is_{name}_available", lambda there=there: there)
-    with pytest.raises(ConfigError, match="Expected sentencepiece to be .*model', got .*: pip install sentencepiece$"):
+    with pytest.raises(
+        ConfigError, match="Expected sentencepiece to be .*model', got .* from the package index: sentencepiece$"
+    ):
         read_tokenizer(tmp_path, 300)

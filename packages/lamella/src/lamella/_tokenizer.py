@@ -222,7 +222,7 @@ def _check_libraries(directory: Path) -> None:
     if missing and (files := sorted(directory.glob("*.model"))):
         raise ConfigError(
             f"Expected {' and '.join(missing)} to be installed to read {str(files[0])!r}, got no such package. Install "
-            f"with: pip install {' '.join(missing)}"
+            f"from the package index: {' '.join(missing)}"
         )
 
 
