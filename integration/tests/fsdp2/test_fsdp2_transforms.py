@@ -1,9 +1,9 @@
-"""Units inside `torch.func.jvp`."""
+"""Units inside `torch.func.jvp` and `torch.vmap`."""
 
 import warnings
 
 import torch
-from fsdp2_models import Api, assert_close, inputs, on_ranks, shard, twins
+from fsdp2_models import Api, assert_close, assert_equal_models, average, descend, inputs, on_ranks, shard, twins
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -31,5 +31,21 @@ def test_an_input_that_does_not_vary_has_no_tangent(api: Api) -> None:
         for each in (expected, model):
             output, tangent = torch.func.jvp(lambda _, unit=each: unit(x), (inputs(),), (inputs(),))
             assert_close(tangent, torch.zeros_like(output))
+
+    on_ranks(scenario, cases=RESHARD)
+
+
+def test_gradients_go_through_a_batched_model(api: Api) -> None:
+    def scenario(reshard: bool) -> None:
+        expected, model = twins()
+        shard(api, model, reshard_after_forward=reshard)
+        for step in range(2):
+            x = torch.stack([inputs(seed=3 * step + i) for i in range(3)])
+            for each in (expected, model):
+                torch.vmap(each)(x).square().mean().backward()
+            average(expected)
+            assert_equal_models(expected, model)
+            for each in (expected, model):
+                descend(each)
 
     on_ranks(scenario, cases=RESHARD)

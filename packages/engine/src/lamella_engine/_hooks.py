@@ -116,10 +116,20 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
     """
     if not torch.is_grad_enabled():
         return True
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    tensors = tensors_in(output)
+    if torch._C._are_functorch_transforms_active():
+        tensors = [_innermost(tensor) for tensor in tensors]
+    outputs = [tensor for tensor in tensors if tensor.requires_grad]
     for tensor in outputs:
         tensor.register_hook(lambda _: state.begin_backward())  # type: ignore[no-untyped-call]
     return bool(outputs) or not hides_tensors(output)
+
+
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside `torch.func`'s wrappers, which autograd records: a batched wrapper requires no gradient."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
