@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -19,15 +18,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
 )
+from validation import nats_per_byte
 
 from lamella import Config, ConfigError
-from lamella._directory import RunDirectory
 from lamella._models import load_spec, outline
 from lamella._prepare import prepare
 from lamella._pretrained import check_weights, load_weights
 from lamella._text import collect
 from lamella._tokenizer import train_tokenizer
-from lamella._tokens import load_tokens, sequences, validation_indices
 from lamella._train import Trainer
 from lamella.cli import config_of, main, parse
 from lamella_checkpoint import load
@@ -62,16 +60,6 @@ def save(tmp_path: Path, text_folder: Path) -> Callable[[nn.Module], Path]:
 
 def starting_from(config: Config, directory: Path) -> Config:
     return replace(config, model=replace(config.model, name=str(directory)), optim=replace(config.optim, lr=1e-2))
-
-
-def nats_per_byte(model: nn.Module, directory: RunDirectory) -> float:
-    """What a validation of the fixture's configuration measures, by transformers alone."""
-    data = load_tokens(directory.tokens)
-    batch = sequences(data.validation, validation_indices(data.validation, 32, 7), 32)
-    with torch.no_grad():
-        logits = model.eval()(input_ids=batch[:, :-1]).logits
-    nats = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="sum")
-    return float(nats / data.units[batch[:, 1:]].sum())
 
 
 @pytest.mark.parametrize("kind", KINDS)

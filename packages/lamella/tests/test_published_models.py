@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from validation import nats_per_byte
 
 from lamella import Config, ConfigError
 from lamella._conversion import correspondences
-from lamella._directory import RunDirectory
 from lamella._models import check_context, load_spec, outline
 from lamella._prepare import prepare
 from lamella._report import ValidationRecord, append, read
 from lamella._text import collect
 from lamella._tokenizer import read_tokenizer, train_tokenizer
-from lamella._tokens import load_tokens, sequences, validation_indices
+from lamella._tokens import load_tokens
 from lamella.cli import main
 
 TrainOn = Callable[[Config, int], "object"]
@@ -66,15 +65,6 @@ def starting_from(config: Config, directory: Path, lr: float = 1e-2) -> Config:
         optim=replace(config.optim, lr=lr),
         run=replace(config.run, checkpoint_interval=6),  # The last step's alone, which starts no process.
     )
-
-
-def nats_per_byte(model: nn.Module, directory: RunDirectory) -> float:
-    data = load_tokens(directory.tokens)
-    batch = sequences(data.validation, validation_indices(data.validation, 32, 7), 32)
-    with torch.no_grad():
-        logits = model.eval()(input_ids=batch[:, :-1]).logits
-    nats = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="sum")
-    return float(nats / data.units[batch[:, 1:]].sum())
 
 
 @pytest.mark.parametrize("model_type", MODELS)

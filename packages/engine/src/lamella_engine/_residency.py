@@ -390,10 +390,8 @@ class UnitParameters:
         """
         if self._is_current and not self._is_written_since():
             return
-        if self._gathered_at not in (
-            -1,
-            self._num_updates,
-        ):  # else never gathered, or a copy that is made anew in any case
+        # Of the others, one was never gathered, and a copy is made anew in any case.
+        if self._gathered_at not in (-1, self._num_updates):
             self.check_not_held()
         self.reshard()
 
