@@ -217,12 +217,13 @@ def test_units_that_are_reduced_in_two_microbatches_on_two_streams_are_waited_fo
 
     def check() -> None:
         state = state_of(model := shard(Net()))
+        overlap = overlap_optimizer(torch.optim.AdamW(model.parameters()), late_gradients=True)
         streams, context, works = fake_streams(model), state.context, []
         for stream in (context.all_reduce_stream, context.reduce_scatter_stream):
             with context.on(stream):
                 works.append(streams.work())
-            context.note_installed(state.index, {stream})
-        context.wait_for_gradients_of([state])
+            overlap.gradients_reduced(context, state, {stream})
+        overlap._wait_for_gradients_of(context, [state])
         assert all(work.is_before(streams.current.seen) for work in works)
 
     run_ranks(check, 1)

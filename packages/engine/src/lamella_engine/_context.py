@@ -122,6 +122,24 @@ class Member(Gatherable, Protocol):
         ...
 
 
+class Listener:
+    """Called at moments of a tree's step; each method does nothing until a subclass says what.
+
+    The engine names no listener: optional features subclass this and call `Context.listen`. Listeners are called on
+    every rank, at the same points of the program, on the thread and the stream that the moment belongs to. A listener
+    that starts a collective must do so on every rank alike.
+    """
+
+    def gradients_final(self, tree: Context) -> None:
+        """A unit has started the last reduction of its gradients in this step, or has none: a step is likely next."""
+
+    def gradients_reduced(self, tree: Context, unit: Member, streams: Iterable[torch.Stream]) -> None:
+        """A unit's gradients were put on its parameters, by kernels that are queued on these streams."""
+
+    def reductions_finished(self, tree: Context) -> None:
+        """The compute stream was ordered after every reduction of the tree."""
+
+
 class Context(Streams):
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
@@ -142,6 +160,7 @@ class Context(Streams):
         # Weak: modules own their states. A strong reference back would keep a deleted model's memory until the cyclic
         # collector runs.
         self._states: list[weakref.ref[Member]] = []
+        self._listeners: list[weakref.ref[Listener]] = []
         self._phase = Phase.RESTING
         self._forward_root: int | None = None
         self._learned = LearnedOrders()
@@ -189,6 +208,31 @@ class Context(Streams):
         for state in self.states:
             state.drop_early()
         self.use_streams_of(other)
+
+    # -- listeners --------------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """Call a listener from now on, after those that listen already; it is not kept alive."""
+        if listener not in self.listeners:
+            self._listeners.append(weakref.ref(listener, self._listeners.remove))
+
+    def ignore(self, listener: Listener) -> None:
+        """Call a listener no more; nothing if it is not called."""
+        self._listeners[:] = [ref for ref in self._listeners if ref() is not listener]
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """Who is called at moments of the tree's step, in the order of `listen`."""
+        return [listener for ref in self._listeners if (listener := ref()) is not None]
+
+    def finish_reductions(self) -> None:
+        """Order the compute stream after every reduction, let go of what they read, and tell listeners.
+
+        Effects: where gradients go to the CPU, the host waits for the compute stream.
+        """
+        super().finish_reductions()
+        for listener in self.listeners:
+            listener.reductions_finished(self)
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -423,29 +467,6 @@ class Context(Streams):
 
     def _most_reductions(self) -> int:
         return max(member.max_reductions_in_flight for member in self.states)
-
-    def note_installed(self, unit: int, streams: Iterable[torch.Stream]) -> None:
-        """Note that a unit's gradients will be there when these streams have come here."""
-        earlier = self._installed.pop(unit, {})  # of other groups, or of a reduction that was not finished since
-        self._installed[unit] = {**earlier, **{stream: stream.record_event() for stream in streams}}
-
-    def reduced_first(self, without: Container[Member]) -> list[Member]:
-        """Of the units whose gradients were noted, the first half by bytes in the order of their reductions."""
-        members = [member for member in self._members(list(self._installed)) if member not in without]
-        left = sum(member.unsharded_nbytes for member in members) // 2
-        chosen = []
-        for member in members:
-            left -= member.unsharded_nbytes
-            if left < 0:
-                break
-            chosen.append(member)
-        return chosen
-
-    def wait_for_gradients_of(self, members: Iterable[Member]) -> None:
-        """Order the compute stream after these units' gradients, of those that were noted."""
-        for member in members:
-            for event in self._installed.get(member.index, {}).values():
-                self.compute_stream.wait_event(event)
 
 
 def finish_left() -> None:

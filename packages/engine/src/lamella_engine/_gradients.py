@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 
 from lamella_buffers import reduce_scatter
-from lamella_engine import _overlapping as overlapping
-from lamella_engine._context import Context
+from lamella_engine._context import Member
 from lamella_engine._delayed import DelayedGradients
 from lamella_engine._labels import label
 from lamella_engine._main_grads import MainGrads
@@ -29,12 +28,9 @@ from lamella_engine._streams import Reduction
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
-class Reducible(Protocol):
-    """What gradients ask of their unit."""
+class Reducible(Member, Protocol):
+    """A member of a tree, with what gradients ask of their unit beside that."""
 
-    context: Context
-    name: str
-    index: int
     groups: tuple[ParameterGroup, ...]
     strategy: Strategy
 
@@ -233,8 +229,8 @@ class Gradients:
     def _install(self, unit: Reducible, reduced: Mapping[ParameterGroup, Reduced], event: torch.Event) -> None:
         """Install what was reduced over all axes. The reduce stream must be current."""
         finished = {group: self._install_group(unit, group, part, event) for group, part in reduced.items()}
-        if overlapping.waits_late():
-            unit.context.note_installed(unit.index, {stream for stream in finished.values() if stream is not None})
+        for listener in unit.context.listeners:
+            listener.gradients_reduced(unit.context, unit, {s for s in finished.values() if s is not None})
 
     def _install_group(
         self, unit: Reducible, group: ParameterGroup, reduced: Reduced, event: torch.Event

@@ -31,7 +31,6 @@ other ranks need not have made one. Others torch does not count, and they need `
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +39,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from lamella_engine._context import Context, Member, finish_left
+from lamella_engine._context import Context, Listener, Member, finish_left, trees
 from lamella_engine._optimizers import shard_optimizer
 from lamella_engine._plain_steps import plain_view_of, step_on
 from lamella_engine._split_steps import cheapest_view_of, check_steps_apart, own_step
@@ -48,23 +47,24 @@ from lamella_engine._staleness import begin_step, forget_step
 from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
 
 Parts = list[list[torch.Tensor]]
+_Events = weakref.WeakKeyDictionary[Member, dict[torch.Stream, torch.Event]]  # by unit, and by stream
 
 
-class OverlapOptimizer:
+class OverlapOptimizer(Listener):
     """An optimizer whose step hides gathers, until `remove()`; `overlap_optimizer` gives one. It need not be kept."""
 
     def __init__(self, optimizer: Optimizer, *, late_gradients: bool = False) -> None:
         self.waits_late = late_gradients
-        self._key = key = next(_keys)
-        # Weak: it holds this, by its hooks.
-        self._optimizer = weakref.ref(optimizer, lambda _: _active.pop(key, None))
+        self._optimizer = weakref.ref(optimizer)  # weak: it holds this, by its hooks
         # Trees whose last backward is over, or nearly, and whether their gradients are late.
         self._ended: weakref.WeakKeyDictionary[Context, bool] = weakref.WeakKeyDictionary()
         # Not a WeakSet: ranks must free in the same order.
         self._early: weakref.WeakKeyDictionary[Member, None] = weakref.WeakKeyDictionary()
+        # After which events a unit's gradients are there: units in the order of their reductions.
+        self._reduced: weakref.WeakKeyDictionary[Context, _Events] = weakref.WeakKeyDictionary()
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
-        _active[key] = self
+        self._listen_to(held_by(optimizer))
 
     def remove(self) -> None:
         """Let the optimizer step as before, and free what its last step has gathered, if no forward has used it yet.
@@ -73,7 +73,8 @@ class OverlapOptimizer:
         """
         self._before.remove()
         self._after.remove()
-        _active.pop(self._key, None)
+        for tree in tuple(trees):
+            tree.ignore(self)
         finish_left()
         if (optimizer := self._optimizer()) is not None:
             forget_step(optimizer)
@@ -87,17 +88,59 @@ class OverlapOptimizer:
         for member in list(self._early):
             member.drop_early()
 
-    def expect_step(self, context: Context) -> None:
-        """Note that a tree of units is at the end of its last backward: what comes next is a step."""
-        if context not in self._ended:
-            self._ended[context] = self.waits_late and self._holds_some_of(context)
+    # -- moments of a step -------------------------------------------------------------------------------------------
+
+    def gradients_final(self, tree: Context) -> None:
+        """Note that a tree is at the end of its last backward, and leave its reductions to the step if asked to."""
+        if tree not in self._ended:
+            self._ended[tree] = self.waits_late and self._holds_some_of(tree)
         # Of every microbatch: one that another follows may not say so, and that one's forward finishes its reductions.
-        context.leaves_reductions |= self._ended[context]
+        tree.leaves_reductions |= self._ended[tree]
+
+    def gradients_reduced(self, tree: Context, unit: Member, streams: Iterable[torch.Stream]) -> None:
+        """Note the events after which a unit's gradients are there, for a step that waits for some units alone."""
+        if self.waits_late:
+            noted = self._reduced.setdefault(tree, weakref.WeakKeyDictionary())
+            earlier = noted.pop(unit, {})  # of other groups, or of a reduction that was not finished since
+            noted[unit] = {**earlier, **{stream: stream.record_event() for stream in streams}}
+
+    def reductions_finished(self, tree: Context) -> None:
+        """Forget the events: the compute stream has waited for all of them."""
+        self._reduced.pop(tree, None)
+
+    def _listen_to(self, held: Sequence[torch.Tensor]) -> None:
+        """Listen to the trees that some of the optimizer's parameters are in: also to those made since the last step.
+
+        A tree that is sharded after `overlap_optimizer` was called is heard from its second step on.
+        """
+        ids = {id(parameter) for parameter in held}
+        for tree in tuple(trees):
+            if self not in tree.listeners and any(member.holds_any(ids) for member in tree.states):
+                tree.listen(self)
 
     def _holds_some_of(self, context: Context) -> bool:
         optimizer = self._optimizer()
         held = set() if optimizer is None else {id(p) for p in held_by(optimizer)}
         return any(id(p) in held for member in context.states for p in member.trained)
+
+    def _reduced_first(self, tree: Context, without: Container[Member]) -> list[Member]:
+        """Of the units whose gradients were noted, the first half by bytes in the order of their reductions."""
+        members = [member for member in self._reduced.get(tree, ()) if member not in without]
+        left = sum(member.unsharded_nbytes for member in members) // 2
+        chosen = []
+        for member in members:
+            left -= member.unsharded_nbytes
+            if left < 0:
+                break
+            chosen.append(member)
+        return chosen
+
+    def _wait_for_gradients_of(self, tree: Context, members: Iterable[Member]) -> None:
+        """Order the compute stream after these units' gradients, of those that were noted."""
+        noted = self._reduced.get(tree, _Events())
+        for member in members:
+            for event in noted.get(member, {}).values():
+                tree.compute_stream.wait_event(event)
 
     # -- the optimizer's hooks ---------------------------------------------------------------------------------------
 
@@ -125,8 +168,9 @@ class OverlapOptimizer:
             finish_left()
             return None
         held = {id(p) for p in held_by(optimizer)}
+        self._listen_to(held_by(optimizer))
         first = {context: _gathered_first(context, held) for context in contexts}
-        early = {context: context.reduced_first(first[context]) for context in contexts if context.is_left}
+        early = {context: self._reduced_first(context, first[context]) for context in contexts if context.is_left}
         *parts, rest = _split(optimizer, [_ids(early), _ids(first)])
         if not any(rest) or not any(map(any, parts)):
             finish_left()
@@ -135,7 +179,7 @@ class OverlapOptimizer:
         begin_step(optimizer)
         self._early.clear()
         for context, members in early.items():
-            context.wait_for_gradients_of(members)
+            self._wait_for_gradients_of(context, members)
         _step(optimizer, parts[0])
         finish_left()
         _step(optimizer, parts[1])
@@ -152,10 +196,6 @@ class OverlapOptimizer:
 
     def _is_last_hook(self, optimizer: Optimizer) -> bool:
         return bool(next(reversed(optimizer._optimizer_step_pre_hooks)) == self._before.id)
-
-
-_keys = itertools.count()
-_active: dict[int, OverlapOptimizer] = {}
 
 
 def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> OverlapOptimizer:
@@ -214,24 +254,14 @@ def overlap_optimizer(optimizer: Optimizer, *, late_gradients: bool = False) -> 
 
 
 def _given(optimizer: Optimizer) -> OverlapOptimizer | None:
-    return next((each for each in _active.values() if each._optimizer() is optimizer), None)
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, OverlapOptimizer)), None)
 
 
 def drop_early(optimizer: Optimizer) -> None:
     """Free what this optimizer's last step has gathered, unless a forward has used it."""
     if (found := _given(optimizer)) is not None:
         found.drop_early()
-
-
-def expect_step(context: Context) -> None:
-    """Tell optimizers that a tree of units has had its last backward."""
-    for each in _active.values() if _active else ():
-        each.expect_step(context)
-
-
-def waits_late() -> bool:
-    """Whether an optimizer's step waits for gradients in the place of the end of backward."""
-    return bool(_active) and any(each.waits_late for each in _active.values())
 
 
 def _gathered_first(context: Context, held: Container[int]) -> list[Member]:

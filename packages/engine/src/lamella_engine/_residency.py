@@ -13,7 +13,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 from lamella_buffers import Done, Pending, all_gather
-from lamella_engine import _overlapping as overlapping
 from lamella_engine._context import Context
 from lamella_engine._extended_group import split_extended
 from lamella_engine._gradients import Gradients
@@ -405,7 +404,8 @@ class UnitParameters:
 
     def expect_an_update(self) -> None:
         """Make copies anew at the next use: an optimizer of any kind is likely to write main weights now."""
-        overlapping.expect_step(self.context)
+        for listener in self.context.listeners:
+            listener.gradients_final(self.context)
         for group in self.groups:
             if self.strategy.keeps_copy or group.outer is not None:
                 self._expects_update = True

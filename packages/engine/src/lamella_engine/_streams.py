@@ -61,8 +61,6 @@ class Streams:
         self._all_reductions: deque[Reduction] = deque()
         self.leaves_reductions = False  # at the end of this backward: to an optimizer that waits for them
         self.is_left = False  # gradients of the last backward are still being reduced, and nobody has waited for them
-        # By unit, in the order in which they were reduced, and by stream.
-        self._installed: dict[int, dict[torch.Stream, torch.Event]] = {}
         self._awaits_gradients = False
         self.reads_shards = False
         self._on_arrival: dict[Callable[[], None], None] = {}
@@ -156,7 +154,6 @@ class Streams:
         """
         self.is_left = False
         self.leaves_reductions = False
-        self._installed.clear()
         if self._reductions:
             # For more than their events: gradients are divided, cast and added to after those.
             self.compute_stream.wait_stream(self.reduce_scatter_stream)
