@@ -23,13 +23,19 @@ Device = Literal["cpu", "cuda"]
 
 
 def run_in_both(
-    program: Callable[[Path], Result], *, num_ranks: int = 2, device: Device = "cpu", timeout_s: float = 120.0
+    program: Callable[[Path], Result],
+    *,
+    num_ranks: int = 2,
+    device: Device = "cpu",
+    backend: str | None = None,
+    timeout_s: float = 120.0,
 ) -> list[Result]:
     """Run a program on ranks with FSDP2 and with lamella, and assert that the results are the same to the bit.
 
     Args:
         program: Shards with torch's names, and returns tensors, numbers, texts and containers of these. Each run has an
             empty folder for all ranks, the argument, and an environment as torchrun sets one.
+        backend: Of the process group; None is the device's own.
 
     Returns:
         The results with lamella, by rank.
@@ -43,7 +49,7 @@ def run_in_both(
     for is_lamellas in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             arguments = (program, Path(folder), is_lamellas)
-            results.append(run_ranks(_run, num_ranks, *arguments, device=device, timeout_s=timeout_s))
+            results.append(run_ranks(_run, num_ranks, *arguments, device=device, backend=backend, timeout_s=timeout_s))
     for rank, (expected, got) in enumerate(zip(*results, strict=True)):
         assert_same(expected, got, f"rank {rank}")
     return results[1]

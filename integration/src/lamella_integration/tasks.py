@@ -51,13 +51,20 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train. With several microbatches, `reduce_every_microbatch` tells the two ways to accumulate apart."""
+    """How to train.
+
+    Attributes:
+        reduce_every_microbatch: With several microbatches, which of the two ways to accumulate.
+        foreach: As for `torch.optim.AdamW`. False rounds each element alike whatever list of shards a rank has: torch
+            runs single-tensor kernels for some lists, and these round otherwise than the multi-tensor ones.
+    """
 
     num_steps: int = 20
     learning_rate: float = 3e-3
     num_microbatches: int = 1
     reduce_every_microbatch: bool = True
     max_norm: float | None = None
+    foreach: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -119,7 +126,9 @@ def train(
     """
     trace = Trace()
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=recipe.learning_rate
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=recipe.learning_rate,
+        foreach=recipe.foreach,
     )
     prepare(optimizer)
     device = next(model.parameters()).device

@@ -94,4 +94,5 @@ def test_accelerate_trains_saves_and_loads(options: dict[str, Any], device: Devi
 
 @pytest.mark.gpu2
 def test_accelerate_lets_shards_rest_on_the_cpu() -> None:
-    run_in_both(partial(trained_and_saved, options=OFFLOADED), device="cuda")
+    # As Accelerate makes it for this: torch's clipping reduces the norms of DTensors on the CPU there.
+    run_in_both(partial(trained_and_saved, options=OFFLOADED), device="cuda", backend="cpu:gloo,cuda:nccl")

@@ -74,6 +74,7 @@ def run_ranks(
     num_ranks: int,
     *args: *Args,
     device: Device = "cpu",
+    backend: str | None = None,
     timeout_s: float = 120.0,
 ) -> list[Result]:
     """Results of `fn(*args)` by rank, each run in its own process of a fresh default process group.
@@ -84,6 +85,7 @@ def run_ranks(
     Args:
         num_ranks: At least 1. A single rank gets a process group too.
         device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
+        backend: Of the process group, in torch's spelling ("cpu:gloo,cuda:nccl" serves both). None: gloo or NCCL.
         timeout_s: For all ranks together, start included.
 
     Raises:
@@ -102,7 +104,7 @@ def run_ranks(
 
         def serve(rank: int, connection: Connection) -> None:
             def call() -> Result:
-                join_group(rank, num_ranks, Path(directory), device)
+                join_group(rank, num_ranks, Path(directory), device, backend)
                 return fn(*args)
 
             _serve(connection, call)
@@ -197,13 +199,13 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
     return Rank(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
 
 
-def join_group(rank: int, num_ranks: int, directory: Path, device: Device) -> None:
+def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
     """Make this process a rank."""
     torch.set_num_threads(1)  # A forked child hangs in the parent's OpenMP pool.
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        backend or ("nccl" if device == "cuda" else "gloo"),
         init_method=f"file://{directory / 'store'}",
         rank=rank,
         world_size=num_ranks,
