@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.quantizers import quantizer_finegrained_fp8
 
-from lamella_checkpoint import convert, load, save, save_safetensors
+from lamella_checkpoint import load, save
+from lamella_convert import convert, save_safetensors
 from lamella_engine import Rows, fully_shard
 from lamella_testing import run_ranks
 

@@ -52,7 +52,7 @@ def test_continuous_integration_covers_every_package_and_session(sessions: set[s
     run = {command for job in _jobs(ROOT / ".github/workflows/ci.yml") for command in _commands(job)}
     expected = {name for name in sessions if name.startswith("unit(")}
     expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron", "clients"}
-    expected |= {f"oldest({name})" for name in ("buffers", "engine", "checkpoint", "lamella", "integration")}
+    expected |= {f"oldest({name})" for name in ("buffers", "engine", "checkpoint", "convert", "lamella", "integration")}
     assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
 
 

@@ -14,6 +14,7 @@ PLANTED = [
     ("lamella_layout", "lamella_buffers", "Every arrow points down"),
     ("lamella_precision", "lamella_buffers", "Every arrow points down"),
     ("lamella_qwen", "lamella_mamba", "Every arrow points down"),
+    ("lamella_checkpoint", "lamella_convert", "Every arrow points down"),
     ("lamella_engine", "lamella_checkpoint", "The engine is unaware of checkpoints"),
     ("lamella_checkpoint", "lamella_buffers", "Checkpoints know layouts, and neither the engine nor what it stands on"),
     ("lamella_buffers", "lamella_testing", "What ships is unaware of tests and benchmarks"),
@@ -31,6 +32,11 @@ PLANTED = [
         "lamella_checkpoint._formats.items",
         "lamella_checkpoint._training.save",
         "Checkpoints read from the bottom up, as docs/design/0007-checkpoints.md has it",
+    ),
+    (
+        "lamella_convert._formats.float8",
+        "lamella_convert._tools.convert",
+        "Conversions read from the bottom up, as docs/design/0007-checkpoints.md has it",
     ),
 ]
 

@@ -24,16 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_of_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lamella_checkpoint import (
-    AsyncSaver,
-    CheckpointDamaged,
-    CheckpointFailed,
-    CheckpointMismatch,
-    convert,
-    load,
-    save,
-    verify,
-)
+from lamella_checkpoint import AsyncSaver, CheckpointDamaged, CheckpointFailed, CheckpointMismatch, load, save
+from lamella_convert import convert, verify
 from lamella_testing import RankFailure, run_ranks
 
 _SHAPE: Final = (300, 1000)

@@ -8,7 +8,7 @@ import pytest
 
 from lamella_checkpoint import CheckpointDamaged
 from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._formats.checksums import FILE, Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def stored(tmp_path):
         span, checksum = stream.end_item()
         items[span] = checksum
     (tmp_path / "data").write_bytes(file.getvalue())
-    Manifest(extra={}, num_ranks=1, optimizer=None, checksums=FILE).write(tmp_path)
+    Manifest(extra={}, num_ranks=1, optimizer=None, checksums=CHECKSUMS_FILE).write(tmp_path)
     Checksums(files={"data": items, "lamella.json": of_whole_file(tmp_path / "lamella.json")}).write(tmp_path)
     return tmp_path
 
@@ -61,6 +61,6 @@ def test_a_checkpoint_without_checksums_has_none(tmp_path):
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"algorithm": "sha"}', '{"algorithm": "crc32", "files": 1}'])
 def test_lost_or_unreadable_checksums_are_damage(stored, content):
-    (stored / FILE).unlink() if content is None else (stored / FILE).write_text(content)
-    with pytest.raises(CheckpointDamaged, match=FILE):
+    (stored / CHECKSUMS_FILE).unlink() if content is None else (stored / CHECKSUMS_FILE).write_text(content)
+    with pytest.raises(CheckpointDamaged, match=CHECKSUMS_FILE):
         Checksums.of(stored)

@@ -5,14 +5,13 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.distributed as dist
-from memory_source import MemorySource
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamella_checkpoint._state.fill import fill
 from lamella_checkpoint._state.shards import LiveCut, LiveShard, written_pieces
-from lamella_checkpoint._translation.megatron import read_fsdp_dtensor
-from lamella_checkpoint._translation.megatron_model import from_megatron_model
+from lamella_checkpoint.testing import MemorySource
+from lamella_convert._translation.megatron_model import from_megatron_model
 from lamella_layout import Range
 from lamella_testing import run_ranks
 
@@ -85,23 +84,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tensors, objects, 
         fill(wanted, MemorySource({"first": torch.ones(2), **tensors}, objects))
     assert wanted["first"].tolist() == [0, 0]
     assert wanted["n"] == 1
-
-
-def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding():
-    exact = 1.0009765625 + 2**-20
-    whole = torch.full((8, 2), exact)
-    halves = {
-        f"model.module.mlp.linear_fc1.weight_{half}": part for half, part in zip("wv", whole.chunk(2), strict=True)
-    }
-    source = read_fsdp_dtensor(MemorySource(halves))
-    main = torch.zeros(8, 2)
-    computing = torch.zeros(8, 2, dtype=torch.bfloat16)
-    fill({"model": {"mlp.linear_fc1.weight": main}}, source)
-    fill({"model": {"mlp.linear_fc1.weight": computing}}, source)
-    assert (main == exact).all()
-    assert exact != torch.tensor(exact).bfloat16().item() == 1.0
-    assert (main.bfloat16() == 1.0).all()
-    assert (computing == 1.0).all()
 
 
 def test_each_rank_fills_its_part():

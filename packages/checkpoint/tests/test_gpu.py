@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_training import build, train
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
 from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._training import copies as _copies
 from lamella_testing import run_ranks
+from lamella_testing.gpu_training import build, train
 
 
 def cpu_state(kit, model, optimizer):

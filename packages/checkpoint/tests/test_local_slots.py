@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lamella_checkpoint import AsyncSaver, CheckpointFailed, convert, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointFailed, load, save
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_testing import run_ranks
 
@@ -157,23 +157,6 @@ def test_a_save_in_the_background_places_them_alike(tmp_path):
 
     run_ranks(train_and_save, 3)
     assert_holds_what_one_rank_has(tmp_path / "two", 2)
-
-
-def test_a_converted_checkpoint_still_says_which_slots_are_plain(tmp_path):
-    def train_and_save():
-        model, optimizer = trained(over_all, 2)
-        save(tmp_path / "two", model=model, optimizer=optimizer)
-
-    def resume():
-        model, optimizer = make(over_all)
-        load(tmp_path / "converted", model=model, optimizer=optimizer)
-        optimizer.step()
-        save(tmp_path / "three", model=model, optimizer=optimizer)
-
-    run_ranks(train_and_save, 2)
-    convert(tmp_path / "two", tmp_path / "converted", to="dcp")
-    run_ranks(resume, 3)
-    assert_holds_what_one_rank_has(tmp_path / "three", 3)
 
 
 def tensor_parallel_part(param):

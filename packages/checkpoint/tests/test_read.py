@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from lamella_checkpoint import CheckpointDamaged
+from lamella_checkpoint import CheckpointDamaged, Wanted
 from lamella_checkpoint._base.boxes import first_overlap, local_boxes, whole_box
-from lamella_checkpoint._base.source import Wanted
 from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_layout import Chunk

@@ -13,17 +13,16 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forged import forget_checksums
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, open_checkpoint, save
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
 from lamella_checkpoint._base.pickles import Inert, PickleTooLarge, UnknownType, read_pickle
 from lamella_checkpoint._formats.items import unpickle
-from lamella_checkpoint._formats.megatron_files import plain_contents
 from lamella_checkpoint._formats.metadata import StoredMetadata
+from lamella_checkpoint.testing import forget_checksums
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -166,22 +165,16 @@ class TestTablesOfWhatIsRemembered:
         for trust in (False, True):
             assert "to number as many values" in str(refused(path, content, trust=trust))
 
-    @pytest.mark.parametrize("name", ["a.pt", "common.pt", "object"])
-    def test_an_archive_is_refused(self, tmp_path, name, how):
-        file = tmp_path / name
+    def test_an_archive_is_refused(self, tmp_path, how):
+        file = tmp_path / "object"
         torch.save({"step": 3}, file)
         with zipfile.ZipFile(file) as archive:
             held = {each: archive.read(each) for each in archive.namelist()}
         with zipfile.ZipFile(file, "w") as archive:
             for each, content in held.items():
                 archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
-        read = {
-            "a.pt": lambda: open_checkpoint(file),
-            "common.pt": lambda: plain_contents(file),
-            "object": lambda: unpickle(io.BytesIO(file.read_bytes()), file, "step", trust=True),
-        }
         with pytest.raises(CheckpointDamaged, match="to number as many values") as info:
-            read[name]()
+            unpickle(io.BytesIO(file.read_bytes()), file, "step", trust=True)
         assert info.value.file == str(file)
 
 
@@ -240,15 +233,11 @@ def test_what_is_shared_a_few_times_is_read():
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_checkpoint_that_never_ends_is_refused_by_name(tmp_path, trust):
-    file = tmp_path / "bomb.pt"
-    torch.save({"model": {"weight": torch.zeros(2)}, "epoch": _doubled(NESTS["lists"])}, file)
-    with pytest.raises(CheckpointDamaged, match="bomb.pt"):
-        open_checkpoint(file, trust=trust)
+def test_an_object_that_never_ends_is_refused_by_name(tmp_path, trust):
     content = io.BytesIO()
     torch.save(_doubled(NESTS["lists"]), content)
     with pytest.raises(CheckpointDamaged, match="epoch"):
-        unpickle(content, file, "epoch", trust=trust)
+        unpickle(content, tmp_path / "bomb", "epoch", trust=trust)
 
 
 def test_trust_makes_what_the_metadata_asks_for(path):

@@ -28,7 +28,7 @@ from lamella._place import Rank, place
 from lamella._prepare import prepare
 from lamella._report import StepRecord, ValidationRecord, read
 from lamella._train import Trainer
-from lamella_checkpoint import find_family
+from lamella_convert import find_family
 from lamella_testing import run_ranks, write_entry_points
 
 # Property tests draw the same examples in every run: a red run is red again.

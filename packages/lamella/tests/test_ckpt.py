@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from lamella import _ckpt
 from lamella.cli import main
-from lamella_checkpoint import CheckpointDirectory, keep_published, save
+from lamella_checkpoint import CheckpointDirectory, save
+from lamella_convert import keep_published
 
 Run = Callable[..., str]
 

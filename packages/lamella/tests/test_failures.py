@@ -23,7 +23,8 @@ from lamella._place import Rank, place
 from lamella._prepare import prepare
 from lamella._train import Trainer
 from lamella.cli import main, parse
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory, verify
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory
+from lamella_convert import verify
 from lamella_testing import run_ranks
 
 FAR_TOO_SMALL = 20_000  # bytes of a file: enough for the metrics, not for a rank's part of the state

@@ -11,7 +11,7 @@ import torch
 
 import lamella
 from lamella import _ckpt_options
-from lamella_checkpoint import MtpLayer, Target
+from lamella_convert import MtpLayer, Target
 
 HEAVY = ("torch", "transformers", "matplotlib", "tokenizers", "numpy")
 OF_TRAINING = ("transformers", "matplotlib", "tokenizers", "torch._dynamo", "torch._inductor", "lamella_engine")

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lamella_checkpoint import find_family
+from lamella_convert import find_family
 from lamella_testing import write_entry_points
 
 

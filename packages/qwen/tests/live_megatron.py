@@ -7,6 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 
@@ -20,16 +21,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lamella_checkpoint import (
-    LiveCut,
-    LiveShard,
-    from_megatron_model,
-    global_expert,
-    load,
-    save,
-    to_megatron_model,
-    written_pieces,
-)
+from lamella_checkpoint import LiveCut, LiveShard, load, save, written_pieces
+from lamella_convert import from_megatron_model, global_expert, open_checkpoint, to_megatron_model
 from lamella_layout import Range
 from lamella_qwen import megatron_rules, megatron_sizes
 
@@ -235,7 +228,7 @@ class Rank:
         """Read a checkpoint, of which `then` makes canonical names."""
         mine = self.correspondences()
         load(
-            path,
+            partial(open_checkpoint, path),
             model=self.model,
             optimizer=self.optimizer if optimizer else None,
             translate=lambda source: to_megatron_model(then(source), mine),
@@ -428,7 +421,12 @@ class PublishedRank:
             return translated(source, rules, "left")
 
         optimizer = None if (path / "model.safetensors").is_file() else self.optimizer
-        load(path, model=self.model, optimizer=optimizer, translate=published if is_canonical else None)
+        load(
+            partial(open_checkpoint, path),
+            model=self.model,
+            optimizer=optimizer,
+            translate=published if is_canonical else None,
+        )
 
     def assert_holds(self, *, optimizer=True):
         """As `Rank.assert_holds`."""

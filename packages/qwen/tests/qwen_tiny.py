@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from lamella_checkpoint import TensorInfo, Wanted, parameter_shapes, translate
+from lamella_checkpoint import TensorInfo, Wanted
+from lamella_convert import parameter_shapes, translate
 from lamella_layout import Chunk
 from lamella_testing.qwen import make_config, make_model, make_mtp
 

@@ -13,8 +13,9 @@ from live_megatron import PublishedRank, Rank, Whole, World
 from qwen_tiny import config_of, translated, weights_of
 from safetensors.torch import load_file, save_file
 
-from lamella_checkpoint import save, save_safetensors
-from lamella_checkpoint._translation.megatron import BRIDGE, RELEASE_0_19
+from lamella_checkpoint import save
+from lamella_convert import save_safetensors
+from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19
 from lamella_qwen import megatron_rules
 from lamella_testing import run_ranks
 from lamella_testing.qwen import KINDS, make_model

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from qwen_tiny import MemorySource, config_of, read_all, translated, weights_of
 
-from lamella_checkpoint._translation.megatron import RELEASE_0_19, write_fsdp_dtensor
+from lamella_convert._translation.megatron import RELEASE_0_19, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
 from lamella_testing.qwen import make_model
 

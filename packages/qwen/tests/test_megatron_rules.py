@@ -18,7 +18,7 @@ from qwen_tiny import (
 )
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from lamella_checkpoint._translation.megatron import BRIDGE, RELEASE_0_19, read_fsdp_dtensor, write_fsdp_dtensor
+from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19, read_fsdp_dtensor, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
 from lamella_testing.qwen import KINDS, make_model
 

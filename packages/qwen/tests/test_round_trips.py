@@ -15,8 +15,9 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from lamella_checkpoint import load, save, save_safetensors
-from lamella_checkpoint._tools.convert import convert
+from lamella_checkpoint import load, save
+from lamella_convert import open_checkpoint, save_safetensors
+from lamella_convert._tools.convert import convert
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
 from lamella_testing import run_ranks
@@ -79,7 +80,7 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_p
     published.save_pretrained(files)
     convert(files, tmp_path / "native", to="dcp")
     model, optimizer = make_empty(kind)
-    load(tmp_path / "native", model=model)
+    load(open_checkpoint(tmp_path / "native"), model=model)
     assert_same(dict(model.named_parameters()), dict(published.named_parameters()))
 
     train_a_step(model, optimizer)
@@ -91,7 +92,7 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_p
     assert there.originals and all(name.endswith("linear_attn.norm.weight") for name in there.originals)
     assert not there.inexact and not back.inexact and not back.originals
     resumed, its_optimizer = make_empty(kind)
-    load(tmp_path / "back", model=resumed, optimizer=its_optimizer)
+    load(open_checkpoint(tmp_path / "back"), model=resumed, optimizer=its_optimizer)
     assert_same(state_of(resumed, its_optimizer), state_of(model, optimizer))
 
     convert(tmp_path / "back", tmp_path / "published", to="hf")
@@ -178,7 +179,7 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, t
     published, files = make_model("dense"), tmp_path / "hf"
     published.save_pretrained(files)
     model, optimizer = make_empty("dense")
-    load(files, model=model)
+    load(open_checkpoint(files), model=model)
     train_a_step(model, optimizer)
     save(tmp_path / "trained", model=model, optimizer=optimizer)
     ways = {"tensor_parallel_size": tensor_parallel_size, "like": files}
@@ -191,7 +192,7 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, t
     told = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     assert not told.inexact
     resumed, its_optimizer = make_empty("dense")
-    load(tmp_path / "back", model=resumed, optimizer=its_optimizer)
+    load(open_checkpoint(tmp_path / "back"), model=resumed, optimizer=its_optimizer)
     assert_same(state_of(resumed, its_optimizer), state_of(model, optimizer))
 
     stored["module.output_layer.weight"][[66, 70]] = 1.0
@@ -222,7 +223,9 @@ def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
 
     def train():
         model, optimizer = make_sharded()
-        load(tmp_path / "hf", model=model, translate=lambda source: translated(source, modules, "right"))
+        load(
+            open_checkpoint(tmp_path / "hf"), model=model, translate=lambda source: translated(source, modules, "right")
+        )
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         F.cross_entropy(logits.transpose(1, 2), batch[:, 1:]).backward()
         optimizer.step()
@@ -230,7 +233,7 @@ def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
 
     def resume():
         model, optimizer = make_sharded()
-        load(tmp_path / "back", model=model, optimizer=optimizer)
+        load(open_checkpoint(tmp_path / "back"), model=model, optimizer=optimizer)
         save(tmp_path / "resumed", model=model, optimizer=optimizer)
         save_safetensors(tmp_path / "published", model=model, like=tmp_path / "hf")
 
@@ -240,8 +243,8 @@ def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
     convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     run_ranks(resume, 3)
     trained, resumed = make_empty(kind), make_empty(kind)
-    load(tmp_path / "trained", model=trained[0], optimizer=trained[1])
-    load(tmp_path / "resumed", model=resumed[0], optimizer=resumed[1])
+    load(open_checkpoint(tmp_path / "trained"), model=trained[0], optimizer=trained[1])
+    load(open_checkpoint(tmp_path / "resumed"), model=resumed[0], optimizer=resumed[1])
     assert_same(state_of(*resumed), state_of(*trained))
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "published")
     assert_same(dict(reloaded.named_parameters()), dict(trained[0].named_parameters()))

@@ -18,18 +18,14 @@ from tqdm import tqdm
 from lamella._ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
 from lamella._options import ConfigError, nearest
 from lamella._output import one_line, printable, say, show
-from lamella_checkpoint import (
-    CheckpointDamaged,
-    CheckpointDirectory,
-    CheckpointUntrusted,
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointUntrusted, FormatUnknown, Source
+from lamella_convert import (
     Conversion,
     Diff,
-    FormatUnknown,
     Inspection,
     ModelUnknown,
     MtpLayer,
     SizeUnknown,
-    Source,
     Target,
     convert,
     diff,

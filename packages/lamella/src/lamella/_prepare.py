@@ -23,7 +23,8 @@ from lamella._resume import damaged, set_aside_after, wanted_checkpoint
 from lamella._text import Corpus, collect
 from lamella._tokenizer import RunTokenizer, read_tokenizer
 from lamella._tokens import check_tokens, fingerprint, prepare_tokens
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check, keep_published
+from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
+from lamella_convert import keep_published
 
 # The data stream follows from these and the text. A resumed run that changed one would see some text twice.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))

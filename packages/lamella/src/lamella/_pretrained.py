@@ -14,19 +14,8 @@ from lamella._config import Values
 from lamella._conversion import correspondences
 from lamella._models import ModelSpec, build_model, load_spec, outline
 from lamella._options import ConfigError
-from lamella_checkpoint import (
-    CheckpointDamaged,
-    CheckpointMismatch,
-    Correspondence,
-    Differences,
-    Source,
-    check,
-    find_family,
-    load,
-    open_checkpoint,
-    parameter_shapes,
-    translate,
-)
+from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, Correspondence, Differences, Source, check, load
+from lamella_convert import find_family, open_checkpoint, parameter_shapes, translate
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _OTHER_WEIGHTS = (
@@ -89,7 +78,9 @@ def check_weights(directory: Path, outline: nn.Module, spec: ModelSpec) -> tuple
         ConfigError: A tensor is absent or of another shape, or a file is damaged; it is named.
     """
     try:
-        check(directory, model=outline, translate=partial(_as_modules, model=outline, spec=spec))
+        check(
+            partial(open_checkpoint, directory), model=outline, translate=partial(_as_modules, model=outline, spec=spec)
+        )
     except CheckpointMismatch as error:
         if unfit := _unfit(error.differences):
             raise ConfigError(f"Expected the weights in {str(directory)!r} to be the model's, got {unfit}.") from error
@@ -132,7 +123,7 @@ def load_weights(directory: Path, model: nn.Module, spec: ModelSpec) -> None:
     """
     # Of a model without memory: sharded, a model has other classes, and transformers' table goes by those too.
     as_modules = partial(_as_modules, model=outline(spec), spec=spec)
-    left = load(directory, model=model, strict=False, translate=as_modules).left
+    left = load(partial(open_checkpoint, directory), model=model, strict=False, translate=as_modules).left
     if unfit := _unfit(left):
         raise RuntimeError(f"Expected the weights in {str(directory)!r} to stay as they were, got {unfit}.")
 

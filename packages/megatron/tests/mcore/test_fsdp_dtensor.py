@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint import Source, Wanted, convert, open_megatron
+from lamella_checkpoint import Source, Wanted
+from lamella_convert import convert, open_megatron
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from lamella_checkpoint import Wanted, open_megatron
+from lamella_checkpoint import Wanted
+from lamella_convert import open_megatron
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 

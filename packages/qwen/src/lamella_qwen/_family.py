@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from lamella_checkpoint import Family, Join, Rule, Rules, Stack
+from lamella_convert import Family, Join, Rule, Rules, Stack
 from lamella_qwen._megatron import megatron_rules, megatron_sizes
 from lamella_qwen._sizes import QwenSizes
 

@@ -27,7 +27,7 @@ Note [How the two sides differ]
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from lamella_checkpoint import Grouped, Join, Padded, Rule, Rules, Stack
+from lamella_convert import Grouped, Join, Padded, Rule, Rules, Stack
 from lamella_qwen._sizes import QwenSizes
 
 

@@ -149,43 +149,20 @@ class CheckpointUntrusted(CheckpointDamaged):
 
 
 class FormatUnknown(CheckpointDamaged):
-    """Files that are no checkpoint of any format that is known."""
+    """Files that are no checkpoint of a format that the reader knows.
 
-    def __str__(self) -> str:
-        return f"Expected a checkpoint of a format that is known in {self.file!r}, got {self.problem}."
-
-
-class SizeUnknown(ValueError):
-    """A size that rules need to take a tensor apart, and were not given.
-
-    `size` is its name ("tp" is the number of tensor-parallel ranks), `known` those that were given, and `needed_for`
-    the tensor.
+    `expected` names the formats, and `way_out` says how to go on.
     """
 
-    def __init__(self, size: str, known: Mapping[str, int], needed_for: str | None = None) -> None:
-        super().__init__(size, known, needed_for)
-        self.size = size
-        self.known = known
-        self.needed_for = needed_for
+    def __init__(
+        self, file: str, problem: str, *, expected: str = "a checkpoint of a format that is known", way_out: str = ""
+    ) -> None:
+        super().__init__(file, problem)
+        self.expected = expected
+        self.way_out = way_out
 
     def __str__(self) -> str:
-        text = f"Expected the size {self.size!r}, got {dict(self.known)!r}. Give it to the rules, as `sizes`."
-        return text if self.needed_for is None else f"{text} Needed for {self.needed_for!r}."
-
-
-class ModelUnknown(ValueError):
-    """A `model_type` that no installed package has rules for; `known` are those that some have."""
-
-    def __init__(self, model_type: str, known: tuple[str, ...]) -> None:
-        super().__init__(model_type, known)
-        self.model_type = model_type
-        self.known = known
-
-    def __str__(self) -> str:
-        return (
-            f"Expected a package with the rules of model type {self.model_type!r}, to go between Hugging Face's names "
-            f"and Megatron's, got those of {self.known}. Pass `translate`."
-        )
+        return f"Expected {self.expected} in {self.file!r}, got {self.problem}. {self.way_out}".rstrip()
 
 
 class CheckpointFailed(RuntimeError):

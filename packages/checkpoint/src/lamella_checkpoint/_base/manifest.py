@@ -16,7 +16,7 @@ from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
 from lamella_checkpoint._base.text import short
 
-FILE = "lamella.json"
+MANIFEST_FILE = "lamella.json"
 _FORMAT = "lamella-checkpoint"
 _FORMAT_VERSION = 1
 
@@ -69,7 +69,7 @@ class Manifest:
         Raises:
             TypeError: `extra` holds something that JSON does not.
         """
-        with (directory / FILE).open("w", encoding="utf-8") as file:
+        with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as file:
             json.dump(self._as_json(), file, indent=2)
             file.write("\n")
             file.flush()
@@ -82,8 +82,8 @@ class Manifest:
         Raises:
             CheckpointDamaged: It is absent or unreadable, or of a later format.
         """
-        file = directory / FILE
-        file_size(directory, FILE)
+        file = directory / MANIFEST_FILE
+        file_size(directory, MANIFEST_FILE)
         content = read_json(file)
         try:
             version = content["format_version"]

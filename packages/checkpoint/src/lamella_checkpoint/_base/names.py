@@ -1,5 +1,6 @@
 """Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`."""
 
+from collections.abc import Container
 from typing import Final
 
 MODEL: Final = "model."
@@ -26,3 +27,13 @@ def split_section(name: str) -> tuple[str, str]:
     """A native name's section, as above, and what follows; no section where it has none."""
     section = next((each for each in (MODEL, STATE, OPTIONS) if name.startswith(each)), "")
     return section, name.removeprefix(section)
+
+
+def longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
+    """`<parameter>.<slot>` as both: the longest parameter that is known, since components continue fused names."""
+    end = entry.rfind(".")
+    while end != -1:
+        if entry[:end] in known:
+            return entry[:end], entry[end + 1 :]
+        end = entry.rfind(".", 0, end)
+    return None, entry

@@ -43,6 +43,9 @@ _DATA_TYPES: Final[dict[tuple[str, str], object]] = {
 }
 
 
+_PLAIN_TYPES: Final = (bool, int, float, complex, str, torch.dtype, type(None))
+
+
 class UnknownType(Exception):
     """A type in a pickle that the reader does not know; `name` is its full name."""
 
@@ -107,6 +110,13 @@ def read_pickle(content: bytes, *, knows: Callable[[str, str], bool], trust: boo
     result = _Unpickler(content, knows, trust).load()
     check_size(result, len(content))
     return result
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is data that torch reads back without running anything."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(each) for each in value)
+    return isinstance(value, _PLAIN_TYPES)
 
 
 def check_size(value: object, nbytes: int) -> None:

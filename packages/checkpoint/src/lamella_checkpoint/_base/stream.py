@@ -1,5 +1,6 @@
 """A source from one end to the other, piece by piece, through a bounded buffer."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -54,6 +55,15 @@ def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int
             coming = [ahead.submit(_read, source, batch) for batch in islice(batches, 1)]
             yield from read
             del read
+
+
+def objects_once(source: Source) -> Iterator[tuple[tuple[str, ...], object]]:
+    """The objects of a source, equal ones once with all of their names."""
+    names: dict[bytes, list[str]] = {}
+    for name in source.objects:
+        names.setdefault(pickle.dumps(source.read_object(name)), []).append(name)
+    for same in names.values():
+        yield tuple(same), source.read_object(same[0])
 
 
 def _batches(source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int) -> Iterator[_Batch]:

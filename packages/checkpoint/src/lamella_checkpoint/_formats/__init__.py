@@ -1,1 +1,1 @@
-"""Each format as a `Source`, and what writes it."""
+"""torch DCP as a `Source`, its writers, its verification; tensors in archives of `torch.save`."""

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.manifest import FILE as MANIFEST_FILE
-from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
 
-FILE: Final = "lamella_checksums.json"
+CHECKSUMS_FILE: Final = "lamella_checksums.json"
 _ALGORITHM: Final = "crc32"
 
 
@@ -44,11 +43,11 @@ class Checksums:
 
         Effects: reads two small files; no collective.
         """
-        file = directory / FILE
+        file = directory / CHECKSUMS_FILE
         is_named = (directory / MANIFEST_FILE).exists() and Manifest.read(directory).checksums is not None
         if not is_named and not file.exists():
             return None
-        file_size(directory, FILE)
+        file_size(directory, CHECKSUMS_FILE)
         content = read_json(file)
         try:
             if content["algorithm"] != _ALGORITHM:
@@ -87,7 +86,7 @@ class Checksums:
     def write(self, directory: Path) -> None:
         """Write the side file, and wait until its contents are on the disk."""
         files = {file: [[*span, checksum] for span, checksum in spans.items()] for file, spans in self.files.items()}
-        with (directory / FILE).open("w", encoding="utf-8") as file:
+        with (directory / CHECKSUMS_FILE).open("w", encoding="utf-8") as file:
             json.dump({"algorithm": _ALGORITHM, "files": files}, file, separators=(",", ":"))
             file.write("\n")
             file.flush()

@@ -8,8 +8,7 @@ from pathlib import Path
 from lamella_checkpoint._base.boxes import first_overlap
 from lamella_checkpoint._base.directories import METADATA_FILE
 from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.manifest import FILE as MANIFEST_FILE
-from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._base.source import TensorInfo, Wanted
 from lamella_checkpoint._formats.checksums import Checksums

@@ -34,10 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lamella_checkpoint._base.directories import METADATA_FILE
-from lamella_checkpoint._base.manifest import FILE as MANIFEST_FILE
-from lamella_checkpoint._base.manifest import Manifest
-from lamella_checkpoint._formats.checksums import FILE as CHECKSUMS_FILE
-from lamella_checkpoint._formats.checksums import Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
+from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
 from lamella_checkpoint._state.shares import Item
 from lamella_layout import Chunk
 

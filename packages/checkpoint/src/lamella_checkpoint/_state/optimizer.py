@@ -7,13 +7,12 @@ regrouped and reordered between a save and a load.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 
+from lamella_checkpoint._base.pickles import is_plain
 from lamella_checkpoint._state.model import LiveModel
-
-_PLAIN_TYPES: Final = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +77,6 @@ class LiveOptimizer:
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options: all of it but its parameters (and their names, which have to be the live ones)."""
     return {option: value for option, value in group.items() if option not in ("params", "param_names")}
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is data that torch reads back without running anything."""
-    if isinstance(value, list | tuple):
-        return all(is_plain(each) for each in value)
-    return isinstance(value, _PLAIN_TYPES)
 
 
 def _plain_option(option: str, value: object) -> object:

@@ -7,10 +7,9 @@ from math import prod
 import torch
 
 from lamella_checkpoint._base.boxes import box_of
-from lamella_checkpoint._base.names import MODEL, split_section
+from lamella_checkpoint._base.correspondence import Correspondence, Piece, carried, meetings
+from lamella_checkpoint._base.names import MODEL, longest_known, split_section
 from lamella_checkpoint._state.shares import Item, Share
-from lamella_checkpoint._translation.correspondence import Correspondence, Piece, carried, meetings
-from lamella_checkpoint._translation.translate import longest_known
 
 
 def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:

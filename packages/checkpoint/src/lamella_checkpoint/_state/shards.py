@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.boxes import box_of, places_in_memory
-from lamella_checkpoint._translation.correspondence import Correspondence, Piece, carried, meetings
-from lamella_checkpoint._translation.translate import Side
+from lamella_checkpoint._base.correspondence import Correspondence, Piece, Side, carried, meetings
 from lamella_layout import Chunk, Range, Region
 
 

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import nn
 
+from lamella_checkpoint._base.correspondence import Correspondence
 from lamella_checkpoint._base.directories import staging_path
 from lamella_checkpoint._base.errors import CheckpointFailed
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
@@ -40,7 +41,6 @@ from lamella_checkpoint._training.async_process import (
 from lamella_checkpoint._training.copies import Copies
 from lamella_checkpoint._training.retention import Retention
 from lamella_checkpoint._training.staging import Memory, lay_out
-from lamella_checkpoint._translation.correspondence import Correspondence
 
 _PAUSE_S: Final = 0.1
 

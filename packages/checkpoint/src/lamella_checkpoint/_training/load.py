@@ -1,7 +1,7 @@
 """`load`: a checkpoint read into a live model and optimizer, after all of its names have been checked."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
 
@@ -11,16 +11,20 @@ from torch import nn
 from lamella_checkpoint._base.boxes import local_boxes
 from lamella_checkpoint._base.errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
 from lamella_checkpoint._base.manifest import Manifest, OptimizerKind
+from lamella_checkpoint._base.opened import ForLive, Opened
 from lamella_checkpoint._base.ranks import everywhere, exchange, on_device_of
+from lamella_checkpoint._base.sections import LiveNames
 from lamella_checkpoint._base.source import Source, Wanted
-from lamella_checkpoint._formats.float8 import Dequantised, block_of, is_quantised
-from lamella_checkpoint._formats.hf_files import read_config
-from lamella_checkpoint._formats.open import OpenCheckpoint, Translate, open_checkpoint
+from lamella_checkpoint._formats.dcp_open import open_dcp
 from lamella_checkpoint._state.model import LiveModel
 from lamella_checkpoint._state.optimizer import LiveOptimizer
 from lamella_checkpoint._state.optimizer_load import OptimizerLoad
 from lamella_checkpoint._training.copies import await_copies
-from lamella_checkpoint._translation.sections import LiveNames
+
+Translate = Callable[[Source], Source]
+
+Openable = str | os.PathLike[str] | Source | Callable[[], Source]
+"""The path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class PartialLoad:
 
 @overload
 def load(
-    path: str | os.PathLike[str],
+    source: Openable,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -51,7 +55,7 @@ def load(
 ) -> dict[str, Any]: ...
 @overload
 def load(
-    path: str | os.PathLike[str],
+    source: Openable,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -61,7 +65,7 @@ def load(
     translate: Translate | None = None,
 ) -> PartialLoad: ...
 def load(
-    path: str | os.PathLike[str],
+    source: Openable,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -77,14 +81,15 @@ def load(
     is cast to the live tensors' dtypes, where torch knows such a cast: complex numbers are not made real, nor fractions
     integers.
 
-    Also reads what other programs wrote, as `open_checkpoint` finds it, if its names are the model's: plain torch's DCP
-    and files of `torch.save`, with their optimizers by name or by number, wrappers' prefixes or none; safetensors.
+    A checkpoint of plain torch DCP is read too, if its names are the model's: with its optimizer by name or by number,
+    wrappers' prefixes or none. Any other format is opened by `lamella_convert.open_checkpoint`, and passed as `source`.
     Names of another family take its rules, as `translate`.
 
     A checkpoint is data from elsewhere. What is pickled in it is read as data, and nothing in it runs.
 
     Args:
-        path: The checkpoint's directory or file. Every rank must see the same one.
+        source: The directory of a DCP checkpoint, the same one on every rank; or an open checkpoint of any format. A
+            function that opens one is called by `load`, and if it fails on one rank, all ranks raise.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain; on its device.
         optimizer: Over the model's parameters, stepped or not. Its options become the checkpoint's, except for how a
             step is computed (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
@@ -105,6 +110,8 @@ def load(
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: There is no checkpoint.
+        FormatUnknown: The path is not a DCP checkpoint.
+        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own.
 
     Effects: collective on the default group, if there is one (five small object exchanges); each rank reads what its
         shards need; allocates the optimizer's state where there is none. Waits for the copies of saves in the
@@ -112,7 +119,7 @@ def load(
     """
     await_copies()
     with on_device_of(model.parameters()):
-        plan = _find(path, model, optimizer, strict=strict, trust=trust, verify=verify, translate=translate)
+        plan = _find(source, model, optimizer, strict=strict, trust=trust, verify=verify, translate=translate)
         everywhere("read its state", plan.run)
     if strict:
         return plan.extra
@@ -120,7 +127,7 @@ def load(
 
 
 def check(
-    path: str | os.PathLike[str],
+    source: Openable,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -130,7 +137,7 @@ def check(
     """Raise what `load` would raise, and read no tensor.
 
     Args:
-        path: The checkpoint's directory. Every rank must see the same one.
+        source: As for `load`.
         model: As for `load`, or on the meta device: a model that nothing has been allocated for yet.
         optimizer: As for `load`.
         trust: As for `load`.
@@ -145,12 +152,14 @@ def check(
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
         FileNotFoundError: There is no checkpoint.
+        FormatUnknown: The path is not a DCP checkpoint.
+        ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own.
 
     Effects: collective on the default group, if there is one (four small object exchanges).
     """
     with on_device_of(model.parameters()):
         return _find(
-            path, model, optimizer, strict=True, trust=trust, verify=True, translate=translate, allow_meta=True
+            source, model, optimizer, strict=True, trust=trust, verify=True, translate=translate, allow_meta=True
         ).extra
 
 
@@ -177,7 +186,7 @@ class _Plan:
             self.optimizer.assign(slots)
 
 
-def _check_same_everywhere(opened: OpenCheckpoint) -> None:
+def _check_same_everywhere(opened: Opened) -> None:
     """Refuse ranks that have opened different checkpoints, as after a listing that had not reached all hosts."""
 
     def compare(of_ranks: list[tuple[str, str | None]]) -> list[None]:
@@ -210,7 +219,7 @@ class _Live(NamedTuple):
 
 
 def _find(
-    path: str | os.PathLike[str],
+    source: Openable,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -222,15 +231,25 @@ def _find(
 ) -> _Plan:
     """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
     live = everywhere("name its state", lambda: _Live.of(model, optimizer, allow_meta=allow_meta))
-    opened = everywhere(
-        "open the checkpoint", lambda: open_checkpoint(path, trust=trust, verify=verify, live=live.names)
-    )
+    opened = everywhere("open the checkpoint", lambda: _open(source, live.names, trust=trust, verify=verify))
     _check_same_everywhere(opened)
     return everywhere("find its state in the checkpoint", lambda: _plan(opened, live, translate, strict))
 
 
-def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, strict: bool) -> _Plan:
-    source = _numbers(opened)
+def _open(source: Openable, live: LiveNames, *, trust: bool, verify: bool) -> Opened:
+    if isinstance(source, str | os.PathLike):
+        return open_dcp(source, trust=trust, verify=verify, live=live)
+    if trust or not verify:
+        raise ValueError(
+            f"Expected `trust` and `verify` with a path only, got trust={trust} and verify={verify} with an open "
+            f"checkpoint. Pass them where it is opened."
+        )
+    opened = source() if callable(source) else source
+    return opened.for_live(live) if isinstance(opened, ForLive) else Opened(source=opened)
+
+
+def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool) -> _Plan:
+    source = opened.source
     if translate is not None:
         source = translate(source)
     targets, names = _match_model(source, live.model)
@@ -258,14 +277,6 @@ def _plan(opened: OpenCheckpoint, live: _Live, translate: Translate | None, stri
         kept=() if load is None else tuple(load.kept()),
         stripped=opened.stripped,
     )
-
-
-def _numbers(opened: OpenCheckpoint) -> Source:
-    """Weights that are float8 with a scale a block, as the numbers that they stand for."""
-    if not is_quantised(opened.source):
-        return opened.source
-    config = read_config(opened.path if opened.path.is_dir() else opened.path.parent)
-    return Dequantised(opened.source, block=block_of(config or {}))
 
 
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lamella_checkpoint._base.correspondence import Correspondence
 from lamella_checkpoint._base.directories import publish, stage
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
@@ -16,7 +17,6 @@ from lamella_checkpoint._formats.dcp_write import Placed, complete, write_items
 from lamella_checkpoint._state.contents import Contents, Ranks
 from lamella_checkpoint._state.recut import recut
 from lamella_checkpoint._state.shares import Share, differing
-from lamella_checkpoint._translation.correspondence import Correspondence
 
 
 def save(

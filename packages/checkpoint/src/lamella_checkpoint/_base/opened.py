@@ -1,0 +1,80 @@
+"""An open checkpoint, ready for a live model: native names, and the values beside the tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lamella_checkpoint._base.errors import CheckpointUntrusted
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.pickles import is_plain
+from lamella_checkpoint._base.sections import Keys, LiveNames, to_native
+from lamella_checkpoint._base.source import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A checkpoint under native names; no tensor has been read.
+
+    Attributes:
+        source: Names as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
+        extra: Plain values beside the tensors: `save`'s `extra`, or the entries of other programs.
+        stripped: Keys and prefixes of the stored names that the native names lack.
+        manifest: The manifest of a checkpoint that `save` wrote.
+        identity: Differs between two saves to the same path; None where the format has no such mark.
+    """
+
+    source: Source
+    extra: dict[str, Any] = field(default_factory=dict)
+    stripped: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    identity: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file or directory."""
+        return self.source.path
+
+
+@runtime_checkable
+class ForLive(Protocol):
+    """An open checkpoint whose native names depend on the live model that they are for."""
+
+    def for_live(self, names: LiveNames) -> Opened:
+        """The checkpoint under the native names of a live model."""
+
+
+def native(
+    raw: Source, paths: Mapping[str, Keys], live: LiveNames | None = None, *, identity: str | None = None
+) -> Opened:
+    """A checkpoint of another program under native names: Notes [Where things are] and [Optimizers by group].
+
+    Args:
+        raw: Names as they are stored.
+        paths: The keys that lead to a value, by its name; a name that is absent is a key of its own.
+        live: The names to find; None strips only the prefix that DDP adds.
+        identity: As `Opened`.
+
+    Raises:
+        ValueError: Two names would become one.
+
+    Effects: reads plain values beside the sections, the options of an optimizer that keeps groups, and no tensor.
+    """
+    found = to_native(raw, paths, live)
+    extra = _beside(raw, found.source, paths)
+    return Opened(source=found.source, extra=extra, stripped=found.stripped, identity=identity)
+
+
+def _beside(raw: Source, source: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
+    """Plain values that lie beside the sections: an epoch, a step."""
+    found: dict[str, Any] = {}
+    of_raw = frozenset(raw.objects)
+    for name in source.objects:
+        if name in of_raw and len(paths.get(name, (name,))) == 1:
+            try:
+                value = raw.read_object(name)
+            except CheckpointUntrusted:
+                continue  # A caller that asks for the value gets the error.
+            if is_plain(value) or isinstance(value, dict):
+                found[name] = value
+    return found

@@ -1,0 +1,239 @@
+"""Native names for what other programs saved: where the model is, where the optimizer, and what wrappers added.
+
+Note [Where things are]
+    Training programs save a dict: the model's state dict under some key, the optimizer's under another, often inside a
+    third (`{"app": {"model": ..., "optim": ...}}`); or a model's state dict and nothing else. The keys that lead to a
+    value say where it is: the sections are looked for among the keys, from the outermost inwards, past keys that
+    everything shares. Inside a section, parts of names that only wrappers add (FSDP, DDP, torch.compile, activation
+    checkpointing) are left out.
+
+Note [Optimizers by group]
+    An optimizer's own state dict counts parameters and keeps options by group; torch's `get_state_dict` names the
+    parameters and keeps groups. Both become options by parameter. A parameter that is only counted has the name that
+    the group's `param_names` says, or the name at its place in the live optimizer: groups in their order.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeGuard, cast
+
+import torch
+
+from lamella_checkpoint._base.boxes import whole_box
+from lamella_checkpoint._base.errors import CheckpointDamaged
+from lamella_checkpoint._base.names import in_model
+from lamella_checkpoint._base.renamed import WithObjects, rename
+from lamella_checkpoint._base.source import Source, Wanted
+from lamella_checkpoint._base.text import short
+
+Keys = tuple[str | int, ...]
+
+_MODEL_KEYS: Final = ("model", "model_state_dict", "model_state", "state_dict", "module")
+_OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
+_WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_GROUP: Final = re.compile(r"param_groups\.(\d{1,9})\.(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Native:
+    """A checkpoint under native names, and what was left out of its own: shared keys and prefixes, as text."""
+
+    source: Source
+    stripped: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveNames:
+    """The names that a live model and its optimizer have for what is looked for; the optimizer's in its order."""
+
+    model: Collection[str]
+    optimizer: Sequence[str] = ()
+
+
+def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None = None) -> Native:
+    """Find the model and the optimizer in a checkpoint: Note [Where things are], Note [Optimizers by group].
+
+    Args:
+        source: With the names as they are stored.
+        paths: The keys that lead to a value, by its name; a name that is absent is a key of its own.
+        live: Names to find. With them, any prefix that all of the model's stored names share and no live name has is
+            left out; without them only `module`, which DDP adds.
+
+    Returns:
+        `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`; other entries under
+        their own names.
+
+    Raises:
+        ValueError: Two names would become one.
+
+    Effects: reads the options of an optimizer that keeps them by group, and nothing else.
+    """
+    all_keys = {name: paths.get(name) or _keys(name) for name in (*source.tensors, *source.objects)}
+    sections = _find(all_keys, source)
+    rest_of = {name: keys[len(sections.outer) :] for name, keys in all_keys.items()}
+    model = {
+        name: _unwrapped(".".join(map(str, rest if sections.is_bare else rest[1:])))
+        for name, rest in rest_of.items()
+        if (sections.is_bare and name in source.tensors) or (not sections.is_bare and rest[0] == sections.model)
+    }
+    prefix = _shared_prefix(list(model.values()), live)
+    names = {name: in_model(inner.removeprefix(prefix)) for name, inner in model.items()}
+    optimizer = {
+        name: ".".join(map(str, rest[1:]))
+        for name, rest in rest_of.items()
+        if sections.optimizer is not None and rest[0] == sections.optimizer
+    }
+    of_optimizer, options = _optimizer(source, optimizer, prefix, live)
+    dropped = set(optimizer) - set(of_optimizer)
+    names |= {name: f"optimizer.{inner}" for name, inner in of_optimizer.items()}
+    if not (options or dropped) and all(name == new for name, new in names.items()):
+        return Native(source=source, stripped=())
+    renamed = rename(source, lambda name: None if name in dropped else names.get(name, name))
+    return Native(
+        source=WithObjects(renamed, options) if options else renamed,
+        stripped=(*map(str, sections.outer), *([prefix.removesuffix(".")] if prefix else [])),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sections:
+    """The keys around the sections, and theirs; `is_bare` where the values are the model's, with no section."""
+
+    outer: Keys
+    model: str | int | None
+    optimizer: str | int | None
+    is_bare: bool = False
+
+
+def _keys(name: str) -> Keys:
+    """Of a name whose keys nobody kept."""
+    first, _, rest = name.partition(".")
+    return (first, rest) if rest and first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else (name,)
+
+
+def _find(all_keys: Mapping[str, Keys], source: Source) -> _Sections:
+    """The innermost level that has a section and that everything is in; else what there is at the outermost one."""
+    found: _Sections | None = None
+    level, outer = list(all_keys.values()), Keys()
+    while level:
+        nested = dict.fromkeys(keys[0] for keys in level if len(keys) > 1)
+        model = next((key for key in _MODEL_KEYS if key in nested), None)
+        optimizer = next((key for key in _OPTIMIZER_KEYS if key in nested), None)
+        if model is not None or optimizer is not None:
+            found = _Sections(outer=outer, model=model, optimizer=optimizer)
+        if len(nested) != 1 or any(len(keys) == 1 for keys in level):
+            break
+        outer = (*outer, *nested)
+        level = [keys[1:] for keys in level]
+    if found is not None:
+        return found
+    first = next(iter(all_keys.values()), ())
+    if outer and len(first) > 1:
+        return _Sections(outer=(), model=first[0], optimizer=None)
+    return _Sections(
+        outer=(), model=None, optimizer=None, is_bare=any(len(all_keys[name]) == 1 for name in source.tensors)
+    )
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def _shared_prefix(names: Sequence[str], live: LiveNames | None) -> str:
+    """What all names begin with and no live one does, up to a dot; empty where nothing is found without it either."""
+    prefix = ""
+    while names:
+        part = names[0].removeprefix(prefix).partition(".")[0]
+        longer = f"{prefix}{part}."
+        if not all(name.startswith(longer) for name in names):
+            break
+        if live is None and part != "module":
+            break
+        if live is not None and any(name.startswith(part + ".") for name in live.model):
+            break
+        prefix = longer
+    if live is not None and not any(name.removeprefix(prefix) in live.model for name in names):
+        return ""
+    return prefix
+
+
+def _optimizer(
+    source: Source, entries: Mapping[str, str], prefix: str, live: LiveNames | None
+) -> tuple[dict[str, str], dict[str, object]]:
+    """Native names of the optimizer's entries by their own, and the options of an optimizer that keeps groups."""
+
+    def own(name: str) -> str:
+        return _unwrapped(name).removeprefix(prefix)
+
+    groups = _groups(source, entries)
+    counted = _counted(groups, live)
+    names: dict[str, str] = {}
+    for name, entry in entries.items():
+        section, _, rest = entry.partition(".")
+        key, _, slot = rest.partition(".")
+        if section == "state" and key in counted:
+            names[name] = f"state.{own(counted[key])}.{slot}"
+        elif rest and not (groups and section == "param_groups"):
+            names[name] = f"{section}.{own(rest)}"
+    options = {
+        f"optimizer.param_groups.{own(counted.get(str(param), str(param)))}.{option}": value
+        for group in groups
+        for param in group["params"]
+        for option, value in group.items()
+        if option not in ("params", "param_names")
+    }
+    return names, options
+
+
+def _groups(source: Source, entries: Mapping[str, str]) -> list[dict[str, Any]]:
+    """An optimizer's groups, where it keeps any, with their options read."""
+    found: dict[int, dict[str, str]] = {}
+    for name, entry in entries.items():
+        if entry == "param_groups":  # As torch before 2.4 saved the list: whole.
+            return _checked(source, _value(source, name))
+        if match := _GROUP.fullmatch(entry):
+            found.setdefault(int(match[1]), {})[match[2]] = name
+    if not all("params" in group for group in found.values()):
+        return []
+    groups = [{option: _value(source, name) for option, name in found[index].items()} for index in sorted(found)]
+    return _checked(source, groups)
+
+
+def _checked(source: Source, groups: object) -> list[dict[str, Any]]:
+    """Groups that are what an optimizer saves: options, with a list of parameters, and their names if there are any."""
+    for group in groups if isinstance(groups, list) else [groups]:
+        params = group.get("params") if isinstance(group, dict) else None
+        names = group.get("param_names", params) if isinstance(group, dict) else None
+        if not (_are_keys(params) and _are_keys(names)) or len(params) != len(names):
+            raise CheckpointDamaged(str(source.path), f"expected a list of the optimizer's groups, got {short(group)}")
+    return cast(list[dict[str, Any]], groups)
+
+
+def _are_keys(value: object) -> TypeGuard[list[int | str]]:
+    return isinstance(value, list) and all(isinstance(each, int | str) for each in value)
+
+
+def _counted(groups: Sequence[Mapping[str, Any]], live: LiveNames | None) -> dict[str, str]:
+    """The names of parameters that an optimizer only counts, by number."""
+    names: dict[str, str] = {}
+    position = 0
+    num_params = sum(len(group["params"]) for group in groups)
+    by_place = live.optimizer if live is not None and len(live.optimizer) == num_params else ()
+    for group in groups:
+        for index, param in enumerate(group["params"]):
+            if isinstance(param, int) and "param_names" in group:
+                names[str(param)] = group["param_names"][index]
+            elif isinstance(param, int) and by_place:
+                names[str(param)] = by_place[position]
+            position += 1
+    return names
+
+
+def _value(source: Source, name: str) -> Any:
+    info = source.tensors.get(name)
+    if info is None:
+        return source.read_object(name)
+    value = torch.empty(info.shape, dtype=info.dtype)
+    source.read([Wanted(name, whole_box(info.shape), value)])
+    return value

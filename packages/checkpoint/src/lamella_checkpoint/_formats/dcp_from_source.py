@@ -1,0 +1,123 @@
+"""A checkpoint of torch DCP, written from a source by one process, piece by piece."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import BinaryIO, Final, Self, cast
+
+import torch
+
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.source import Source
+from lamella_checkpoint._base.stream import BUFFER_NBYTES, OnBytes, Piece, objects_once, stream
+from lamella_checkpoint._formats.checksums import ChecksumStream, Span
+from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
+
+_NO_ALIASES: Final[Mapping[str, str]] = {}
+MAX_FILE_NBYTES: Final = 5_000_000_000
+"""About how much one data file holds by default."""
+
+
+def write_dcp(
+    source: Source,
+    dtypes: Mapping[str, torch.dtype],
+    directory: Path,
+    *,
+    aliases: Mapping[str, str] = _NO_ALIASES,
+    manifest: Manifest | None = None,
+    path_of: Callable[[str], tuple[str, ...]] | None = None,
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+    buffer_nbytes: int = BUFFER_NBYTES,
+    on_bytes: OnBytes = lambda _: None,
+) -> None:
+    """Write tensors and all objects as torch DCP has them, large tensors in chunks.
+
+    Args:
+        source: What to write, under the names that it has.
+        dtypes: Which tensors.
+        directory: Exists, and is empty.
+        aliases: Further names of tensors; both name the same place.
+        manifest: Makes it a checkpoint of this package, with checksums. None for one of other writers.
+        path_of: The keys of the nested dicts that torch makes of a name, where that is not a section and the rest of
+            the name. Not with `manifest`.
+        max_file_nbytes: About how much a file holds.
+        buffer_nbytes: What is held of tensors.
+        on_bytes: Progress.
+
+    Raises:
+        CheckpointDamaged: As `Source.read`.
+    """
+    # Without a manifest there are no checksums but those of the archives.
+    checksums = nullcontext() if manifest is None else without_archive_checksums()
+    with _DcpFiles(directory, max_file_nbytes) as files, checksums:
+        names = _names(dtypes, aliases)
+        places = []
+        for piece in stream(source, dtypes, buffer_nbytes):
+            places.append(files.save_piece(piece, names[piece.name], source.tensors[piece.name].shape))
+            on_bytes(piece.values.nbytes)
+        places += [files.save_object(value, same) for same, value in objects_once(source)]
+    if manifest is not None:
+        complete(directory, [places], manifest)
+    elif path_of is not None:
+        write_metadata(directory, places, path_of=path_of, written_by=())
+    else:
+        write_metadata(directory, places, written_by=())
+
+
+class _DcpFiles:
+    """Files `__0_<n>.distcp`, one after another."""
+
+    def __init__(self, directory: Path, max_nbytes: int) -> None:
+        self._directory, self._max_nbytes = directory, max_nbytes
+        self._open: BinaryIO | None = None
+        self._stream: ChecksumStream | None = None
+        self._num_files = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def save_piece(self, piece: Piece, names: tuple[str, ...], shape: tuple[int, ...]) -> Placed:
+        """Append a chunk of a tensor of some names and shape."""
+        file, span, checksum = self._save(piece.values)
+        return Placed(
+            names=names, shape=shape, chunk=piece.chunk, dtype=piece.values.dtype,
+            file=file, span=span, checksum=checksum,
+        )  # fmt: skip
+
+    def save_object(self, value: object, names: tuple[str, ...]) -> Placed:
+        """Append an object of some names."""
+        file, span, checksum = self._save(value)
+        return Placed(names=names, shape=None, chunk=None, dtype=None, file=file, span=span, checksum=checksum)
+
+    def _save(self, value: object) -> tuple[str, Span, int]:
+        """Append an item. Returns its file's name, its place and its checksum."""
+        if self._stream is None or self._open is None or self._open.tell() >= self._max_nbytes:
+            self._close()
+            self._open = (self._directory / f"__0_{self._num_files}.distcp").open("xb", buffering=1 << 20)
+            self._stream = ChecksumStream(self._open)
+            self._num_files += 1
+        try:
+            torch.save(value, cast(BinaryIO, self._stream))
+        except RuntimeError as error:  # torch's writer says of a full disk that its position is not what it should be.
+            raise self._stream.error or error from error
+        return f"__0_{self._num_files - 1}.distcp", *self._stream.end_item()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            with self._open as file:
+                file.flush()
+                os.fsync(file.fileno())
+            self._open = None
+
+
+def _names(dtypes: Mapping[str, torch.dtype], aliases: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """All names of each tensor that is written."""
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in dtypes}
+    for alias, name in aliases.items():
+        if name in names:
+            names[name] = (*names[name], alias)
+    return names

@@ -1,0 +1,65 @@
+"""A DCP checkpoint, opened by its path; any other format is refused, with the way out."""
+
+import os
+from pathlib import Path
+
+from lamella_checkpoint._base.directories import METADATA_FILE, find
+from lamella_checkpoint._base.errors import FormatUnknown
+from lamella_checkpoint._base.manifest import MANIFEST_FILE
+from lamella_checkpoint._base.opened import Opened, native
+from lamella_checkpoint._base.sections import LiveNames
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+
+
+def open_dcp(
+    path: str | os.PathLike[str], *, trust: bool = False, verify: bool = True, live: LiveNames | None = None
+) -> Opened:
+    """Open a checkpoint that `save` or plain torch DCP wrote.
+
+    Args:
+        path: The checkpoint's directory.
+        trust: As for `load`.
+        verify: As for `load`.
+        live: Names of a live model, which tell shared prefixes from names.
+
+    Raises:
+        CheckpointDamaged: A file is absent or unreadable.
+        CheckpointUntrusted: The metadata holds other types than torch's own.
+        FileNotFoundError: `path` does not exist.
+        FormatUnknown: `path` is not torch DCP.
+
+    Effects: reads metadata and small files, and no tensor; no collective.
+    """
+    return opened_dcp(StoredCheckpoint(dcp_directory(path), trust=trust, verify=verify), live)
+
+
+def opened_dcp(stored: StoredCheckpoint, live: LiveNames | None = None) -> Opened:
+    """A checkpoint whose metadata has been read, under native names."""
+    if stored.manifest is None:
+        return native(stored, stored.metadata.paths, live, identity=stored.save_id)
+    return Opened(source=stored, extra=dict(stored.manifest.extra), manifest=stored.manifest, identity=stored.save_id)
+
+
+def dcp_directory(path: str | os.PathLike[str]) -> Path:
+    """The directory of a DCP checkpoint; after an interrupted replacement, the directory that the old one has now.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        FormatUnknown: `path` is not torch DCP.
+    """
+    found = find(Path(os.path.realpath(path)))
+    if is_dcp(found):
+        return found
+    raise FormatUnknown(
+        str(found),
+        "a directory without one" if found.is_dir() else "a file",
+        expected="a checkpoint of torch DCP",
+        way_out="lamella-convert opens other formats: pass lamella_convert.open_checkpoint(path) in place of the path.",
+    )
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a directory's files are DCP's; the file that lists them may be absent."""
+    if not path.is_dir():
+        return False
+    return any(each.name in (METADATA_FILE, MANIFEST_FILE) or each.suffix == ".distcp" for each in path.iterdir())

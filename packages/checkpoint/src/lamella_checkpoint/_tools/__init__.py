@@ -1,1 +1,0 @@
-"""What one process does with checkpoints, without a model."""

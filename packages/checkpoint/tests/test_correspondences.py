@@ -1,0 +1,60 @@
+"""A fused tensor is stored by part, from shards, and read back into shards."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lamella_checkpoint import Correspondence, LiveCut, LiveShard, Piece, Place, load, save, written_pieces
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint.testing import read_all
+from lamella_layout import Chunk, Range
+from lamella_testing import run_ranks
+
+UP, DOWN = Chunk((0, 0), (3, 2)), Chunk((3, 0), (2, 2))
+FUSED = Correspondence(
+    left={"up": (3, 2), "down": (2, 2)},
+    right={"weight": (5, 2)},
+    pieces=(
+        Piece(Place("up", UP), Place("weight", UP)),
+        Piece(Place("down", Chunk((0, 0), (2, 2))), Place("weight", DOWN)),
+    ),
+)
+
+
+def test_shards_are_saved_by_part(tmp_path):
+    def save_mine():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 5, bias=False)
+        whole = model.weight.detach().clone()
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        model.weight.sum().backward()
+        optimizer.step()
+        save(tmp_path / "a", model=model, optimizer=optimizer, correspondences=[FUSED])
+        return whole - 1
+
+    whole = run_ranks(save_mine, 3)[0]
+    found = read_all(StoredCheckpoint(tmp_path / "a"))
+    assert torch.equal(found["model.up"], whole[:3]) and torch.equal(found["model.down"], whole[3:])
+    assert torch.equal(found["optimizer.state.up.momentum_buffer"], torch.ones(3, 2))
+    assert "model.weight" not in found
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = (nn.Parameter(torch.zeros(rows, 2)) for rows in (3, 2))
+
+    parts = Parts()
+    load(tmp_path / "a", model=parts)
+    assert torch.equal(torch.cat([parts.up, parts.down]), whole)
+
+
+def test_a_live_shard_is_written_by_part_in_views():
+    held = torch.arange(4.0).reshape(2, 2)  # Rows 2 and 3: the last of one part, the first of the other.
+    cut = LiveCut([FUSED], to="left")
+    pieces = written_pieces(cut, {"weight": (LiveShard.of_rows((5, 2), Range(4, 8)), held)})
+    found = {name: [(tuple(each.offsets), tuple(each.sizes)) for each in value.__create_chunk_list__()]
+             for name, value in pieces.items()}  # fmt: skip
+    assert found == {"up": [((2, 0), (1, 2))], "down": [((0, 0), (1, 2))]}

@@ -1,0 +1,150 @@
+"""A source streamed, and written as torch DCP: torch and this package read what was in it, bit by bit."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lamella_checkpoint import TensorInfo, load, save
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.stream import stream
+from lamella_checkpoint._formats.checksums import Checksums
+from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+from lamella_checkpoint.dcp import write_dcp
+from lamella_checkpoint.sources import box_of
+from lamella_checkpoint.testing import MemorySource, read_tensor
+from lamella_layout import Chunk
+from lamella_testing.bits import random_bits, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint16]
+
+SMALL = 600
+"""Bytes of a buffer that cuts what the tests write into many pieces."""
+
+
+@pytest.fixture
+def source():
+    torch.manual_seed(0)
+    tensors = {f"model.{dtype}".replace("torch.", ""): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
+    return MemorySource({**tensors, "model.scalar": torch.tensor(3.5), "model.empty": torch.empty(0, 4)})
+
+
+def kept(source):
+    return {name: info.dtype for name, info in source.tensors.items()}
+
+
+def equal(found, source, prefix=""):
+    assert set(found) == {name.removeprefix(prefix) for name in source.tensors}
+    return all(same_bits(found[name.removeprefix(prefix)], source.held[name]) for name in source.tensors)
+
+
+class TestStream:
+    def test_pieces_are_every_tensor_once_within_its_chunks_and_the_buffer(self, source):
+        chunks = (Chunk((0, 0, 0), (7, 2, 3)), Chunk((0, 2, 0), (7, 3, 3)))
+        source.tensors["model.float32"] = TensorInfo((7, 5, 3), torch.float32, chunks)
+        found = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+        order = []
+        for piece in stream(source, kept(source), SMALL):
+            assert piece.values.nbytes <= SMALL // 2
+            box_of(found[piece.name], piece.chunk).copy_(piece.values)
+            order.append(piece.name)
+            if piece.name == "model.float32":
+                assert any(chunk.intersection(piece.chunk) == piece.chunk for chunk in chunks)
+        assert list(dict.fromkeys(order)) == list(source.tensors)
+        assert equal(found, source)
+
+    def test_no_more_than_the_buffer_is_read_ahead(self):
+        source = MemorySource({"a": torch.arange(1000.0)})
+        num_asked = []
+        read_now = source.read
+        source.read = lambda wanted: num_asked.append(sum(each.into.nbytes for each in wanted)) or read_now(wanted)
+        pieces = stream(source, kept(source), 400)
+        next(pieces)
+        next(pieces)
+        assert sum(num_asked) <= 400
+        assert max(num_asked) <= 200
+        pieces.close()
+
+    def test_a_source_that_fails_is_heard(self, source):
+        source.read = lambda _: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            list(stream(source, kept(source)))
+
+
+@pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
+class TestEachFormat:
+    def test_dcp(self, source, tmp_path, buffer_nbytes):
+        write_dcp(source, kept(source), tmp_path, max_file_nbytes=2000, buffer_nbytes=buffer_nbytes)
+        assert len(list(tmp_path.glob("*.distcp"))) > 1
+        into = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+        dcp.load(into, checkpoint_id=tmp_path)
+        assert equal(into, source)
+        opened = StoredCheckpoint(tmp_path)
+        assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}])
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path):
+    model, optimizer = trained()
+    source = StoredCheckpoint(save(tmp_path / "saved", model=model, optimizer=optimizer))
+    manifest = Manifest(extra={"step": 7}, num_ranks=1, optimizer=None)
+    (tmp_path / "written").mkdir()
+    write_dcp(source, kept(source), tmp_path / "written", manifest=manifest, buffer_nbytes=100)
+    fresh, its_optimizer = trained(seed=1)
+    assert load(tmp_path / "written", model=fresh, optimizer=its_optimizer) == {"step": 7}
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
+    found, expected = its_optimizer.state_dict(), optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    for index, slots in expected["state"].items():
+        assert all(torch.equal(found["state"][index][slot], value) for slot, value in slots.items())
+
+
+def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path):
+    source = MemorySource({"model.weight": torch.zeros(100, 100), "model.bias": torch.zeros(3)})
+    manifest = Manifest(extra={}, num_ranks=1, optimizer=None)
+    write_dcp(source, kept(source), tmp_path, manifest=manifest, buffer_nbytes=1000)
+    checksums = Checksums.of(tmp_path)
+    content = (tmp_path / "__0_0.distcp").read_bytes()
+    spans = sorted(checksums.files["__0_0.distcp"])
+    assert sum(span.length for span in spans) == len(content) and len(spans) > 10
+    for span in spans:
+        checksums.check(tmp_path / "__0_0.distcp", span.offset, content[span.offset :][: span.length])
+
+
+class TestTies:
+    source = MemorySource({"model.embed": torch.rand(300, 2)})
+
+    def test_names_of_one_tensor_share_a_place_in_dcp(self, tmp_path):
+        write_dcp(self.source, kept(self.source), tmp_path, aliases={"model.head": "model.embed"})
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 2 * 2400
+        into = {name: torch.zeros(300, 2) for name in ("model.embed", "model.head")}
+        dcp.load(into, checkpoint_id=tmp_path)
+        assert all(torch.equal(tensor, self.source.held["model.embed"]) for tensor in into.values())
+
+
+def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path):
+    source = MemorySource({"model.module.a.weight": torch.ones(2), "iteration": 3})
+    write_dcp(source, kept(source), tmp_path, path_of=lambda name: tuple(name.split(".", 1)))
+    assert not (tmp_path / "lamella.json").exists()
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert metadata.planner_data == {"model.module.a.weight": ("model", "module.a.weight"), "iteration": ("iteration",)}
+    request = {"model": {"module.a.weight": torch.zeros(2)}, "iteration": 0}
+    dcp.load(request, checkpoint_id=tmp_path)
+    assert request["iteration"] == 3 and request["model"]["module.a.weight"].sum() == 2
+
+
+def test_progress_adds_up_to_what_was_written(source, tmp_path):
+    total = sum(tensor.nbytes for tensor in source.held.values())
+    steps = []
+    write_dcp(source, kept(source), tmp_path, buffer_nbytes=SMALL, on_bytes=steps.append)
+    assert sum(steps) == total and len(steps) > 10

@@ -1,0 +1,132 @@
+"""`load` takes the path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lamella_checkpoint import CheckpointFailed, FormatUnknown, check, load, save, verify
+from lamella_checkpoint.sources import Opened
+from lamella_checkpoint.testing import MemorySource
+from lamella_testing import run_ranks
+
+WAY_OUT = r"Expected a checkpoint of torch DCP in .*pass lamella_convert.open_checkpoint\(path\) in place of the path"
+
+
+def dcp_save(entries, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(entries, checkpoint_id=path)
+    return path
+
+
+@pytest.fixture
+def trained(kit):
+    model, optimizer = kit.build(sharded=False)
+    kit.train(model, optimizer)
+    return model, optimizer
+
+
+def assert_loads(kit, source, trained, **options):
+    expected = kit.state(*trained)
+    model, optimizer = kit.build(sharded=False, seed=1)
+    result = load(source, model=model, optimizer=optimizer, **options)
+    got = kit.state(model, optimizer)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+    return result
+
+
+@pytest.mark.parametrize("outer", [(), ("state_dict",), ("a", "b")])
+def test_what_plain_torch_saved_is_found_past_keys_and_prefixes_with_an_optimizer_that_counts(
+    kit, tmp_path, trained, outer
+):
+    model, optimizer = trained
+    entries = {
+        "model": {f"module.{name}": value for name, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
+    for key in reversed(outer):
+        entries = {key: entries}
+    found = assert_loads(kit, dcp_save(entries, tmp_path / "a"), trained, strict=False)
+    assert found.stripped == (*outer, "module")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "a.pt", "folder", "folder_of_weights"])
+@pytest.mark.parametrize("act", [lambda path: load(path, model=nn.Linear(1, 1)), verify], ids=["load", "verify"])
+def test_other_formats_are_refused_with_the_way_out(tmp_path, name, act):
+    path = tmp_path / name
+    if path.suffix:
+        path.touch()
+    else:
+        path.mkdir()
+    if name == "folder_of_weights":
+        (path / "model.safetensors").touch()
+    with pytest.raises(FormatUnknown, match=WAY_OUT) as info:
+        act(path)
+    assert info.value.file == str(path)
+
+
+def test_nothing_is_said_to_be_absent(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "absent", model=nn.Linear(1, 1))
+
+
+def source_of(model):
+    return MemorySource({f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+
+
+def test_any_source_is_loaded():
+    saved, live = nn.Linear(2, 3), nn.Linear(2, 3)
+    assert check(source_of(saved), model=live) == {}
+    assert load(source_of(saved), model=live) == {}
+    assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
+
+
+def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_beside():
+    saved, live = nn.Linear(2, 3), nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(live.parameters(), lr=9.0)
+    told = []
+
+    class Foreign(MemorySource):
+        def for_live(self, names):
+            told.append(names)
+            options = {f"optimizer.param_groups.{name}.lr": 0.5 for name in names.optimizer}
+            source = MemorySource(source_of(saved).held, options)
+            return Opened(source=source, extra={"epoch": 3}, stripped=("outer",))
+
+    found = load(Foreign({}), model=live, optimizer=optimizer, strict=False)
+    assert [set(each.model) for each in told] == [{"weight", "bias"}]
+    assert [tuple(each.optimizer) for each in told] == [("weight", "bias")]
+    assert found.extra == {"epoch": 3} and found.stripped == ("outer",)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(live.weight, saved.weight)
+
+
+@pytest.mark.parametrize("options", [{"trust": True}, {"verify": False}])
+def test_an_open_checkpoint_takes_no_options_of_opening(options):
+    with pytest.raises(ValueError, match="Expected `trust` and `verify` with a path only, got .* Pass them where"):
+        load(source_of(nn.Linear(1, 1)), model=nn.Linear(1, 1), **options)
+
+
+def test_every_rank_raises_where_one_cannot_open():
+    def load_mine():
+        rank = torch.distributed.get_rank()
+
+        def open_mine():
+            if rank == 1:
+                raise OSError("no such disk")
+            return source_of(nn.Linear(1, 1))
+
+        with pytest.raises((OSError, CheckpointFailed), match="no such disk"):
+            load(open_mine, model=nn.Linear(1, 1))
+        return True
+
+    assert run_ranks(load_mine, 2) == [True, True]
+
+
+def test_a_folder_with_its_list_absent_is_damaged_and_not_another_format(tmp_path):
+    save(tmp_path / "a", model=nn.Linear(1, 1))
+    (tmp_path / "a" / ".metadata").unlink()
+    with pytest.raises(ValueError, match="damaged file .*.metadata"):
+        load(tmp_path / "a", model=nn.Linear(1, 1))

@@ -1,0 +1,36 @@
+"""Refusals of a conversion: a size or a model type that nothing is known of."""
+
+from collections.abc import Mapping
+
+
+class SizeUnknown(ValueError):
+    """A size that rules need to take a tensor apart, and were not given.
+
+    `size` is its name ("tp" is the number of tensor-parallel ranks), `known` those that were given, and `needed_for`
+    the tensor.
+    """
+
+    def __init__(self, size: str, known: Mapping[str, int], needed_for: str | None = None) -> None:
+        super().__init__(size, known, needed_for)
+        self.size = size
+        self.known = known
+        self.needed_for = needed_for
+
+    def __str__(self) -> str:
+        text = f"Expected the size {self.size!r}, got {dict(self.known)!r}. Give it to the rules, as `sizes`."
+        return text if self.needed_for is None else f"{text} Needed for {self.needed_for!r}."
+
+
+class ModelUnknown(ValueError):
+    """A `model_type` that no installed package has rules for; `known` are those that some have."""
+
+    def __init__(self, model_type: str, known: tuple[str, ...]) -> None:
+        super().__init__(model_type, known)
+        self.model_type = model_type
+        self.known = known
+
+    def __str__(self) -> str:
+        return (
+            f"Expected a package with the rules of model type {self.model_type!r}, to go between Hugging Face's names "
+            f"and Megatron's, got those of {self.known}. Pass `translate`."
+        )

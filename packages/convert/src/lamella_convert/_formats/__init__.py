@@ -1,0 +1,1 @@
+"""Each format as a `Source`, and its writer."""

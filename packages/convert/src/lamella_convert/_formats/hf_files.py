@@ -1,0 +1,126 @@
+"""What lies beside the weights in a Hugging Face directory: configuration, tokenizer, code. Copied, never run."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+
+from lamella_checkpoint import CheckpointDamaged
+from lamella_checkpoint.dcp import CHECKSUMS_FILE, MANIFEST_FILE
+from lamella_checkpoint.files import METADATA_FILE, read_json, unreadable
+from lamella_checkpoint.sources import are_sizes
+
+CONFIG_FILE: Final = "config.json"
+_PUBLISHED_FILE: Final = "lamella_published.json"
+"""In a checkpoint's folder of side files: the weights' names in the Hugging Face directory, with their shapes."""
+_OWN_FILES: Final = frozenset({_PUBLISHED_FILE, METADATA_FILE, MANIFEST_FILE, CHECKSUMS_FILE})
+"""What makes a checkpoint of a directory: copied, a directory of another format would be taken for one."""
+_WEIGHTS: Final = frozenset(
+    {".bin", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+)
+_DTYPE_KEYS: Final = frozenset({"dtype", "torch_dtype"})
+
+
+def side_files(directory: Path) -> Iterator[Path]:
+    """The files of a directory that are neither weights nor a list of such, by name; folders are left out.
+
+    Raises:
+        CheckpointDamaged: A link leads outside: copied, it would publish whatever it leads to.
+
+    Effects: reads the directory.
+    """
+    real = directory.resolve()
+    # The hub's cache keeps files apart from the directories that list them: snapshots/<revision>/<link to ../../blobs>.
+    allowed = (real, real.parent.parent / "blobs")
+    for file in sorted(directory.iterdir()):
+        is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        if not file.is_file() or is_weights or file.name in _OWN_FILES:
+            continue
+        if file.resolve().parent not in allowed:
+            raise CheckpointDamaged(str(file), f"it leads outside, to {str(file.resolve())!r}")
+        yield file
+
+
+def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
+    """Copy them, over those that are there, and wait until they are on the disk.
+
+    Returns:
+        Their names.
+
+    Raises:
+        CheckpointDamaged: As `side_files`.
+    """
+    copied = []
+    for file in side_files(directory):
+        with file.open("rb") as source, (to / file.name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+        copied.append(file.name)
+    return tuple(copied)
+
+
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """The model's configuration; None where the directory has none.
+
+    Raises:
+        CheckpointDamaged: It is no JSON object.
+    """
+    file = directory / CONFIG_FILE
+    return cast(dict[str, Any], _read(file, dict)) if file.exists() else None
+
+
+def read_published(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that weights were published with; none where nobody kept them.
+
+    Raises:
+        CheckpointDamaged: The file is something else.
+    """
+    file = directory / _PUBLISHED_FILE
+    content = cast(dict[str, list[int]], _read(file, dict)) if file.exists() else {}
+    try:
+        shapes = {name: tuple(shape) for name, shape in content.items()}
+    except TypeError as error:
+        raise unreadable(file, error) from error
+    for name, shape in shapes.items():
+        if not are_sizes(shape):
+            raise CheckpointDamaged(str(file), f"expected a shape of {name!r}, got {shape}")
+    return shapes
+
+
+def write_published(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Keep them, and wait until they are on the disk."""
+    _write(directory / _PUBLISHED_FILE, shapes)
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write the model's configuration, over what is there, and wait until it is on the disk."""
+    _write(directory / CONFIG_FILE, config)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A configuration, and those inside it, that says another dtype wherever it says one. Effects: none."""
+    name = str(dtype).removeprefix("torch.")
+    return {
+        key: name if key in _DTYPE_KEYS else with_dtype(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+
+
+def _read(file: Path, kind: type) -> object:
+    content = read_json(file)
+    if not isinstance(content, kind):
+        raise CheckpointDamaged(str(file), f"expected a JSON {kind.__name__}, got {type(content).__name__}")
+    return content
+
+
+def _write(file: Path, content: object) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        json.dump(content, opened, indent=2)
+        opened.write("\n")
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -1,0 +1,250 @@
+"""Megatron's and Megatron-Bridge's directories: which checkpoint is in them, and what the files beside it say.
+
+`args` is an object of Megatron's own making, pickled. Only its numbers are wanted, and they are read without making
+anything of it, see Note [Nothing runs].
+"""
+
+import io
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, cast
+
+import torch
+
+from lamella_checkpoint import CheckpointDamaged, Wanted
+from lamella_checkpoint.archives import FileSlice, read_record, records
+from lamella_checkpoint.dcp import StoredCheckpoint
+from lamella_checkpoint.files import Inert, file_size, read_json, read_pickle, read_text, short
+from lamella_checkpoint.sources import Renamed, WithObjects, whole_box
+from lamella_convert._formats.torch_file import TorchFile
+from lamella_convert._translation.megatron import (
+    Counters,
+    Dialect,
+    counters,
+    dialect_of,
+    read_fsdp_dtensor,
+    sizes_of_args,
+)
+from lamella_convert._translation.torch_dist import read_torch_dist
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+BRIDGE_TRACKER: Final = "latest_train_state.pt"
+TRAIN_STATE: Final = "train_state.pt"
+RUN_CONFIG: Final = "run_config.yaml"
+FORMAT: Final = "metadata.json"
+COMMON: Final = "common.pt"
+COMMON_OBJECT: Final = "common_state/"
+
+_MAX_TRACKER_NBYTES: Final = 1 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronCheckpoint:
+    """A checkpoint of Megatron, of any of its formats that hold named tensors.
+
+    Attributes:
+        format: Of its files.
+        dialect: Of `fsdp_dtensor`, where its names show one.
+        counters: How far training was, and what the checkpoint does not say of it.
+        sizes: What rank-major tensors are read with.
+        make_source: What `source` is made by.
+    """
+
+    format: Literal["fsdp_dtensor", "torch_dist"]
+    dialect: Dialect | None
+    counters: Counters
+    sizes: Mapping[str, int]
+    make_source: Callable[[], Renamed]
+
+    @cached_property
+    def source(self) -> Renamed:
+        """Under canonical names.
+
+        Raises:
+            ValueError: As for `read_fsdp_dtensor`. Its names as stored can be listed without what that needs.
+        """
+        return self.make_source()
+
+
+def open_megatron(
+    path: Path, *, sizes: Mapping[str, int] | None = None, trust: bool = False, verify: bool = True
+) -> MegatronCheckpoint:
+    """Open a checkpoint that Megatron-LM, Megatron-Bridge or a converter of theirs wrote.
+
+    Args:
+        path: The directory of one iteration, or the one that holds iterations and says which is the newest.
+        sizes: As for `read_fsdp_dtensor`, where the checkpoint does not tell them itself (its `args`, or Bridge's
+            `run_config.yaml`); they count before what it tells.
+        trust: As for `StoredCheckpoint`.
+        verify: As for `StoredCheckpoint`.
+
+    Raises:
+        CheckpointDamaged: A file is absent or unreadable.
+
+    Effects: reads metadata and small files; no collective.
+    """
+    stored = StoredCheckpoint(iteration_directory(path), trust=trust, verify=verify)
+    return megatron_checkpoint(stored, sizes=sizes)
+
+
+def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | None = None) -> MegatronCheckpoint:
+    """The same of a checkpoint whose metadata has been read."""
+    common = _common(stored)
+    beside = train_state(stored.path)
+    args = _plain_object(stored, "args") if common is None else common.get("args")
+    told = sizes_of_args(args) if isinstance(args, dict) else {}
+    known = {**run_config_sizes(stored.path), **told, **(sizes or {})}
+    make_source: Callable[[], Renamed]
+    if common is None:
+        # As a dict of plain values, `args` can be read without trust.
+        plain = stored if args is None else WithObjects(stored, {"args": args})
+        make_source = partial(read_fsdp_dtensor, plain, sizes=known)
+    else:
+        make_source = partial(read_torch_dist, stored, common)
+    return MegatronCheckpoint(
+        format="fsdp_dtensor" if common is None else "torch_dist",
+        dialect=dialect_of(stored) if common is None else None,
+        counters=counters(WithObjects(stored, common or {}), beside),
+        sizes=known,
+        make_source=make_source,
+    )
+
+
+def is_torch_dist(stored: StoredCheckpoint) -> bool:
+    """Whether a checkpoint of torch DCP's files is Megatron's `torch_dist`.
+
+    Raises:
+        CheckpointDamaged: The file that says which format it is cannot be read.
+    """
+    if _is_there(stored.path, COMMON) or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
+        return True
+    told = read_json(stored.path / FORMAT) if _is_there(stored.path, FORMAT) else None
+    return isinstance(told, dict) and told.get("sharded_backend") == "torch_dist"
+
+
+def iteration_directory(path: Path) -> Path:
+    """The directory of the newest iteration in `path`, if it says one; else `path`.
+
+    Raises:
+        CheckpointDamaged: What it says is not there, or leads elsewhere.
+    """
+    if _is_there(path, TRACKER):
+        file, told = TRACKER, read_text(path / TRACKER, _MAX_TRACKER_NBYTES).strip()
+    elif _is_there(path, BRIDGE_TRACKER):
+        file, told = BRIDGE_TRACKER, str(train_state(path, BRIDGE_TRACKER).get("step", 0))
+    else:
+        return path
+    if told != "release" and not re.fullmatch(r"[0-9]{1,18}", told):
+        raise CheckpointDamaged(str(path / file), f"expected an iteration, got {short(told)}")
+    name = told if told == "release" else f"iter_{int(told):07d}"
+    if not (path / name).is_dir():
+        raise CheckpointDamaged(str(path), f"its newest iteration is {name!r}, which is not there")
+    if (path / name).resolve().parent != path.resolve():
+        raise CheckpointDamaged(
+            str(path / name), f"it leads outside, to {str((path / name).resolve())!r}; open that if it is yours"
+        )
+    return path / name
+
+
+def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
+    """Megatron-Bridge's counters; empty where it left none.
+
+    Raises:
+        CheckpointDamaged: The file is not what torch saves of plain data.
+    """
+    if not _is_there(directory, file):
+        return {}
+    source = TorchFile(directory / file)
+    values = {name: torch.zeros((), dtype=info.dtype) for name, info in source.tensors.items() if prod(info.shape) == 1}
+    source.read(
+        [
+            Wanted(name, whole_box(source.tensors[name].shape), into.view(source.tensors[name].shape))
+            for name, into in values.items()
+        ]
+    )
+    plain: dict[str, Any] = {name: value.item() for name, value in values.items()}
+    plain |= {name: source.read_object(name) for name in source.objects}
+    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str)}
+
+
+def run_config_sizes(directory: Path) -> dict[str, int]:
+    """The sizes that Megatron-Bridge's `run_config.yaml` has numbers for; empty where there is none.
+
+    Only whole numbers are looked for, by the names that `args` has; a name that has two values counts for nothing.
+    """
+    if not _is_there(directory, RUN_CONFIG):
+        return {}
+    found: dict[str, set[int]] = {}
+    text = read_text(directory / RUN_CONFIG)
+    for name, value in re.findall(r"^[ \t]*(\w+):[ \t]*(\d{1,18})[ \t]*$", text, flags=re.MULTILINE):
+        found.setdefault(name, set()).add(int(value))
+    return sizes_of_args({name: values.pop() for name, values in found.items() if len(values) == 1})
+
+
+def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, Any]:
+    """What `torch.save` wrote of nested plain data; objects are dicts of their attributes, tensors are None.
+
+    Args:
+        file: A file of torch's archive format.
+        name: For messages; the file's own if it has one.
+
+    Raises:
+        CheckpointDamaged: It is no such file.
+    """
+    try:
+        with file.open("rb") if isinstance(file, Path) else nullcontext(file) as archive:
+            content = read_record(archive, records(archive)["data.pkl"])
+            plain = _plain(read_pickle(content, knows=lambda *_: True))
+    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+        raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error
+    if isinstance(plain, list | tuple) and len(plain) == 1:
+        (plain,) = plain  # megatron-core's sharded objects are lists of this rank's.
+    return plain if isinstance(plain, dict) else {}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Inert):
+        return {key: _plain(inner) for key, inner in value.fields.items()} or None
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
+    """What `torch_dist` keeps of everything that is not sharded, in a file or in an object; None for other formats."""
+    if _is_there(stored.path, COMMON):
+        return plain_contents(stored.path / COMMON)
+    held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
+    if held:
+        return _plain_object(stored, held[0])
+    return {} if is_torch_dist(stored) else None
+
+
+def _plain_object(stored: StoredCheckpoint, name: str) -> dict[str, Any] | None:
+    """The plain values in an object of nested data; None where the checkpoint has none of this name."""
+    if name not in stored.objects:
+        return None
+    item = stored.metadata.items[name, None]
+    with (stored.path / item.file).open("rb") as stream:
+        content = io.BufferedReader(FileSlice(stream.fileno(), item.offset, item.length))
+        return plain_contents(cast(BinaryIO, content), f"{stored.path}: {name}")
+
+
+def _is_there(directory: Path, file: str) -> bool:
+    """Whether a directory has a file.
+
+    Raises:
+        CheckpointDamaged: It has something else by that name, or a link that leads outside.
+    """
+    if not os.path.lexists(directory / file):
+        return False
+    file_size(directory, file)
+    return True

@@ -1,0 +1,246 @@
+"""Any checkpoint, opened: its format is found, and its tensors get native names."""
+
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from lamella_checkpoint import FormatUnknown, Source, TensorInfo, Wanted
+from lamella_checkpoint.dcp import Manifest, StoredCheckpoint, is_dcp, opened_dcp
+from lamella_checkpoint.files import METADATA_FILE, find
+from lamella_checkpoint.sources import Keys, LiveNames, Opened, native
+from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
+from lamella_convert._formats.hf_files import read_config
+from lamella_convert._formats.megatron_files import (
+    RUN_CONFIG,
+    TRAIN_STATE,
+    is_torch_dist,
+    iteration_directory,
+    megatron_checkpoint,
+)
+from lamella_convert._formats.safetensors import WEIGHTS_FILE, SafetensorsSource, has_weights
+from lamella_convert._formats.torch_file import TorchFile
+from lamella_convert._translation.megatron import is_fsdp_dtensor
+
+_PICKLE_MAGIC: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
+
+
+class Format(Enum):
+    """How a checkpoint lies on the disk."""
+
+    LAMELLA = "lamella"
+    DCP = "dcp"
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+    FSDP_DTENSOR = "fsdp_dtensor"
+    TORCH_DIST = "torch_dist"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint that has been opened; no tensor has been read. A `Source` under native names.
+
+    Attributes:
+        format: The format of its files.
+        raw: Names as they are stored.
+        make_source: Makes `source`.
+        paths: The keys that lead to a value, by its stored name, where native names depend on a live model.
+        extra: Plain values beside the tensors: `extra` of `save`, or counters and the like of other programs.
+        stripped: Keys and prefixes of the stored names that the native names lack.
+        lacking: Values that a resumed run of the program that wrote it would miss (Megatron's formats).
+        manifest: The manifest of a checkpoint that `save` wrote.
+        identity: Differs between two saves to the same path; None where the format has no such mark.
+    """
+
+    format: Format
+    raw: Source
+    make_source: Callable[[], Source]
+    paths: Mapping[str, Keys] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    stripped: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    identity: str | None = None
+
+    @cached_property
+    def source(self) -> Source:
+        """Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
+
+        Raises:
+            SizeUnknown: Tensors are stored in the order of ranks whose number the checkpoint does not tell.
+            ValueError: The names are not the format's.
+        """
+        return self.make_source()
+
+    @property
+    def path(self) -> Path:
+        """The file or directory; the directory of one iteration, where the path that was opened has several."""
+        return self.raw.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """As `Source.tensors`, under native names."""
+        return self.source.tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """As `Source.objects`, under native names."""
+        return self.source.objects
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """As `Source.read`, under native names."""
+        self.source.read(wanted)
+
+    def read_object(self, name: str) -> object:
+        """As `Source.read_object`, under native names."""
+        return self.source.read_object(name)
+
+    def for_live(self, names: LiveNames) -> Opened:
+        """Native names for a live model, float8 weights with a scale a block as numbers: for `lamella_checkpoint.load`.
+
+        Raises:
+            SizeUnknown: As for `source`.
+            ValueError: As for `source`.
+        """
+        if self.paths is None:
+            opened = Opened(source=self.source, extra=self.extra, manifest=self.manifest, identity=self.identity)
+        else:
+            opened = native(self.raw, self.paths, names, identity=self.identity)
+        return replace(opened, source=_numbers(opened.source))
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, trust: bool = False, verify: bool = True, sizes: Mapping[str, int] | None = None
+) -> OpenCheckpoint:
+    """Find out which program wrote a checkpoint, and open it.
+
+    Knows checkpoints of `save`, torch's DCP, files of `torch.save`, safetensors (a file, or a directory as Hugging Face
+    has it), Megatron's `fsdp_dtensor` and `torch_dist`, and the directories with iterations of Megatron-LM and
+    Megatron-Bridge, of which the newest is taken.
+
+    Args:
+        path: The checkpoint's file or directory.
+        trust: Make types that are neither plain data nor torch's own. **Unsafe: can execute code.**
+        verify: Verify checksums while reading, where there are checksums.
+        sizes: The sizes that Megatron's rank-major tensors are made of, where the checkpoint does not tell.
+
+    Raises:
+        CheckpointDamaged: A file is absent, unreadable, or not what its name says.
+        CheckpointUntrusted: Its metadata holds other types than torch's own.
+        FileNotFoundError: `path` does not exist.
+        FormatUnknown: No format has these files.
+
+    Effects: reads metadata and small files, and no tensor; no collective.
+    """
+    found, kind = find_files(path)
+    if kind is Format.DCP:
+        return _open_dcp(StoredCheckpoint(found, trust=trust, verify=verify), sizes)
+    if kind is Format.SAFETENSORS:
+        raw = SafetensorsSource(found)
+        # Each name is one key: the `model` in many of them is a module of the model, and no section.
+        return _open_plain(raw, {name: (name,) for name in raw.tensors}, Format.SAFETENSORS)
+    file = TorchFile(found, trust=trust, verify=verify)
+    return _open_plain(file, file.paths, Format.TORCH)
+
+
+def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, Format.SAFETENSORS, Format.TORCH]]:
+    """Where a checkpoint's files are, and which kind of files they are: whoever wrote DCP's, it is DCP.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        FormatUnknown: There is no format that has these files.
+
+    Effects: looks at names, and at the first bytes of a file.
+    """
+    found = find(Path(os.path.realpath(path)))
+    if found.is_dir():
+        found = iteration_directory(found)
+    if is_dcp(found):
+        return found, Format.DCP
+    if _is_safetensors(found):
+        return found, Format.SAFETENSORS
+    if found.is_file() and _is_torch_file(found):
+        return found, Format.TORCH
+    raise FormatUnknown(str(found), _unknown(found))
+
+
+def _open_dcp(stored: StoredCheckpoint, sizes: Mapping[str, int] | None) -> OpenCheckpoint:
+    if stored.is_own:
+        opened = opened_dcp(stored)
+        return OpenCheckpoint(
+            format=Format.LAMELLA,
+            raw=stored,
+            make_source=lambda: stored,
+            extra=opened.extra,
+            manifest=opened.manifest,
+            identity=opened.identity,
+        )
+    if _is_megatrons(stored):
+        megatrons = megatron_checkpoint(stored, sizes=sizes)
+        return OpenCheckpoint(
+            format=Format(megatrons.format),
+            raw=stored,
+            make_source=lambda: megatrons.source,
+            extra=dict(megatrons.counters.found),
+            lacking=megatrons.counters.lacking,
+            identity=stored.save_id,
+        )
+    return _open_plain(stored, stored.metadata.paths, Format.DCP, stored.save_id)
+
+
+def _open_plain(raw: Source, paths: Mapping[str, Keys], kind: Format, identity: str | None = None) -> OpenCheckpoint:
+    opened = native(raw, paths)
+    return OpenCheckpoint(
+        format=kind,
+        raw=raw,
+        make_source=lambda: opened.source,
+        paths=paths,
+        extra=opened.extra,
+        stripped=opened.stripped,
+        identity=identity,
+    )
+
+
+def _numbers(source: Source) -> Source:
+    """Weights that are float8 with a scale a block, as the numbers that they stand for."""
+    if not is_quantised(source):
+        return source
+    config = read_config(source.path if source.path.is_dir() else source.path.parent)
+    return Dequantised(source, block=block_of(config or {}))
+
+
+def _is_megatrons(stored: StoredCheckpoint) -> bool:
+    if is_torch_dist(stored):
+        return True
+    # DDP's own names begin alike, so something else has to say that it is Megatron.
+    is_told = (
+        "checkpoint_version" in stored.objects
+        or any((stored.path / file).is_file() for file in (RUN_CONFIG, TRAIN_STATE))
+        or any(
+            name.startswith(("optimizer.param_to_group_meta.", "optimizer.state.module.module."))
+            for name in (*stored.tensors, *stored.objects)
+        )
+    )
+    return is_told and is_fsdp_dtensor(stored)
+
+
+def _is_safetensors(path: Path) -> bool:
+    return has_weights(path) if path.is_dir() else path.suffix == ".safetensors"
+
+
+def _is_torch_file(file: Path) -> bool:
+    with file.open("rb") as stream:
+        begins = stream.read(2)
+    return file.suffix in _TORCH_SUFFIXES or zipfile.is_zipfile(file) or begins in _PICKLE_MAGIC
+
+
+def _unknown(path: Path) -> str:
+    if not path.is_dir():
+        return "a file that is neither torch.save's nor safetensors"
+    held = sorted(each.name for each in path.iterdir())[:8]
+    return f"{held} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration" if held else "an empty directory"

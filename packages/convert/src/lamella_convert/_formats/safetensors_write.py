@@ -1,0 +1,190 @@
+"""Safetensors files as Hugging Face has them: planned from names and shapes, made in full length, filled anywhere.
+
+Note [Files that many write]
+    A safetensors file is flat: once its header is planned, every element has its place. So files are made first, and
+    whoever holds a box of a tensor writes it there, rows or columns, whatever the order: a conversion piece by piece,
+    or each rank its shards, without sending anything to anybody.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+
+from lamella_checkpoint.files import Stored, write_box
+from lamella_convert._formats.safetensors import DTYPES, INDEX_FILE, WEIGHTS_FILE
+from lamella_layout import Chunk
+
+MAX_SHARD_NBYTES: Final = 5_000_000_000
+"""The hub's own limit for one file."""
+
+_CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
+_ALIGNMENT: Final = 8
+
+
+class Blank(NamedTuple):
+    """A tensor that is to be written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class PlannedFile(NamedTuple):
+    """A file to make: its header, and where its tensors lie."""
+
+    name: str
+    header: bytes
+    tensors: Mapping[str, Stored]
+
+    @property
+    def nbytes(self) -> int:
+        """The file's length."""
+        return len(self.header) + sum(stored.nbytes for stored in self.tensors.values())
+
+
+def stored_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype to store: `wanted` for floating point wider than a byte, which is a number format with scales."""
+    return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
+
+
+def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_NBYTES) -> tuple[PlannedFile, ...]:
+    """Lay tensors out in files, in their order, as many in each as fit; a larger one gets a file of its own.
+
+    Raises:
+        TypeError: The format lacks a tensor's dtype.
+        ValueError: There are no tensors, or one has the name that the format keeps for its metadata.
+
+    Effects: none. Equal on every rank that has the same names, shapes and dtypes.
+    """
+    if not tensors:
+        raise ValueError("Expected tensors to write, got none.")
+    shards: list[dict[str, Blank]] = []
+    left = 0
+    for name, blank in tensors.items():
+        if not shards or (blank.nbytes > left and shards[-1]):
+            shards.append({})
+            left = max_shard_nbytes
+        shards[-1][name] = blank
+        left -= blank.nbytes
+    if len(shards) == 1:
+        return (plan_file(WEIGHTS_FILE, shards[0]),)
+    names = (f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1))
+    return tuple(map(plan_file, names, shards))
+
+
+def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
+    """Lay tensors out in one file. Raises and Effects: as `plan_files`."""
+    _check_storable(tensors)
+    # The library maps files into memory and views them: what has wider elements comes first, so that all are aligned.
+    ordered = sorted(tensors, key=lambda each: -tensors[each].dtype.itemsize)
+    offsets = dict(_ends(ordered, tensors))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for each in ordered:
+        blank, end = tensors[each], offsets[each]
+        entries[each] = {
+            "dtype": _CODES[blank.dtype],
+            "shape": list(blank.shape),
+            "data_offsets": [end - blank.nbytes, end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    start = 8 + len(text)
+    stored = {
+        each: Stored(start + offsets[each] - tensors[each].nbytes, tensors[each].shape, tensors[each].dtype)
+        for each in ordered
+    }
+    return PlannedFile(name, len(text).to_bytes(8, "little") + text, stored)
+
+
+def make_files(directory: Path, files: Iterable[PlannedFile]) -> None:
+    """Make the files, in full length and with their headers, and nothing in their tensors yet."""
+    for file in files:
+        with (directory / file.name).open("xb") as opened:
+            opened.write(file.header)
+            opened.truncate(file.nbytes)
+
+
+def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
+    """Say which tensor is in which file, where there are several."""
+    if len(files) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(stored.nbytes for file in files for stored in file.tensors.values())},
+        "weight_map": {name: file.name for file in files for name in file.tensors},
+    }
+    with (directory / INDEX_FILE).open("x", encoding="utf-8") as opened:
+        json.dump(index, opened, indent=2, sort_keys=True)
+        opened.write("\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+class Filling:
+    """Files that were made, open to be filled with boxes of their tensors, from any thread."""
+
+    def __init__(self, directory: Path, files: Iterable[PlannedFile]) -> None:
+        self._directory = directory
+        self._homes = {name: file for file in files for name in file.tensors}
+        self._descriptors: dict[str, int] = {}
+        self._open_files = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open_files.close()
+
+    def write(self, name: str, chunk: Chunk, values: torch.Tensor) -> None:
+        """Put a box in its place, cast to the file's dtype. Effects: opens the file at its first box."""
+        file = self._homes[name]
+        if chunk.numel:
+            write_box(self._descriptor(file.name), file.tensors[name], chunk, values)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self._directory / file, os.O_WRONLY)
+            self._open_files.callback(os.close, self._descriptors[file])
+        return self._descriptors[file]
+
+
+def _ends(ordered: Iterable[str], tensors: Mapping[str, Blank]) -> Iterator[tuple[str, int]]:
+    end = 0
+    for name in ordered:
+        end += tensors[name].nbytes
+        yield name, end
+
+
+def _check_storable(tensors: Mapping[str, Blank]) -> None:
+    if "__metadata__" in tensors:
+        raise ValueError("Expected no tensor to be named '__metadata__', which safetensors keeps for itself.")
+    for name, blank in tensors.items():
+        if not _is_text(name):
+            raise ValueError(f"Expected names that can be written in UTF-8, got {name!r}.")
+        if blank.dtype not in _CODES:
+            raise TypeError(
+                f"Expected dtypes that safetensors has, got {blank.dtype} for {name!r}. Pass a `dtype` to cast "
+                f"floating point; leave others out."
+            )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

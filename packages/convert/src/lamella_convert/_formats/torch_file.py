@@ -1,0 +1,277 @@
+"""One file that `torch.save` wrote, a dict of dicts with tensors in it, as a source.
+
+Its pickle is read as data (Note [Nothing runs]), so that the tensors of a file can be read whatever else is in it.
+When a value is asked for that is neither a tensor nor plain data, torch reads the file, tensors mapped from the disk.
+"""
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, TensorInfo, Wanted
+from lamella_checkpoint.archives import (
+    Copy,
+    Expected,
+    Item,
+    ItemRead,
+    Record,
+    StoredTensor,
+    TensorRecord,
+    check_places,
+    is_little_endian,
+    read_record,
+    read_tensors,
+    records,
+    storage_records,
+    stored_tensor,
+    unsafe_types,
+)
+from lamella_checkpoint.files import Inert, read_pickle
+from lamella_checkpoint.sources import whole_box
+
+Keys: TypeAlias = tuple[str | int, ...]
+
+
+class TorchFile:
+    """A `Source` over a file of `torch.save`. A name is the keys that lead to a value, with dots between.
+
+    `paths` has the keys themselves.
+    """
+
+    def __init__(self, path: Path, *, trust: bool = False, verify: bool = True) -> None:
+        """Read what the file holds, and none of its tensors.
+
+        Files from before torch 1.6 are no archives: they are read whole.
+
+        Args:
+            path: The file.
+            trust: Whether types are made that are neither tensors nor plain data, which can run anything.
+            verify: Whether what is read is held against the checksum in the archive.
+
+        Raises:
+            CheckpointDamaged: The file is absent, unreadable, or holds no dict.
+            CheckpointUntrusted: It holds an object of another type, such as a module, and no dict.
+        """
+        self.path = path
+        self._trust = trust
+        self._verify = verify
+        self._held: dict[str, StoredTensor | torch.Tensor] = {}
+        self._values: dict[str, object] = {}
+        self.paths: dict[str, Keys] = {}
+        self._verified: set[Record] = set()
+        root, self._files = self._open()
+        try:
+            for keys, value in _leaves(self._dict_of(root), self._files):
+                self._add(keys, value)
+        except CheckpointDamaged:
+            raise
+        except Exception as error:  # Of values that are not what they seem.
+            raise _damaged(self.path, error) from error
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(tuple(held.shape), held.dtype, (whole_box(held.shape),))
+            for name, held in self._held.items()
+        }
+
+    @property
+    def objects(self) -> Sequence[str]:
+        return tuple(self._values)
+
+    def place(self, name: str) -> object:
+        """What two tensors have in common that are one: the bytes, the shape, and the order in it."""
+        held = self._held[name]
+        if isinstance(held, StoredTensor):
+            return held
+        return held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride(), held.dtype
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the given memory; where a checksum is to be verified, whole storages are read, each once."""
+        reads: dict[TensorRecord, ItemRead] = {}
+        strided: list[tuple[Wanted, StoredTensor]] = []
+        parts: dict[Record, str] = {}
+        for each in wanted:
+            held = self._held[each.name]
+            if isinstance(held, torch.Tensor):
+                _copy(each, held)
+                continue
+            if held.whole is None:
+                parts[held.record] = each.name
+            if (found := held.found) is None:
+                strided.append((each, held))
+            else:
+                read = reads.setdefault(found, self._item_read(each.name, found))
+                read.copies.append(Copy(each.chunk, each.into.detach()))
+        self._verify_records(parts)
+        read_tensors(self.path.parent, reads.values(), self._expected)
+        self._verified.update(found.record for found in reads)
+        for each, held in strided:
+            self._read_strided(each, held)
+
+    def read_object(self, name: str) -> object:
+        """The value of an object."""
+        value = self._values[name]
+        try:
+            if not _kinds(value):
+                return value
+        except RecursionError as error:
+            raise _damaged(self.path, error) from error
+        needed = [self._files[each] for each in storage_records(value) if each in self._files]
+        self._verify_records({record: f"{name} ({record.name})" for record in needed})
+        whole: Any = self._read_by_torch
+        for key in self.paths[name]:
+            whole = whole[key]
+        return whole
+
+    def names_of_records(self) -> Mapping[str, Sequence[str]]:
+        """The records that values refer to, and the names of the values; a record may be absent from the archive."""
+        found: dict[str, dict[str, None]] = {}
+        for name, value in (*self._held.items(), *self._values.items()):
+            for record in [value.record.name] if isinstance(value, StoredTensor) else storage_records(value):
+                found.setdefault(record, {})[name] = None
+        return {record: [*names] for record, names in found.items()}
+
+    @property
+    def _expected(self) -> Expected | None:
+        return (lambda _: None) if self._verify else None
+
+    def _open(self) -> tuple[Any, dict[str, Record]]:
+        try:
+            with self.path.open("rb") as file:
+                files = records(file) if zipfile.is_zipfile(file) else {}
+                if files and is_little_endian(file, files):
+                    content = read_record(file, files["data.pkl"])
+                    return read_pickle(content, knows=lambda *_: True), files
+        except Exception as error:  # Of garbage.
+            raise _damaged(self.path, error) from error
+        self._verify_records({record: record.name for record in files.values()})
+        return self._read_by_torch, {}
+
+    @cached_property
+    def _read_by_torch(self) -> Any:
+        is_archive = zipfile.is_zipfile(self.path)
+        try:
+            return torch.load(self.path, map_location="cpu", weights_only=not self._trust, mmap=is_archive)
+        except Exception as error:
+            if not self._trust and (unknown := unsafe_types(self.path, error)):
+                raise CheckpointUntrusted(str(self.path), unknown) from None
+            raise _damaged(self.path, error) from error
+
+    def _dict_of(self, root: object) -> dict[Any, Any]:
+        if isinstance(root, Inert) and stored_tensor(root, self._files) is None:
+            if not self._trust:
+                raise CheckpointUntrusted(str(self.path), root.kind)
+            self._verify_records({record: record.name for record in self._files.values()})
+            root = self._read_by_torch
+        if isinstance(root, nn.Module):
+            root = root.state_dict()
+        if not isinstance(root, dict):
+            raise CheckpointDamaged(str(self.path), f"expected a dict of tensors, got {_kind(root)}")
+        return root
+
+    def _add(self, keys: Keys, value: object) -> None:
+        name = ".".join(map(str, keys))
+        if name in self.paths:
+            raise CheckpointDamaged(str(self.path), f"two values have the name {name!r}: {self.paths[name]} and {keys}")
+        self.paths[name] = keys
+        if isinstance(value, StoredTensor | torch.Tensor):
+            self._held[name] = value
+        else:
+            self._values[name] = value
+
+    def _item_read(self, name: str, found: TensorRecord) -> ItemRead:
+        item = Item(self.path.name, 0, found.record.start + found.record.length)
+        is_verified = found.record in self._verified
+        return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
+
+    def _verify_records(self, names: Mapping[Record, str]) -> None:
+        """Compare whole records with their checksums: a part of one has none, and torch itself compares none."""
+        reads = [whole_read(self.path, each, name) for each, name in names.items() if each not in self._verified]
+        read_tensors(self.path.parent, reads, self._expected)
+        self._verified.update(names)
+
+    def _read_strided(self, wanted: Wanted, held: StoredTensor) -> None:
+        """A tensor that lies in another order, or with gaps: all of it is read, and looked at so."""
+        if 0 in held.shape:
+            return
+        elements = torch.empty(held.span.shape, dtype=held.dtype)
+        read = self._item_read(wanted.name, held.span)
+        read.copies.append(Copy(whole_box(elements.shape), elements))
+        read_tensors(self.path.parent, [read], self._expected)
+        _copy(wanted, elements.as_strided(held.shape, held.strides))
+
+
+def archive_records(path: Path) -> dict[str, Record]:
+    """The records of a file by name, where torch finds them too; none of a file from before torch 1.6.
+
+    Raises:
+        CheckpointDamaged: The archive's directory and headers do not say where they are, or torch reads others.
+    """
+    try:
+        with path.open("rb") as file:
+            files = records(file) if zipfile.is_zipfile(file) else {}
+        if files:
+            check_places(path, files)
+    except Exception as error:  # Of garbage.
+        raise _damaged(path, error) from error
+    return files
+
+
+def whole_read(path: Path, record: Record, name: str) -> ItemRead:
+    """A read of all bytes of a record, of which nothing is wanted but that they have its checksum."""
+    found = TensorRecord((record.length,), torch.uint8, record)
+    return ItemRead(name=name, item=Item(path.name, 0, record.start + record.length), sizes=found.shape, found=found)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointDamaged:
+    return CheckpointDamaged(str(path), f"{type(error).__name__}: {error}")
+
+
+def _copy(wanted: Wanted, held: torch.Tensor) -> None:
+    with torch.no_grad():
+        wanted.into.copy_(held[tuple(slice(along.start, along.stop) for along in wanted.chunk.ranges)])
+
+
+def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Iterator[tuple[Keys, object]]:
+    """Tensors and other values, by the keys that lead to them.
+
+    Lists are values, unless something to be named is in them; so are dicts whose keys make no names.
+    """
+    tensor = node if isinstance(node, torch.Tensor) else stored_tensor(node, files)
+    if tensor is not None:
+        yield path, tensor
+    elif isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
+        for key, value in node.items():
+            yield from _leaves(value, files, (*path, key))
+    elif isinstance(node, list | tuple) and any(_is_named(each, files) for each in node):
+        for index, value in enumerate(node):
+            yield from _leaves(value, files, (*path, index))
+    else:
+        yield path, node
+
+
+def _is_named(node: object, files: Mapping[str, Record]) -> bool:
+    if isinstance(node, list | tuple):
+        return any(_is_named(each, files) for each in node)
+    return isinstance(node, dict | torch.Tensor) or stored_tensor(node, files) is not None
+
+
+def _kinds(value: object) -> set[str]:
+    """The types of what was not made in a value."""
+    if isinstance(value, Inert):
+        return {value.kind}
+    if isinstance(value, dict):
+        return {kind for pair in value.items() for each in pair for kind in _kinds(each)}
+    if isinstance(value, list | tuple | set | frozenset):
+        return {kind for each in value for kind in _kinds(each)}
+    return {getattr(value, "kind", "")} - {""}
+
+
+def _kind(value: object) -> str:
+    return "a tensor" if isinstance(value, Inert | torch.Tensor) else type(value).__name__

@@ -1,0 +1,89 @@
+"""Weights that a run does not train: kept beside the configuration, and published again with those that it trains.
+
+A published model may have more than the modules that train: a layer that predicts further tokens, a vision tower. Their
+weights are no part of a run's checkpoints, which would store them again and again. They are kept once, with the
+configuration and the names that everything was published with, and `convert` puts them back.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lamella_checkpoint import Source, Wanted
+from lamella_checkpoint.sources import Over, in_model, own_name
+from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
+from lamella_convert._formats.hf_files import copy_side_files, read_config, with_dtype, write_config, write_published
+from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.write_source import write_safetensors_file
+
+UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
+"""Beside a configuration: weights that were published and are not trained, by their names there."""
+
+ORIGINALS_FILE: Final = "lamella_originals.safetensors"
+"""Beside a checkpoint: values that it cannot hold exactly, under the native names that they had where it came from."""
+
+
+def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype: torch.dtype) -> None:
+    """Keep what it takes to publish again what is trained from a Hugging Face directory.
+
+    That is what lies beside the weights (configuration, tokenizer), the names and shapes of all of them, and the values
+    of those that are not trained. `convert(like=to)` finds them.
+
+    Args:
+        directory: The Hugging Face directory. Weights in float8 are kept as the numbers that they are, in fp32.
+        to: A directory that exists. What it has of these files is replaced.
+        untrained: Names in the directory's files.
+        dtype: Of the weights that are trained: what the configuration will say.
+
+    Raises:
+        CheckpointDamaged: A file is absent, unreadable or not what it should be, or a link leads outside; it is named.
+
+    Effects: holds a buffer of the weights; waits until all is on the disk. No collective: for one process.
+    """
+    source: Source = SafetensorsSource(directory)
+    config = read_config(directory)
+    if is_quantised(source):
+        source = Dequantised(source, dtype=torch.float32, block=block_of(config or {}))
+    copy_side_files(directory, to)
+    if config is not None:
+        write_config(to, with_dtype(config, dtype))
+    write_published(to, {name: info.shape for name, info in source.tensors.items()})
+    dtypes = {name: source.tensors[name].dtype for name in untrained}
+    (to / UNTRAINED_FILE).unlink(missing_ok=True)
+    if dtypes:
+        write_safetensors_file(source, dtypes, to / UNTRAINED_FILE)
+
+
+def kept_in(folder: Path | None, file: str) -> Source | None:
+    """The weights that are kept in a file of a folder; None where there is none.
+
+    Raises:
+        CheckpointDamaged: The file is damaged.
+
+    Effects: reads the file's header.
+    """
+    return SafetensorsSource(folder / file) if folder is not None and (folder / file).is_file() else None
+
+
+class Completed(Over):
+    """A `Source` under the names of a Hugging Face directory, with the weights of another that it lacks.
+
+    Attributes:
+        added: The names that came from the other, as `model.<name>`.
+    """
+
+    def __init__(self, source: Source, rest: Source) -> None:
+        infos = {in_model(name): info for name, info in rest.tensors.items()}
+        self.added = tuple(name for name in infos if name not in source.tensors)
+        super().__init__(source, {**source.tensors, **{name: infos[name] for name in self.added}})
+        self._rest = rest
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """As `Source.read`, of both."""
+        added = frozenset(self.added)
+        self.source.read([each for each in wanted if each.name not in added])
+        rest = [each._replace(name=own_name(each.name)) for each in wanted if each.name in added]
+        if rest:
+            self._rest.read(rest)

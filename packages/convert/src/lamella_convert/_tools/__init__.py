@@ -1,0 +1,1 @@
+"""Checkpoints converted, compared, listed and verified; a live model written as safetensors."""

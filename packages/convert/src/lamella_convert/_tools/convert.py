@@ -1,0 +1,418 @@
+"""`convert`: a checkpoint of one format written in another, piece by piece, by one process."""
+
+import dataclasses
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+import torch
+
+from lamella_checkpoint import FormatUnknown, Source, TensorInfo
+from lamella_checkpoint.dcp import Manifest, write_dcp
+from lamella_checkpoint.files import check_vacant, find, publish, stage, sync
+from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes, rename
+from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
+from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config, write_published
+from lamella_convert._formats.open import Format, OpenCheckpoint, find_files, open_checkpoint
+from lamella_convert._formats.safetensors_write import MAX_SHARD_NBYTES
+from lamella_convert._formats.untrained import ORIGINALS_FILE
+from lamella_convert._formats.write_source import write_safetensors, write_safetensors_file, write_torch
+from lamella_convert._tools.plan import (
+    KEPT,
+    MEGATRONS,
+    SIDE_FILES,
+    Between,
+    Plan,
+    Published,
+    Shapes,
+    Target,
+    Wish,
+    beside_of,
+    completed,
+    dtypes_of,
+    extra_of,
+    of_sections,
+    plan_of,
+)
+from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer
+from lamella_convert._translation.translate import Translated
+
+OnProgress = Callable[[int, int], None]
+"""Told the bytes of tensors written so far, and all."""
+
+_DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        source: What was read.
+        target: What was written.
+        to: Its format.
+        num_tensors: How many tensors were written.
+        nbytes: Their bytes.
+        left: Names of the source that the format has no place for: optimizer state in safetensors, say.
+        untrained: Names, in the files that were published, of weights that the source lacks and that came along from
+            where they were kept.
+        absent: With safetensors, names that were published and that the target lacks.
+        inexact: Names of tensors that cannot be brought back exactly from what was written, and why.
+        originals: Names, in the source, of tensors that lose bits in what was written: norms stored around zero that
+            were stored around one. Their values are kept beside it, and come back from there where nothing has changed.
+        side_files: Names of the files that came along.
+    """
+
+    source: Path
+    target: Path
+    to: Target
+    num_tensors: int
+    nbytes: int
+    left: tuple[str, ...]
+    untrained: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    inexact: Mapping[str, str] = field(default_factory=dict)
+    originals: tuple[str, ...] = ()
+    side_files: tuple[str, ...] = ()
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: Target,
+    translate: Callable[[Source], Source] | None = None,
+    dtype: torch.dtype | None = None,
+    float8: bool | Callable[[str, TensorInfo], bool] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dialect: str = RELEASE_0_19.name,
+    mtp_layer: MtpLayer = RELEASE_0_19.mtp_layer,
+    tensor_parallel_size: int | None = None,
+    padded_vocabulary: int | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    buffer_nbytes: int = BUFFER_NBYTES,
+    replace: bool = False,
+    on_progress: OnProgress = lambda done, total: None,
+    trust: bool = False,
+    verify: bool = True,
+) -> Conversion:
+    """Write a checkpoint in another format, holding no more of it than a buffer.
+
+    What lies beside the weights in a Hugging Face directory (configuration, tokenizer) comes along: into the folder
+    `hf` of a checkpoint, and from there into the next Hugging Face directory. A tied tensor is stored once.
+
+    The target appears whole or not at all.
+
+    Args:
+        src: A checkpoint of any format that `open_checkpoint` knows: of this package, torch's DCP or `torch.save`, a
+            Hugging Face directory or safetensors file, Megatron's `fsdp_dtensor` and `torch_dist`.
+        dst: A directory; for "torch" a file. It must not exist, or be an empty directory, without `replace`.
+        to: "dcp" is a checkpoint as `save` writes it, "hf" safetensors, "torch" one file of `torch.save`,
+            "fsdp_dtensor" Megatron's.
+        translate: What gives the source other names and cuts (`lamella_checkpoint.translate`): those of the target's
+            model, as `model.<name>`, in Megatron's canonical names for "fsdp_dtensor". None translates between Hugging
+            Face's and Megatron's names by the rules that an installed package has for the configuration's
+            `model_type`, and leaves other names as they are.
+        dtype: To cast weights of floating point to, other than float8; None keeps each tensor's own.
+        float8: Whether weights are to be float8 with a scale a block of 128 by 128: those of linear layers, or those of
+            which a function of name and `TensorInfo` says so. None keeps what is float8 from Hugging Face to Hugging
+            Face, and makes numbers of it elsewhere.
+        like: A Hugging Face directory whose side files come along instead of the source's own. Of a directory of
+            `keep_published`, what was not trained comes along as well.
+        dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
+        mtp_layer: What `fsdp_dtensor` calls the layer inside one that predicts further tokens: "mtp_model_layer", or
+            "transformer_layer" as newer releases of megatron-core. Both are read.
+        tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
+        padded_vocabulary: The rows that Megatron is to have for tokens, zeros behind the configuration's. None for as
+            many as the configuration has. From Megatron, rows behind these are always left out, and told where not
+            zero.
+        max_shard_nbytes: About how much one file holds.
+        buffer_nbytes: How much is held of tensors, unless a single row is more.
+        replace: Whether a checkpoint at `dst` gives way to the new one, once that is whole. Folders in it that are not
+            a checkpoint's are never removed, nor is `src`.
+        on_progress: Is told how far it is, piece by piece.
+        trust: Whether types that a checkpoint pickles are made that are neither plain data nor torch's own, which can
+            run anything.
+        verify: Whether all that has a checksum is held against it, which reads large chunks once more.
+
+    Raises:
+        CheckpointDamaged: A file is absent or unreadable or not what it should be; it is named.
+        CheckpointUntrusted: The checkpoint holds other types, without `trust`.
+        FileExistsError: `dst` holds something, and with `replace` something else than a checkpoint of its kind.
+        FileNotFoundError: `src` is absent.
+        FormatUnknown: `src` is no checkpoint.
+        ModelUnknown: No package has rules for the configuration's model type, and they are needed.
+        OSError: There is not enough room on the disk, which is looked at first, or it cannot be written to.
+        SizeUnknown: `tensor_parallel_size`, or a configuration, is needed.
+        TypeError: The format lacks a dtype.
+        ValueError: Arguments contradict each other, nothing is left to write, or the names cannot be translated.
+
+    Effects: no collective; waits until all is on the disk.
+    """
+    _check_arguments(to, float8, dialect, mtp_layer)
+    if padded_vocabulary is not None and to != "fsdp_dtensor":
+        raise ValueError(f"Expected `padded_vocabulary` with to='fsdp_dtensor' only, got to={to!r}.")
+    path = find(Path(os.path.realpath(src)))
+    own = beside_of(path)
+    beside = own if like is None else Path(like)
+    config = None if beside is None else read_config(beside)
+    written = dataclasses.replace(_DIALECTS[dialect], mtp_layer=mtp_layer)
+    between = Between(
+        config=config,
+        dialect=written,
+        tensor_parallel_size=tensor_parallel_size,
+        padded_vocabulary=padded_vocabulary,
+    )
+    opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+    if padded_vocabulary is not None and opened.format in MEGATRONS:
+        raise ValueError(f"Expected `padded_vocabulary` from other names than Megatron's, got {str(opened.path)!r}.")
+    published = Published.of(opened, own, beside)
+    wish = Wish(to=to, translate=translate, dtype=dtype, float8=float8)
+    plan = plan_of(opened, wish, between, published)
+    if not plan.dtypes:
+        raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.path)!r}.")
+    options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
+    target = Path(os.path.realpath(dst))
+    check = partial(_check_replaceable, path, to) if replace else check_vacant
+    check(target)
+    _check_room(target, plan.nbytes)
+    with _appearing(target, is_file=to == "torch", check=check) as staged:
+        copied = _copy_side_files(plan, to, beside, published.shapes, staged)
+        manifest = _manifest(opened, SIDE_FILES if copied else None)
+        _write(plan, to, staged / target.name if to == "torch" else staged, manifest, max_shard_nbytes, options)
+        originals = _keep_originals(plan, dtype, staged / SIDE_FILES)
+    for layer in plan.layers:
+        if isinstance(layer, Translated):
+            layer.read_cut_off()
+    return Conversion(
+        source=opened.path,
+        target=target,
+        to=to,
+        num_tensors=len(plan.dtypes),
+        nbytes=plan.nbytes,
+        left=plan.left,
+        untrained=plan.untrained,
+        absent=plan.absent,
+        inexact=plan.inexact,
+        originals=originals,
+        side_files=copied,
+    )
+
+
+def open_both(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    tensor_parallel_size: int | None = None,
+    trust: bool = False,
+    verify: bool = True,
+) -> tuple[Source, Source]:
+    """Two checkpoints of any formats under names that they can be compared by.
+
+    Those of Hugging Face's files are read as those of the model's modules, by the rules that an installed package has
+    for the configuration's `model_type`; so are Megatron's where only one side has them, and then what lies beside the
+    model and the optimizer is left out. Weights in float8 are read as numbers unless both sides have them.
+
+    Args:
+        a: As `src` of `convert`.
+        b: The other.
+        like: A Hugging Face directory whose configuration counts for a checkpoint that has none. The other
+            checkpoint's is the next that is asked.
+        tensor_parallel_size: As for `convert`.
+        trust: As for `convert`.
+        verify: As for `convert`.
+
+    Raises:
+        CheckpointDamaged: As for `convert`.
+        FileNotFoundError: There is nothing.
+        FormatUnknown: As for `convert`.
+        ModelUnknown: As for `convert`.
+        SizeUnknown: As for `convert`.
+        ValueError: As for `convert`.
+
+    Effects: reads metadata and small files.
+    """
+    paths = [find(Path(os.path.realpath(each))) for each in (a, b)]
+    given = None if like is None else Path(like)
+    besides = [beside_of(path) for path in paths]
+    folders = [(beside, given, *besides) for beside in besides]
+    betweens = [
+        Between(config=_first_config(each), dialect=RELEASE_0_19, tensor_parallel_size=tensor_parallel_size)
+        for each in folders
+    ]
+    opened = [
+        open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+        for path, between in zip(paths, betweens, strict=True)
+    ]
+    publisheds = [
+        Published.of(each, of_each[0], next((folder for folder in of_each if folder is not None), None))
+        for each, of_each in zip(opened, folders, strict=True)
+    ]
+    are_megatrons = all(each.format in MEGATRONS for each in opened)
+    are_quantised = all(is_quantised(each.raw) for each in opened)
+
+    def read(each: OpenCheckpoint, between: Between, published: Published) -> Source:
+        source = each.source
+        if is_quantised(source) and not are_quantised:
+            source = Dequantised(source, block=block_of(between.config or {}))
+        if each.format in MEGATRONS:
+            if are_megatrons:
+                return source
+            return rename(between.translate(source, "left", published.originals), of_sections)
+        if each.format is not Format.SAFETENSORS:
+            if not between.is_part(source, published.shapes) and published.untrained is None:
+                return source
+            source = completed(between.as_published(source, published.shapes), published.untrained)
+        return between.modules(source, published.shapes)
+
+    return read(opened[0], betweens[0], publisheds[0]), read(opened[1], betweens[1], publisheds[1])
+
+
+def _first_config(folders: Iterable[Path | None]) -> dict[str, Any] | None:
+    """The configuration in the first folder that has one."""
+    configs = (read_config(folder) for folder in folders if folder is not None)
+    return next((config for config in configs if config is not None), None)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Options(TypedDict):
+    """What every format's writer takes."""
+
+    buffer_nbytes: int
+    on_bytes: OnBytes
+
+
+def _write(plan: Plan, to: Target, path: Path, manifest: Manifest, max_file_nbytes: int, options: _Options) -> None:
+    """Write the tensors at a path that nobody sees yet: a file for "torch", a directory for the rest."""
+    contents = plan.source, plan.dtypes, path
+    match to:
+        case "hf":
+            write_safetensors(*contents, max_shard_nbytes=max_file_nbytes, **options)
+        case "torch":
+            write_torch(*contents, aliases=plan.ties, **options)
+        case "dcp":
+            write_dcp(*contents, aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options)
+        case "fsdp_dtensor":
+            write_dcp(*contents, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options)
+
+
+def _megatrons_path(name: str) -> tuple[str, ...]:
+    """The keys of Megatron's nested dicts: a parameter's whole name is one of them."""
+    section, *rest = name.split(".")
+    if section == "optimizer" and len(rest) > 2:
+        return section, rest[0], ".".join(rest[1:-1]), rest[-1]
+    return (section, ".".join(rest)) if rest else (section,)
+
+
+def _copy_side_files(plan: Plan, to: Target, beside: Path | None, published: Shapes, staged: Path) -> tuple[str, ...]:
+    if beside is None or to == "torch":
+        return ()
+    folder = staged if to == "hf" else staged / SIDE_FILES
+    folder.mkdir(exist_ok=True)
+    copied = copy_side_files(beside, folder)
+    if to != "hf":
+        write_published(folder, published)
+    elif plan.config is not None and plan.config != read_config(beside):
+        write_config(folder, plan.config)
+    sync(folder)
+    return copied
+
+
+def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tuple[str, ...]:
+    """Keep, as it was, what a shift took bits from, if there is a folder for it."""
+    kept: tuple[str, ...] = ()
+    for layer in plan.layers if folder.is_dir() else ():
+        if isinstance(layer, Translated) and (names := layer.take_lost()):
+            write_safetensors_file(layer.source, dtypes_of(layer.source, names, dtype), folder / ORIGINALS_FILE)
+            kept = names
+    return kept
+
+
+def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
+    """What a converted checkpoint says about itself: what the source said, as far as it still holds."""
+    kind = None if opened.manifest is None else opened.manifest.optimizer
+    return Manifest(extra=extra_of(opened), num_ranks=1, optimizer=kind, side_files=side_files)
+
+
+def _check_replaceable(source: Path, to: Target, target: Path) -> None:
+    """What is replaced is deleted: it must be a checkpoint, and hold nothing else that is known of."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    problem = None
+    if source.is_relative_to(target):
+        problem = "the source"
+    elif target.is_dir() == (to == "torch"):
+        problem = "a directory" if target.is_dir() else "a file"
+    elif target.is_dir():
+        folders = sorted(each.name for each in target.iterdir() if each.is_dir() and each.name != SIDE_FILES)
+        problem = f"folders: {', '.join(folders)}" if folders else None
+    try:
+        found = find_files(target)[0]
+    except FormatUnknown as error:
+        problem = problem or error.problem
+    if problem is not None or found != target:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"Expected a checkpoint to replace, and nothing else, got {problem or found}. Convert to a path of its own",
+            str(target),
+        )
+
+
+@contextmanager
+def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) -> Iterator[Path]:
+    """A directory to write in. After the block, it is `target`; or the file of that name in it is."""
+    staged = stage(target, check=check)
+    try:
+        yield staged
+        if not is_file:
+            publish(staged, target)
+            return
+        if target.is_dir():
+            target.rmdir()  # An empty one.
+        (staged / target.name).rename(target)
+        staged.rmdir()
+        sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)
+        raise
+
+
+def _check_room(target: Path, nbytes: int) -> None:
+    """Find out now that a disk is too small, or that a checkpoint says that it is larger than any disk."""
+    folder = next(each for each in target.parents if each.exists())
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise OSError(errno.ENOSPC, f"Expected room for {nbytes} bytes of tensors, got {free}", str(folder))
+
+
+def _progress(on_progress: OnProgress, total: int) -> OnBytes:
+    done = 0
+
+    def on_bytes(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(done, total)
+
+    return on_bytes
+
+
+def _check_arguments(to: str, float8: object, dialect: str, mtp_layer: str) -> None:
+    if to not in KEPT:
+        raise ValueError(f"Expected `to` to be one of {tuple(KEPT)}, got {to!r}.")
+    if float8 and to != "hf":
+        raise ValueError(f"Expected `float8` with to='hf' only, which has scales for it, got to={to!r}.")
+    if dialect not in _DIALECTS:
+        raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {dialect!r}.")
+    if mtp_layer not in MTP_LAYERS:
+        raise ValueError(f"Expected `mtp_layer` to be one of {MTP_LAYERS}, got {mtp_layer!r}.")

@@ -1,0 +1,266 @@
+"""Two checkpoints held against each other: names, shapes, dtypes, and values box by box."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from lamella_checkpoint import CheckpointUntrusted, Place, Source, Translate, Wanted
+from lamella_checkpoint.files import printable, short
+from lamella_checkpoint.sources import pieces
+from lamella_convert._formats.open import open_checkpoint
+
+OnProgress = Callable[[int, int], None]
+"""Is told how many bytes have been compared, and how many there are."""
+
+_BUFFER_NBYTES: Final = 64 << 20
+_LINES_SHOWN: Final = 20
+
+
+class Difference(NamedTuple):
+    """One name that two checkpoints do not have alike. A side is None where it lacks the name, else told as text."""
+
+    name: str
+    a: str | None
+    b: str | None
+    what: str
+
+    def __str__(self) -> str:
+        if self.a is None or self.b is None:
+            return printable(f"{self.name}: only in {'b' if self.a is None else 'a'}, {self.a or self.b}")
+        return printable(f"{self.name}: {self.what}: {self.a} in a, {self.b} in b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """What two checkpoints do not share; false when they are equal.
+
+    Attributes:
+        a: The one path.
+        b: The other.
+        differences: In the order of `a`, then what only `b` has. `what` is "name", "shape", "dtype", "value" or
+            "object"; a tensor of another dtype is compared by value, too.
+        num_equal: Names with equal values on both sides.
+    """
+
+    a: Path
+    b: Path
+    differences: tuple[Difference, ...]
+    num_equal: int
+
+    def __bool__(self) -> bool:
+        return bool(self.differences)
+
+    def lines(self) -> Iterator[str]:
+        """The differences as text, first differences first."""
+        yield from map(str, self.differences)
+
+    def __str__(self) -> str:
+        shown = [*islice(self.lines(), _LINES_SHOWN)]
+        num_hidden = len(self.differences) - len(shown)
+        equal = f"{self.num_equal} names are equal"
+        return "\n".join([*shown, *([f"and {num_hidden} more"] if num_hidden else []), equal])
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs: plain data that JSON can hold."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "num_equal": self.num_equal,
+            "differences": [each._asdict() for each in self.differences],
+        }
+
+
+def diff(
+    a: str | os.PathLike[str] | Source,
+    b: str | os.PathLike[str] | Source,
+    *,
+    values: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    translate_a: Translate | None = None,
+    translate_b: Translate | None = None,
+    trust: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Diff:
+    """Compare two checkpoints of any formats, under native names.
+
+    Args:
+        a: The one checkpoint: its path, or what has been made of it.
+        b: The other.
+        values: Whether values are compared, too: of tensors and objects. Else nothing is read of them.
+        rtol: How far apart values may be in relation to those of `b`. Integers too, where it is not 0.
+        atol: How far apart values may be besides. Not-a-number equals itself.
+        translate_a: Makes of `a`'s names those to compare by: an adapter's rules.
+        translate_b: The same of `b`'s.
+        trust: As for `open_checkpoint`. Objects that would need it are compared by name alone without.
+        verify: As for `open_checkpoint`.
+        on_progress: Is told how far it is.
+
+    Raises:
+        CheckpointDamaged: As for `open_checkpoint`, or a tensor cannot be read.
+        FileNotFoundError: There is nothing.
+
+    Effects: holds 64 MiB of each at most; no collective, no accelerator.
+    """
+    sources = []
+    for given, translate in ((a, translate_a), (b, translate_b)):
+        source = _opened(given, trust=trust, verify=verify)
+        sources.append(source if translate is None else translate(source))
+    comparison = _Comparison(*sources, values=values, rtol=rtol, atol=atol, on_progress=on_progress)
+    differences = tuple(comparison.run())
+    return Diff(a=sources[0].path, b=sources[1].path, differences=differences, num_equal=comparison.num_equal)
+
+
+class _Comparison:
+    def __init__(
+        self, a: Source, b: Source, *, values: bool, rtol: float, atol: float, on_progress: OnProgress
+    ) -> None:
+        self._a, self._b = a, b
+        self._with_values = values
+        self._rtol, self._atol = rtol, atol
+        self._on_progress = on_progress
+        self.num_equal = 0
+
+    def run(self) -> Iterator[Difference]:
+        of_a, of_b = ({*each.tensors, *each.objects} for each in (self._a, self._b))
+        names = self._a.tensors if self._with_values else ()
+        values = self._values([name for name in names if name in of_b and self._are_comparable(name)])
+        for name in (*self._a.tensors, *self._a.objects):
+            if name not in of_b:
+                yield Difference(name, _told(self._a, name), None, "name")
+                continue
+            found = [*self._of_name(name), *([values[name]] if name in values else [])]
+            self.num_equal += not found
+            yield from found
+        for name in (*self._b.tensors, *self._b.objects):
+            if name not in of_a:
+                yield Difference(name, None, _told(self._b, name), "name")
+
+    def _are_comparable(self, name: str) -> bool:
+        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        return a is not None and b is not None and tuple(a.shape) == tuple(b.shape)
+
+    def _of_name(self, name: str) -> Iterator[Difference]:
+        """What differs but for values."""
+        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        if a is None and b is None:
+            yield from self._of_object(name) if self._with_values else ()
+        elif a is None or b is None:
+            yield Difference(name, _told(self._a, name), _told(self._b, name), "object")
+        elif tuple(a.shape) != tuple(b.shape):
+            yield Difference(name, str(list(a.shape)), str(list(b.shape)), "shape")
+        elif a.dtype != b.dtype:
+            yield Difference(name, str(a.dtype), str(b.dtype), "dtype")
+
+    def _of_object(self, name: str) -> Iterator[Difference]:
+        try:
+            a, b = self._a.read_object(name), self._b.read_object(name)
+        except CheckpointUntrusted:
+            return
+        if not _are_equal(a, b):
+            yield Difference(name, short(a), short(b), "object")
+
+    def _values(self, names: Sequence[str]) -> dict[str, Difference]:
+        """By name, how many elements differ, and the first of them."""
+        num_different: dict[str, int] = {}
+        firsts: dict[str, Difference] = {}
+        total = sum(prod(self._a.tensors[name].shape) * self._a.tensors[name].dtype.itemsize for name in names)
+        done = 0
+        for batch in self._batches(names):
+            for (name, piece), a, b in zip(batch, _read(self._a, batch), _read(self._b, batch), strict=True):
+                done += a.nbytes
+                if a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)):
+                    continue
+                differ = _different(a, b, self._rtol, self._atol)
+                num_different[name] = num_different.get(name, 0) + int(differ.sum())
+                if name not in firsts and bool(differ.any()):
+                    at = tuple(differ.nonzero()[0].tolist())
+                    place = [offset + index for offset, index in zip(piece.offsets, at, strict=True)]
+                    firsts[name] = Difference(name, repr(a[at].item()), repr(b[at].item()), f"first at {place}")
+            self._on_progress(done, total)
+        return {
+            name: first._replace(
+                what=f"{num_different[name]} of {prod(self._a.tensors[name].shape)} values, {first.what}"
+            )
+            for name, first in firsts.items()
+        }
+
+    def _batches(self, names: Iterable[str]) -> Iterator[list[Place]]:
+        """Boxes that are read together, along the chunks of `a`."""
+        batch: list[Place] = []
+        left = _BUFFER_NBYTES
+        for name in names:
+            itemsize = max(source.tensors[name].dtype.itemsize for source in (self._a, self._b))
+            for chunk in self._a.tensors[name].chunks:
+                for piece in pieces(chunk, _BUFFER_NBYTES // itemsize):
+                    if batch and piece.numel * itemsize > left:
+                        yield batch
+                        batch, left = [], _BUFFER_NBYTES
+                    batch.append(Place(name, piece))
+                    left -= piece.numel * itemsize
+        if batch:
+            yield batch
+
+
+def _are_equal(a: object, b: object) -> bool:
+    """Whether two values are equal, whatever is in them: `==` of tensors is no answer."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_are_equal, a, b))
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001  Arrays, and others' objects: what they are made of has to do.
+        return pickle.dumps(a) == pickle.dumps(b)
+
+
+def _opened(given: str | os.PathLike[str] | Source, *, trust: bool, verify: bool) -> Source:
+    if isinstance(given, str | os.PathLike):
+        return open_checkpoint(given, trust=trust, verify=verify).source
+    return given
+
+
+def _read(source: Source, boxes: Sequence[Place]) -> list[torch.Tensor]:
+    into = [torch.empty(box.chunk.sizes, dtype=source.tensors[box.name].dtype) for box in boxes]
+    source.read([Wanted(box.name, box.chunk, memory) for box, memory in zip(boxes, into, strict=True)])
+    return into
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _different(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    a, b = _comparable(a, exact=a.dtype == b.dtype), _comparable(b, exact=a.dtype == b.dtype)
+    if rtol == atol == 0.0:
+        equal = a == b
+    else:
+        a, b = (each if each.is_complex() else each.double() for each in (a, b))
+        equal = torch.isclose(a, b, rtol=rtol, atol=atol)
+    if a.is_floating_point() or a.is_complex():
+        equal |= a.isnan() & b.isnan()
+    return ~equal
+
+
+def _comparable(values: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    """In a dtype that torch compares: wide enough for both where they differ."""
+    if values.dtype.is_floating_point and (values.dtype.itemsize == 1 or not exact):
+        return values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    if values.dtype in (torch.uint16, torch.uint32):
+        return values.long()
+    return values
+
+
+def _told(source: Source, name: str) -> str:
+    info = source.tensors.get(name)
+    return "an object" if info is None else f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"

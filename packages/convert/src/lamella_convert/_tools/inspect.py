@@ -1,0 +1,207 @@
+"""What a checkpoint holds, as a tree: for people, and as JSON."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lamella_checkpoint import Source
+from lamella_checkpoint.files import printable, short
+from lamella_convert._formats.open import Format, open_checkpoint
+
+
+class Entry(NamedTuple):
+    """A tensor, or an object, for which there is no shape.
+
+    `nbytes` is the size of the values; names that share a place are counted each.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    num_chunks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """The contents of a checkpoint, without the values.
+
+    Attributes:
+        path: Of the file or directory; of one iteration, where there are several.
+        format: Of its files.
+        entries: In the order in which they are stored: tensors, then objects.
+        files: Sizes in bytes, by name.
+        extra: Plain values that are beside the tensors.
+        stripped: Keys and prefixes of the stored names that the native ones lack.
+        lacking: What a resumed run of the program that wrote it would miss.
+    """
+
+    path: Path
+    format: Format
+    entries: tuple[Entry, ...]
+    files: Mapping[str, int]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    stripped: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def lines(self, *, depth: int | None = None) -> Iterator[str]:
+        """The tree as text: a line for each name, and one for each part that names share, with totals.
+
+        Args:
+            depth: How many parts of a name are shown; what is deeper is summed up. None shows all.
+        """
+        num_tensors = sum(entry.shape is not None for entry in self.entries)
+        yield printable(
+            f"{self.path}: {self.format.value}, {num_tensors} tensors of {_size(self.nbytes)}, {_files(self.files)}"
+        )
+        for name, value in self.extra.items():
+            yield f"  {printable(name)} = {short(value)}"
+        if self.stripped:
+            yield printable(f"  left out of names: {', '.join(self.stripped)}")
+        if self.lacking:
+            yield f"  lacking: {', '.join(self.lacking)}"
+        root = _Node()
+        for entry in self.entries:
+            root.add(entry)
+        yield from root.lines("  ", depth)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs: plain data that JSON can hold."""
+        return {
+            "path": str(self.path),
+            "format": self.format.value,
+            "nbytes": self.nbytes,
+            "files": dict(self.files),
+            "extra": {name: _jsonable(value) for name, value in self.extra.items()},
+            "stripped": list(self.stripped),
+            "lacking": list(self.lacking),
+            "entries": [
+                {**entry._asdict(), "shape": None if entry.shape is None else list(entry.shape)}
+                for entry in self.entries
+            ],
+        }
+
+
+def inspect(path: str | os.PathLike[str], *, trust: bool = False, native: bool = False) -> Inspection:
+    """List what a checkpoint of any format holds.
+
+    Args:
+        path: Its file or directory.
+        trust: As for `open_checkpoint`.
+        native: Whether names are the native ones, rather than those that are stored.
+
+    Raises:
+        CheckpointDamaged: As for `open_checkpoint`.
+        CheckpointUntrusted: As for `open_checkpoint`.
+        FileNotFoundError: There is nothing.
+        SizeUnknown: Native names are wanted, as for `OpenCheckpoint.source`.
+
+    Effects: reads metadata and small files, and no tensor; no collective, no accelerator.
+    """
+    opened = open_checkpoint(path, trust=trust)
+    return Inspection(
+        path=opened.path,
+        format=opened.format,
+        entries=tuple(_entries(opened.source if native else opened.raw)),
+        files=_file_sizes(opened.path),
+        extra=opened.extra,
+        stripped=opened.stripped,
+        lacking=opened.lacking,
+    )
+
+
+def _entries(source: Source) -> Iterator[Entry]:
+    for name, info in source.tensors.items():
+        dtype = str(info.dtype).removeprefix("torch.")
+        yield Entry(name, tuple(info.shape), dtype, len(info.chunks), prod(info.shape) * info.dtype.itemsize)
+    for name in source.objects:
+        yield Entry(name, None, None, 0, 0)
+
+
+def _file_sizes(path: Path) -> dict[str, int]:
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
+    return {file.name: file.stat().st_size for file in files}
+
+
+class _Node:
+    """A part of names, and what has it."""
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+        self.inner: dict[str, _Node] = {}
+        self.num_tensors = self.num_objects = self.nbytes = 0
+
+    def add(self, entry: Entry) -> None:
+        node = self
+        for part in entry.name.split("."):
+            node._count(entry)
+            node = node.inner.setdefault(part, _Node())
+        node._count(entry)
+        node.entry = entry
+
+    def lines(self, indent: str, depth: int | None) -> Iterator[str]:
+        """A line for each part, down to a depth. No recursion: names may have as many parts as they like."""
+        levels = [iter(self.inner.items())]
+        while levels:
+            part, node = next(levels[-1], ("", None))
+            if node is None:
+                levels.pop()
+                continue
+            while len(node.inner) == 1 and node.entry is None:  # One line for parts that nothing else has.
+                ((inner_part, inner),) = node.inner.items()
+                part, node = f"{part}.{inner_part}", inner
+            told = node._total() if node.entry is None else _told(node.entry)
+            yield f"{indent}{'  ' * (len(levels) - 1)}{printable(part)}  {told}"
+            if node.inner and (depth is None or depth > len(levels)):
+                levels.append(iter(node.inner.items()))
+
+    def _count(self, entry: Entry) -> None:
+        self.num_tensors += entry.shape is not None
+        self.num_objects += entry.shape is None
+        self.nbytes += entry.nbytes
+
+    def _total(self) -> str:
+        tensors = f"{self.num_tensors} tensors, {_size(self.nbytes)}" if self.num_tensors else ""
+        objects = f"{self.num_objects} objects" if self.num_objects else ""
+        return ", ".join(filter(None, (tensors, objects)))
+
+
+def _told(entry: Entry) -> str:
+    if entry.shape is None:
+        return "object"
+    chunks = "" if entry.num_chunks == 1 else f", {entry.num_chunks} chunks"
+    return f"{entry.dtype} {list(entry.shape)}, {_size(entry.nbytes)}{chunks}"
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _files(files: Mapping[str, int]) -> str:
+    num = len(files)
+    return f"{num} {'file' if num == 1 else 'files'} of {_size(sum(files.values()))}"
+
+
+def _jsonable(value: object) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(each) for each in value]
+    is_plain = isinstance(value, bool | float | str | None) or (isinstance(value, int) and value.bit_length() < 1024)
+    return value if is_plain else short(value)

@@ -1,0 +1,207 @@
+"""`save_safetensors`: a live model, sharded or not, as a directory that Hugging Face's libraries open."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lamella_checkpoint.files import check_vacant, publish, stage
+from lamella_checkpoint.live import (
+    Contents,
+    Item,
+    Ranks,
+    Share,
+    differing,
+    everywhere,
+    exchange,
+    num_ranks,
+    on_device_of,
+    on_rank_zero,
+    rank,
+)
+from lamella_checkpoint.sources import own_name
+from lamella_convert._formats.float8 import BLOCK, blocks_of, left_alone, linear_weights, quantised_config, scale_name
+from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config
+from lamella_convert._formats.safetensors_float8 import (
+    Scaled,
+    Which,
+    agree_on_scales,
+    chosen_of,
+    quantised_pieces,
+    with_scales,
+)
+from lamella_convert._formats.safetensors_write import (
+    MAX_SHARD_NBYTES,
+    Blank,
+    Filling,
+    PlannedFile,
+    make_files,
+    plan_files,
+    stored_dtype,
+    write_index,
+)
+
+
+def save_safetensors(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    float8: bool | Which = False,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    like: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write a model's weights as safetensors: one file, or several with an index.
+
+    The names are those of the unsharded model. No rank holds more than its shards and no tensor is gathered: each rank
+    writes its rows or columns where they belong in the files. A tied tensor is written under the first of its names
+    only, as Hugging Face expects.
+
+    The directory appears whole or not at all.
+
+    Args:
+        path: The directory, on storage that every rank sees; it must not exist, or be empty. Rank 0's counts.
+        model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
+        dtype: To cast floating point to, other than float8; None keeps each tensor's own.
+        float8: Whether weights are written in float8 with a scale a block of 128 by 128, made of the live values: those
+            of linear layers, or those of which a function of name and `TensorInfo` says so. Equal to what `convert`
+            makes of a checkpoint of the same model. The configuration that comes from `like` says so.
+        max_shard_nbytes: The most that one file holds, unless a single tensor is larger.
+        like: A Hugging Face directory whose other files (configuration, tokenizer) are copied. Rank 0's counts.
+
+    Returns:
+        The directory's absolute path.
+
+    Raises:
+        CheckpointDamaged: A link in `like` leads outside it.
+        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        FileExistsError: `path` holds something.
+        TypeError: Safetensors lack a tensor's dtype.
+        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype. What
+            is to be float8 is no matrix, or holds infinities or NaNs.
+
+    Effects: collective on the default group, if there is one (four small object exchanges; with float8 two more, the
+        second of 12 bytes a block that ranks have parts of); every rank writes its own
+        shards, and a part of what several have alike; copies to the host buffer by buffer; waits until the files are on
+        the disk.
+    """
+    with on_device_of(model.parameters()):
+        blanks, items = _agree(model, dtype)
+        which = linear_weights if float8 is True else float8 or None
+        chosen = frozenset[str]() if which is None else everywhere("choose", lambda: chosen_of(blanks, which))
+        scaled = agree_on_scales(items, chosen) if which is not None else {}
+        stored = {own_name(name): blank for name, blank in with_scales(blanks, chosen).items()}
+        files = plan_files(stored, max_shard_nbytes)
+        plain = None if which is None else left_alone(_shapes_of(blanks), set(map(own_name, chosen)))
+        target, staged = on_rank_zero("make the files", lambda: _make(path, files, like, plain))
+        try:
+            exchange(
+                "write its shards",
+                lambda: _write(staged, files, items, scaled),
+                lambda _: _finish(staged, target, files),
+            )
+        except BaseException:
+            if rank() == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+    return target
+
+
+def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Blank], list[Item]]:
+    """What the files hold, in one order on all ranks; and what this rank writes into them.
+
+    Ranks have the same names, unless they have different parts of a model: they tell rank 0 what it lacks.
+    """
+    mine: list[tuple[dict[str, Blank], Share]] = []
+
+    def collect() -> dict[str, Blank]:
+        contents = Contents.of(model, None, None)
+        mine.append((_blanks(contents, dtype), Share.of(contents, rank())))
+        return mine[0][0]
+
+    of_zero = exchange("collect its state", collect, lambda of_ranks: [of_ranks[0]] * num_ranks())
+    blanks, share = mine[0]
+
+    def difference() -> tuple[dict[str, Blank], dict[Ranks, str]]:
+        return {name: blank for name, blank in blanks.items() if of_zero.get(name) != blank}, share.digests
+
+    def unite(
+        of_ranks: list[tuple[dict[str, Blank], dict[Ranks, str]]],
+    ) -> list[tuple[dict[str, Blank], frozenset[Ranks]]]:
+        united = _united(of_zero, [lacking for lacking, _ in of_ranks])
+        return [(united, differing([digests for _, digests in of_ranks]))] * num_ranks()
+
+    united, apart = exchange("agree on the tensors", difference, unite)
+    return united, share.items(apart)
+
+
+def _blanks(contents: Contents, dtype: torch.dtype | None) -> dict[str, Blank]:
+    return {
+        name: Blank(tuple(value.shape), stored_dtype(value.dtype, dtype))
+        for name, value in contents.values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _united(first: Mapping[str, Blank], others: Sequence[Mapping[str, Blank]]) -> dict[str, Blank]:
+    united = dict(first)
+    for index, blanks in enumerate(others):
+        for name, blank in blanks.items():
+            if united.setdefault(name, blank) != blank:
+                raise ValueError(
+                    f"Expected ranks to agree on {name!r}, got {blank} on rank {index} and {united[name]} before it."
+                )
+    return united
+
+
+def _shapes_of(blanks: Mapping[str, Blank]) -> dict[str, tuple[int, ...]]:
+    return {own_name(name): blank.shape for name, blank in blanks.items()}
+
+
+def _make(
+    path: str | os.PathLike[str],
+    files: tuple[PlannedFile, ...],
+    like: str | os.PathLike[str] | None,
+    plain: tuple[str, ...] | None,
+) -> tuple[Path, Path]:
+    """Make the directory and its files. `plain` are the modules that stay numbers; None where all do."""
+    target = Path(os.path.realpath(path))
+    staged = stage(target, check=check_vacant)
+    try:
+        make_files(staged, files)
+        if like is not None:
+            copy_side_files(Path(like), staged)
+            config = None if plain is None else read_config(staged)
+            if config is not None and plain is not None:
+                write_config(staged, quantised_config(config, plain))
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return target, staged
+
+
+def _write(
+    staged: Path, files: Sequence[PlannedFile], items: Sequence[Item], scaled: Mapping[str, Sequence[Scaled]]
+) -> None:
+    with Filling(staged, files) as filling:
+        for name, boxes in scaled.items():
+            for box in boxes:
+                for chunk, values in quantised_pieces(box):
+                    filling.write(own_name(name), chunk, values)
+                # Ranks that share a block write the same scale.
+                filling.write(scale_name(own_name(name)), blocks_of(box.chunk, BLOCK), box.scales)
+        for item in items:
+            if item.names[0] in scaled:
+                continue
+            if isinstance(item.value, torch.Tensor) and item.chunk is not None:
+                filling.write(own_name(item.names[0]), item.chunk, item.value)
+        filling.sync()
+
+
+def _finish(staged: Path, target: Path, files: Sequence[PlannedFile]) -> list[None]:
+    write_index(staged, files)
+    publish(staged, target)
+    return [None] * num_ranks()

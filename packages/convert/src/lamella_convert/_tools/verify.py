@@ -1,0 +1,91 @@
+"""Whether a checkpoint of any format is whole: every byte against its checksum, where there are checksums."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Verification
+from lamella_checkpoint import verify as verify_dcp
+from lamella_checkpoint.archives import check_tensors
+from lamella_checkpoint.files import Findings, OnProgress, verification
+from lamella_convert._formats.open import Format, find_files
+from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.torch_file import TorchFile, archive_records, whole_read
+
+
+def verify(
+    path: str | os.PathLike[str], *, trust: bool = False, on_progress: OnProgress = lambda done, total: None
+) -> Verification:
+    """Read all of a checkpoint and list everything that is wrong with it; nothing in it runs.
+
+    Args:
+        path: Of any format that `open_checkpoint` knows.
+        trust: Allow other types than torch's own in DCP's metadata, and modules in a file of `torch.save`.
+            **Unsafe: can execute code.**
+        on_progress: Called with the bytes read so far, and all.
+
+    Raises:
+        CheckpointUntrusted: The checkpoint holds such a type, without `trust`.
+        FileNotFoundError: `path` does not exist.
+        FormatUnknown: No format has these files.
+
+    Effects: reads every stored chunk, several at a time, and holds 16 MiB of each; no collective, no accelerator.
+    """
+    found, kind = find_files(path)
+    if kind is Format.DCP:
+        return verify_dcp(found, trust=trust, on_progress=on_progress)
+    return verification(found, on_progress, partial(_CHECKS[kind], trust=trust))
+
+
+def _check_torch_file(findings: Findings, *, trust: bool) -> None:
+    """Each record of the archive against its checksum, named by the values that refer to it, if that is known."""
+    path = findings.path
+    files = archive_records(path)
+    names, refused = _names_of_records(path, trust)
+    reads = [whole_read(path, each, _told(each.name, names.get(each.name))) for each in files.values()]
+    findings.total = sum(each.length for each in files.values())
+    findings.num_unverified_bytes = sum(each.length for each in files.values() if each.crc is None)
+    lengths = {read.item: prod(read.sizes) for read in reads}
+    damage = check_tensors(path.parent, reads, lambda _: None, lambda item: findings.count(lengths[item]))
+    for error in damage or refused:
+        findings.note(error)
+    for record in names.keys() - files.keys() if files else ():
+        findings.note(CheckpointDamaged(str(path), f"no record {record!r}, which {_first(names[record])!r} needs"))
+    if not files and not refused:  # torch has read all of it, and keeps no checksums in this format.
+        findings.total = findings.num_unverified_bytes = path.stat().st_size
+        findings.count(findings.total)
+
+
+def _names_of_records(path: Path, trust: bool) -> tuple[Mapping[str, Sequence[str]], list[CheckpointDamaged]]:
+    """The values that refer to each record of a file of `torch.save`, or why the file cannot be opened."""
+    try:
+        return TorchFile(path, trust=trust, verify=False).names_of_records(), []
+    except CheckpointUntrusted:
+        raise
+    except CheckpointDamaged as error:
+        return {}, [error]
+
+
+def _check_safetensors(findings: Findings, *, trust: bool) -> None:
+    """The format keeps no checksums; opening it compares its headers with the files' sizes and the index."""
+    source = SafetensorsSource(findings.path)
+    findings.total = sum(prod(info.shape) * info.dtype.itemsize for info in source.tensors.values())
+    findings.num_unverified_bytes = findings.total
+    findings.count(findings.total)
+
+
+_CHECKS: Final[Mapping[Format, Callable[..., None]]] = {
+    Format.SAFETENSORS: _check_safetensors,
+    Format.TORCH: _check_torch_file,
+}
+
+
+def _told(record: str, names: Sequence[str] | None) -> str:
+    return f"{_first(names)} ({record})" if names else record
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,477 @@
+"""Megatron's names: what its models, its checkpoints and their dialects call the same tensors.
+
+Note [Megatron's names]
+    Every checkpoint of Megatron is read into one set of names, the canonical ones, and written from it. They are the
+    names of the model's modules without wrappers, as tensor parallelism of 1 has them, but for what is fused:
+
+    =====================================  =========================================================================
+    canonical                              elsewhere
+    =====================================  =========================================================================
+    `mlp.linear_fc1.weight` (gate, up)     `..._w` and `..._v` in `fsdp_dtensor`; one tensor, rank-major, in a model
+    `in_proj.weight.query` .key .value     `in_proj.weight`, rank-major, in a model and in `fsdp_dtensor`'s dialect
+    .z .beta .alpha, `conv1d.weight.query` `release-0.19`; components in `bridge` and in `torch_dist`
+    `mixer.in_proj.weight.z` .x .B .C .dt  the same: rank-major in a model and in both dialects of `fsdp_dtensor`
+    `mixer.conv1d.weight.x` .B .C          `mixer.conv1d_weight` in newer models
+    `experts.linear_fc1.weight<i>`         i counts all experts; a model's counts those of its rank.
+                                           `experts.local_experts.<i>.linear_fc1.weight` where each is a module
+    `linear_q_down_proj`, `linear_kv_...`  `linear_qkv_down_proj` in models that fuse them
+    `mtp.layers.0.mtp_model_layer`         `transformer_layer` in `torch_dist` and in newer `fsdp_dtensor`
+    `decoder.layers.0.mlp`                 `decoder.layers.0.layers.1.mlp` in grouped hybrid stacks
+    =====================================  =========================================================================
+
+    Rank-major is what the tensor-parallel ranks hold, one after another: each has its share of every component. Such
+    a tensor cannot be read without the number of ranks, which its file does not tell.
+
+Note [Options go by the model's names]
+    `fsdp_dtensor` stores a parameter's group options (`param_to_group_meta`) under the name that the model has for it,
+    also where its tensors are stored as halves or components. Canonical names have them for each component.
+
+Note [Dialects]
+    `release-0.19` is what megatron-core 0.19.2 itself reads and writes; `bridge` is what Megatron-Bridge does. They
+    differ in what is written: whatever is read is recognised by its names, tensor by tensor.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, get_args
+
+from lamella_checkpoint import Correspondence, Source
+from lamella_checkpoint.sources import MODEL, OPTIONS, STATE, Renamed, WithObjects, in_model, rename, split_section
+from lamella_convert._translation.hybrid_stack import logical_name, nested_names
+from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
+from lamella_convert._translation.translate import Translated, parameter_shapes, translate
+
+GDN_PARTS: Final = ("query", "key", "value", "z", "beta", "alpha")
+GDN_SIZES: Final = ("qk", "qk", "v", "v", "nvh", "nvh")
+MAMBA_PARTS: Final = ("z", "x", "B", "C", "dt")
+MAMBA_SIZES: Final = ("d_inner", "d_inner", "d_state", "d_state", "nheads")
+
+
+def _rank_major(fused: str, name: str, parts: Sequence[str], sizes: tuple[str, ...]) -> Rule:
+    """Components of `name`, which tensor-parallel ranks hold as one tensor `fused`."""
+    return Rule(Join(tuple(f"{name}.{part}" for part in parts), sizes), Grouped(fused, "tp", sizes))
+
+
+_GDN: Final = "**.self_attention."
+_MIXER: Final = "**.mixer."
+
+GDN: Final = (
+    _rank_major(f"{_GDN}in_proj.weight", f"{_GDN}in_proj.weight", GDN_PARTS, GDN_SIZES),
+    _rank_major(f"{_GDN}conv1d.weight", f"{_GDN}conv1d.weight", GDN_PARTS[:3], GDN_SIZES[:3]),
+    _rank_major(f"{_GDN}conv1d.bias", f"{_GDN}conv1d.bias", GDN_PARTS[:3], GDN_SIZES[:3]),
+)
+"""Gated delta networks: components on the left, a model's tensors on the right."""
+
+
+def _mamba_conv(separator: str) -> tuple[Rule, ...]:
+    return tuple(
+        _rank_major(f"{_MIXER}conv1d{separator}{each}", f"{_MIXER}conv1d.{each}", MAMBA_PARTS[1:4], MAMBA_SIZES[1:4])
+        for each in ("weight", "bias")
+    )
+
+
+MAMBA_IN: Final = (_rank_major(f"{_MIXER}in_proj.weight", f"{_MIXER}in_proj.weight", MAMBA_PARTS, MAMBA_SIZES),)
+"""The projection into a Mamba mixer."""
+
+MAMBA: Final = _mamba_conv("_")
+"""Convolutions of Mamba mixers of megatron-core 0.19, whose parameters are the mixer's own."""
+
+OLDER_MAMBA: Final = _mamba_conv(".")
+"""Convolutions of Mamba mixers that are modules."""
+
+FUSED: Final = (*GDN, *MAMBA_IN, *MAMBA)
+"""What tensor-parallel ranks of megatron-core 0.19 hold rank-major, but for gated layers."""
+
+_MLA: Final = "**.self_attention."
+FUSED_MLA: Final = (
+    Rule(
+        Join((f"{_MLA}linear_q_down_proj.weight", f"{_MLA}linear_kv_down_proj.weight"), ("q_down", "kv_down")),
+        f"{_MLA}linear_qkv_down_proj.weight",
+    ),
+    *(
+        Rule(
+            f"**.input_layernorm.{each}",
+            f"{_MLA}linear_qkv_down_proj.layer_norm_{each}",
+            left_beside=f"{_MLA}linear_q_down_proj.weight",
+        )
+        for each in ("weight", "bias")
+    ),
+)
+"""Latent attention whose two down projections are one tensor, with the norm before them."""
+
+FC1: Final = tuple(
+    f"**.mlp.{name}"
+    for each in ("weight", "bias")
+    for name in (
+        f"linear_fc1.{each}",
+        f"shared_experts.linear_fc1.{each}",
+        f"experts.linear_fc1.{each}{{expert}}",
+        f"experts.local_experts.{{expert}}.linear_fc1.{each}",
+    )
+)
+
+"""First layers of MLPs."""
+
+GATED: Final = tuple(Rule(name, Join((f"{name}_w", f"{name}_v"), (1, 1))) for name in FC1)
+"""The two halves of a gated MLP's first layer: one tensor on the left, `_w` and `_v` on the right."""
+
+SEQUENTIAL_EXPERTS: Final = tuple(
+    Rule(f"**.mlp.experts.{layer}.{each}{{expert}}", f"**.mlp.experts.local_experts.{{expert}}.{layer}.{each}")
+    for layer in ("linear_fc1", "linear_fc2")
+    for each in ("weight", "bias")
+)
+"""Experts of a layer that computes them together, on the left, and as modules of their own."""
+
+DialectName = Literal["release-0.19", "bridge"]
+MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
+"""What Megatron's releases call the layer inside one that predicts further tokens."""
+
+MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How `fsdp_dtensor` is written: Note [Dialects].
+
+    Attributes:
+        name: Of the dialect.
+        splits_gdn: Whether gated delta networks are stored by component. If not, "tp" must be known.
+        mtp_layer: What the layer inside a multi-token prediction layer is called.
+        model_prefix: Of the model's names: the wrappers inside the one that shards.
+        optimizer_prefix: Of the same names in the optimizer's state.
+        older_mamba: Whether a Mamba convolution's parameters are `conv1d.weight`, and not `conv1d_weight`.
+        fused_mla: Whether the down projections of latent attention are one tensor.
+        sequential_experts: Whether experts are modules of their own (`local_experts.0.linear_fc1.weight`), and not of
+            one that computes them together (`linear_fc1.weight0`).
+        hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores them as
+            they are.
+    """
+
+    name: DialectName
+    splits_gdn: bool
+    mtp_layer: MtpLayer = "mtp_model_layer"
+    model_prefix: str = "module."
+    optimizer_prefix: str = "module.module.module."
+    older_mamba: bool = False
+    fused_mla: bool = False
+    sequential_experts: bool = False
+    hybrid_pattern: str | None = None
+
+
+RELEASE_0_19: Final = Dialect(name="release-0.19", splits_gdn=False)
+BRIDGE: Final = Dialect(name="bridge", splits_gdn=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What a checkpoint of Megatron says of how far training was, and what it does not say.
+
+    `found` are plain values by name; `lacking` are names that a resumed run would look for.
+    """
+
+    found: Mapping[str, object] = field(default_factory=dict)
+    lacking: tuple[str, ...] = ()
+
+
+EXPECTED_OBJECTS: Final = (
+    "checkpoint_version",
+    "iteration",
+    "args",
+    "optimizer",
+    "opt_param_scheduler",
+    "rng_state",
+    "num_floating_point_operations_so_far",
+)
+"""Top-level names of a checkpoint that megatron-core's own training wrote."""
+
+
+def is_fsdp_dtensor(source: Source) -> bool:
+    """Whether the names are those of an `fsdp_dtensor` checkpoint."""
+    wrapped = re.compile(r"(model\d*|optimizer\.(state|param_to_group_meta))\.module\.")
+    return any(wrapped.match(name) for name in source.tensors)
+
+
+def dialect_of(source: Source) -> Dialect | None:
+    """The dialect that a checkpoint's names show; None where both would have written them."""
+    names = tuple(source.tensors)
+    renamed = any(".transformer_layer." in name for name in names)
+    mtp_layer: MtpLayer = "transformer_layer" if renamed else "mtp_model_layer"
+    dialect: Dialect | None = None
+    if any(".self_attention.in_proj.weight.query" in name for name in names):
+        dialect = BRIDGE
+    elif any(name.endswith((".self_attention.in_proj.weight", ".mixer.in_proj.weight")) for name in names):
+        dialect = RELEASE_0_19
+    return dialect and replace(
+        dialect,
+        mtp_layer=mtp_layer,
+        older_mamba=any(".mixer.conv1d.weight" in name for name in names),
+        sequential_experts=any(".experts.local_experts." in name for name in names),
+    )
+
+
+def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None) -> Translated:
+    """An `fsdp_dtensor` checkpoint of any dialect, under canonical names.
+
+    Args:
+        source: With the names as they are stored.
+        sizes: What rank-major tensors are made of: "tp", and "qk", "v", "nvh" of gated delta networks, "d_inner",
+            "d_state" (of all groups), "nheads" of Mamba, "q_down", "kv_down" of latent attention. Needed where the
+            checkpoint has such a tensor. `sizes_of_args` knows them of a checkpoint that has `args`.
+
+    Returns:
+        The checkpoint as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`;
+        other entries under their own names. A step that is an option (fused optimizers have it there) is a slot.
+        `_extra_state` is dropped. What is dropped of the processes that wrote it (`rng_state`, `rerun_state_machine`:
+        objects that a reader would have to run, for as many ranks as wrote them) is in `left_over`.
+
+    Raises:
+        ValueError: A size that is needed is not known, two layers of a grouped hybrid stack have one logical name, or
+            names are not what the format has.
+
+    Effects: reads nothing.
+    """
+    names = rename(source, _reads([*source.tensors, *source.objects]))
+    shapes = parameter_shapes(names)
+    # What is stored by component, or whole, has none of these names.
+    rules = Rules((*FUSED, *OLDER_MAMBA, *FUSED_MLA, *GATED), sizes or {})
+    tensors = translate(names, rules.match(shapes, "right"), to="left")
+    tensors = translate(tensors, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(tensors), "right"), to="left")
+    # Now only options can go by a fused name, Note [Options go by the model's names].
+    result = translate(tensors, _of_options(parameter_shapes(tensors)), to="left")
+    return result.leaving(name for name in names.left_over if is_of_processes(name))
+
+
+def write_fsdp_dtensor(
+    source: Source,
+    dialect: Dialect,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    chunks: Sequence[int] = (),
+    args: Mapping[str, object] | None = None,
+) -> Renamed:
+    """A checkpoint with canonical names, under those of `fsdp_dtensor`.
+
+    Args:
+        source: Canonical names.
+        dialect: Of those that are to read it.
+        sizes: "tp", the tensor-parallel ranks that are to read it, where the dialect stores tensors rank-major.
+        chunks: How many decoder layers each model chunk has, for virtual pipelines: `model0`, `model1`, ... The
+            optimizer's names count layers through. Empty for `model`.
+        args: The values of Megatron's `args`, which its training holds against its own (unless it fine-tunes). None for
+            those of the source.
+
+    Returns:
+        The checkpoint with what megatron-core's training cannot do without among its objects: `checkpoint_version`,
+        `iteration` (0 where the source has none), and `args` (a namespace; empty where none are known).
+
+    Raises:
+        ValueError: "tp" is needed and not known, or does not divide a component; the pattern is not the model's.
+
+    Effects: reads `args`.
+    """
+    if dialect.sequential_experts:
+        source = translate(source, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(source), "left"), to="right")
+    shapes = parameter_shapes(source)
+    rules = [*GATED, *MAMBA_IN, *(OLDER_MAMBA if dialect.older_mamba else MAMBA)]
+    rules += () if dialect.splits_gdn else GDN
+    rules += FUSED_MLA if dialect.fused_mla else ()
+    cut = translate(
+        source,
+        Rules(tuple(rules), sizes or {}).match(without_ungated(shapes), "left"),
+        to="right",
+        options=_of_options(shapes, older_mamba=dialect.older_mamba, fused_mla=dialect.fused_mla),
+    )
+    if args is None and "args" in source.objects:
+        known = source.read_object("args")
+        args = known if isinstance(known, Mapping) else vars(known)
+    present = {*cut.objects, *cut.tensors}
+    defaults = {"checkpoint_version": 3.0, "iteration": 0}
+    given = {name: value for name, value in defaults.items() if name not in present}
+    complete = WithObjects(cut, {**given, "args": Namespace(**(args or {}))})
+    return rename(complete, _writes(dialect, tuple(parameter_shapes(cut)), chunks))
+
+
+def is_of_processes(name: str) -> bool:
+    """Whether a stored name is of the state of the processes that wrote the checkpoint, which nobody else can take."""
+    return re.split(r"[./]", name, maxsplit=1)[0] in _OF_PROCESSES
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name (or one that begins with it) with the canonical spelling of multi-token prediction."""
+    return _MTP.sub(r"\1mtp_model_layer.", name)
+
+
+def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
+    """The sizes that rules need, of Megatron's `args` by name: those that it has the numbers for."""
+    known = {name: value for name, value in args.items() if isinstance(value, int)}
+
+    def product(*names: str) -> int | None:
+        result = 1
+        for name in names:
+            if name not in known:
+                return None
+            result *= known[name]
+        return result
+
+    sizes = {
+        "tp": product("tensor_model_parallel_size"),
+        "qk": product("linear_num_key_heads", "linear_key_head_dim"),
+        "v": product("linear_num_value_heads", "linear_value_head_dim"),
+        "nvh": product("linear_num_value_heads"),
+        "d_inner": product("mamba_num_heads", "mamba_head_dim"),
+        "d_state": product("mamba_num_groups", "mamba_state_dim"),
+        "nheads": product("mamba_num_heads"),
+        "q_down": product("q_lora_rank"),
+    }
+    if "kv_lora_rank" in known and "qk_pos_emb_head_dim" in known:
+        sizes["kv_down"] = known["kv_lora_rank"] + known["qk_pos_emb_head_dim"]
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def counters(source: Source, beside: Mapping[str, object] | None = None) -> Counters:
+    """How far training was, of a checkpoint of Megatron or of one that Megatron-Bridge converted.
+
+    Args:
+        source: Canonical or stored names.
+        beside: Plain values from files beside the checkpoint. Bridge's counters are in `train_state.pt`, and what it
+            writes into the checkpoint are placeholders: these count before it.
+
+    Effects: reads the counters, and neither `args` nor random states.
+    """
+    present = {re.split(r"[./]", name, maxsplit=1)[0] for name in [*source.tensors, *source.objects]}
+    found: dict[str, object] = {}
+    for name in ("checkpoint_version", "iteration", "num_floating_point_operations_so_far"):
+        if name in source.objects:
+            found[name] = source.read_object(name)
+    found |= {"iteration" if name == "step" else name: value for name, value in (beside or {}).items()}
+    lacking = tuple(name for name in EXPECTED_OBJECTS if name not in present and name not in found)
+    return Counters(found=found, lacking=lacking)
+
+
+def _of_options(
+    shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
+) -> list[Correspondence]:
+    """Canonical names (left) and the model's (right), as far as they are of other parameters.
+
+    For options, which have no shape: any number of tensor-parallel ranks will do.
+    """
+    rules = (*GDN, *MAMBA_IN, *(OLDER_MAMBA if older_mamba else MAMBA), *(FUSED_MLA if fused_mla else ()))
+    return Rules(rules, {"tp": 1}).match(shapes, "left")
+
+
+def without_ungated(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """All but the first layers of MLPs that are not two halves.
+
+    A gated MLP's first layer has twice the rows that its second has columns.
+
+    Raises:
+        ValueError: The second layer is absent, or has neither as many columns nor half as many.
+    """
+    return {
+        name: shape for name, shape in shapes.items() if not _FC1_NAME.search(name) or _is_gated(name, shape, shapes)
+    }
+
+
+def _is_gated(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    second = _FC1_NAME.sub(lambda match: f"{match[1]}linear_fc2.weight{match[2]}", name)
+    columns = shapes.get(second, (0, 0))[-1]
+    if columns not in (shape[0], shape[0] // 2) or not columns:
+        raise ValueError(
+            f"Expected {second!r} with as many columns as {name!r} has rows ({shape[0]}), or half as many, got "
+            f"{shapes.get(second)!r}: whether its halves are to be split cannot be told."
+        )
+    return columns * 2 == shape[0]
+
+
+_OF_PROCESSES: Final = frozenset({"rng_state", "rerun_state_machine"})
+_FC1_NAME: Final = re.compile(r"((?:^|\.)mlp\.(?:.+\.)?)linear_fc1\.(?:weight|bias)(\d*)$")
+_MODEL: Final = re.compile(r"^model(\d*)\.((?:module\.)*)(.+)$")
+_STATE: Final = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)$")
+_OPTIONS: Final = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(.+)$")
+_MTP: Final = re.compile(r"((?:^|\.)mtp\.layers\.\d+\.)(?:transformer_layer|mtp_model_layer)\.")
+_LAYER: Final = re.compile(r"^((?:language_model\.)?decoder\.layers\.)(\d+)(\..+)$")
+
+
+def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
+    """Stored names as canonical ones, but for what is fused."""
+    firsts = _first_layers(names)
+    counts_in_groups = not any(_STATE.match(name) and name.endswith(".step") for name in names)
+    is_nested = any(logical_name(match[3]) != match[3] for match in map(_MODEL.match, names) if match)
+
+    def canonical(name: str) -> str:
+        return logical_name(canonical_name(name)) if is_nested else canonical_name(name)
+
+    def read(name: str) -> str | None:
+        if "._extra_state" in name or is_of_processes(name):
+            return None
+        if match := _MODEL.match(name):
+            return in_model(canonical(_renumbered(match[3], firsts.get(match[1], 0))))
+        if match := _STATE.match(name):
+            return f"optimizer.state.{canonical(match[1])}"
+        if match := _OPTIONS.match(name):
+            is_step = counts_in_groups and name.endswith(".step")
+            return f"optimizer.{'state' if is_step else 'param_groups'}.{canonical(match[1])}"
+        return name
+
+    return read
+
+
+def _first_layers(names: Sequence[str]) -> dict[str, int]:
+    """By model chunk, how many decoder layers the chunks before it have."""
+    num_layers: dict[str, int] = {}
+    for chunk in (match for match in map(_MODEL.match, names) if match):
+        num_layers.setdefault(chunk[1], 0)
+        if layer := _LAYER.match(chunk[3]):
+            num_layers[chunk[1]] = max(num_layers[chunk[1]], int(layer[2]) + 1)
+    firsts, total = {}, 0
+    for chunk_number in sorted(num_layers, key=lambda number: int(number or 0)):
+        firsts[chunk_number] = total
+        total += num_layers[chunk_number]
+    return firsts
+
+
+def _renumbered(name: str, first: int) -> str:
+    return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name) if first else name
+
+
+def _writes(dialect: Dialect, parameters: Sequence[str], chunks: Sequence[int]) -> Callable[[str], str]:
+    """Canonical names, cut as the dialect cuts, as stored ones."""
+    nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
+
+    def own(name: str) -> str:
+        return _MTP.sub(rf"\1{dialect.mtp_layer}.", name)
+
+    def of_entry(entry: str) -> str:
+        """`<parameter>.<slot>`; a slot's name has no dot that a nested parameter's name could be mistaken for."""
+        parameter, dot, slot = entry.rpartition(".")
+        return own(f"{nested.get(parameter, parameter)}{dot}{slot}")
+
+    def write(name: str) -> str:
+        section, rest = split_section(name)
+        if section == MODEL:
+            number, rest = _chunk_of(nested.get(rest, rest), chunks)
+            return f"model{number}.{dialect.model_prefix}{own(rest)}"
+        if section == STATE:
+            return f"optimizer.state.{dialect.optimizer_prefix}{of_entry(rest)}"
+        if section == OPTIONS:
+            return f"optimizer.param_to_group_meta.{dialect.optimizer_prefix}{of_entry(rest)}"
+        return name
+
+    return write
+
+
+def _chunk_of(name: str, chunks: Sequence[int]) -> tuple[str, str]:
+    """The model chunk that holds a parameter, and its name there."""
+    if not chunks:
+        return "", name
+    layer = _LAYER.match(name)
+    if layer is None:
+        return ("0" if name.startswith("embedding.") or ".embedding." in name else str(len(chunks) - 1)), name
+    number, first = int(layer[2]), 0
+    for chunk, num_layers in enumerate(chunks):
+        if number < first + num_layers:
+            return str(chunk), _renumbered(name, -first)
+        first += num_layers
+    raise ValueError(f"Expected {sum(chunks)} decoder layers in chunks of {tuple(chunks)!r}, got {name!r}.")

@@ -1,0 +1,123 @@
+"""Live models of Megatron: what their tensors are in a checkpoint, and a checkpoint as a rank's tensors.
+
+Note [Experts of a rank]
+    A model counts the experts of its rank from 0 on, and a checkpoint counts them through. So ranks have different
+    tensors under one name, and each has to say which of the experts its first one is. What a checkpoint has of other
+    ranks' experts is none of a rank's concern.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from lamella_checkpoint import Correspondence, Source
+from lamella_checkpoint.sources import rename, split_section
+from lamella_convert._translation.hybrid_stack import logical_name
+from lamella_convert._translation.megatron import (
+    FC1,
+    FUSED_MLA,
+    GDN,
+    MAMBA,
+    MAMBA_IN,
+    OLDER_MAMBA,
+    SEQUENTIAL_EXPERTS,
+    Dialect,
+    canonical_name,
+    without_ungated,
+)
+from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
+from lamella_convert._translation.translate import Translated, translate
+
+
+def _sharing(name: str) -> str:
+    """The size that is the number of ranks which share a layer: experts may have another than the rest."""
+    return "etp" if ".mlp.experts." in name else "tp"
+
+
+RANK_MAJOR_GATED: Final = tuple(Rule(name, Grouped(name, _sharing(name), (1, 1))) for name in FC1)
+"""Gated first layers: whole on the left; on the right as ranks hold them, with each rank's halves together."""
+
+RANK_MAJOR_HALVES: Final = tuple(
+    Rule(Join((f"{name}_w", f"{name}_v"), (1, 1)), Grouped(name, _sharing(name), (1, 1))) for name in FC1
+)
+"""The same with the halves of all ranks on the left."""
+
+_EXPERT: Final = re.compile(r"^((?:.*\.)?mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)(.*)$")
+
+
+def from_megatron_model(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    sizes: Mapping[str, int],
+    dialect: Dialect | None = None,
+    first_expert: int = 0,
+) -> list[Correspondence]:
+    """What a live model's tensors are in a checkpoint: the left side is the checkpoint's, the right the model's.
+
+    Args:
+        shapes: Global, of the model's own names, wrappers removed. Global means all tensor-parallel ranks' parts.
+        sizes: "tp", and those of `read_fsdp_dtensor` that the model's fused tensors need; "etp", the ranks that share
+            an expert, if they are not as many.
+        dialect: Of `fsdp_dtensor`, whose prefixes `write_fsdp_dtensor` adds. None for canonical names.
+        first_expert: Which of all experts the first one of this rank is: Note [Experts of a rank].
+
+    Effects: none.
+    """
+    rules: list[Rule] = [*(RANK_MAJOR_GATED if dialect is None else RANK_MAJOR_HALVES)]
+    if dialect is None or dialect.splits_gdn:
+        rules += GDN
+    if dialect is None:
+        rules += [*MAMBA_IN, *MAMBA, *OLDER_MAMBA]
+    if dialect is None or not dialect.fused_mla:
+        rules += FUSED_MLA
+    sizes = {"etp": sizes["tp"], **sizes} if "tp" in sizes else sizes
+    found = Rules(tuple(rules), sizes).match(without_ungated(shapes), "right")
+    taken = {name for each in found for name in each.right}
+    found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
+    if dialect is not None:  # It has the model's names.
+        return [each.renamed(left=lambda name: global_expert(name, first_expert)) for each in found]
+    spelled = {name: other for each in _sequential(found) for name in each.right for other in each.left}
+
+    def canonical(name: str) -> str:
+        return logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert)))
+
+    return [each.renamed(left=canonical) for each in found]
+
+
+def to_megatron_model(source: Source, correspondences: Sequence[Correspondence]) -> Translated:
+    """A checkpoint under the names and in the cuts of a live model, for `load(translate=...)`.
+
+    Experts that the correspondences lack are other ranks', and are left out (`Translated.left_over`): Note [Experts of
+    a rank]. Whatever else they lack stays, for `load` to tell.
+
+    Args:
+        source: Under the names of the correspondences' left side.
+        correspondences: Of `from_megatron_model`.
+
+    Effects: reads nothing.
+    """
+    own = {match.group(1, 2) for each in correspondences for match in map(_EXPERT.match, each.left) if match}
+
+    def keep(name: str) -> str | None:
+        section, entry = split_section(name)
+        match = _EXPERT.match(entry) if section else None
+        return None if match and match.group(1, 2) not in own else name
+
+    kept = rename(source, keep)
+    return translate(kept, correspondences, to="right").leaving(kept.left_over)
+
+
+def global_expert(name: str, first: int) -> str:
+    """A model's name of one of its rank's experts, as canonical names count experts.
+
+    Args:
+        name: Any; one of no expert stays as it is.
+        first: The number of the rank's first expert.
+    """
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
+
+
+def _sequential(found: Sequence[Correspondence]) -> list[Correspondence]:
+    """The experts among the left sides that are modules of their own (right), as layers that hold all of them."""
+    shapes = {name: shape for each in found for name, shape in each.left.items()}
+    return Rules(SEQUENTIAL_EXPERTS).match(shapes, "right")

@@ -1,0 +1,514 @@
+"""How a family of models names and cuts its tensors on two sides, as a table.
+
+Note [Two ways to make one whole]
+    A rule has a term on each side, and both terms are the same tensor, put together in two ways. A name is a tensor
+    that is stored as it is. `Join` puts terms one after another along a dim, `Stack` puts numbered ones on a new first
+    dim, and `Grouped` is a tensor stored in groups, each with its share of every part: heads' queries, keys and values
+    side by side, or what each tensor-parallel rank holds. The boxes that the two ways have in common are the
+    correspondence, so every rule reads from left to right and back:
+
+        Rule(
+            Join(("{layer}.q", "{layer}.k", "{layer}.v"), sizes=("q", "kv", "kv")),
+            Grouped("{layer}.linear_qkv.weight", groups="num_groups", sizes=("q", "kv", "kv")),
+        )
+
+Note [Once for all layers]
+    What a rule makes of tensors depends on their shapes, and not on the numbers in their names. So it is worked out
+    once for all layers and experts of the same shapes, under templates of their names, and the numbers are filled in.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import accumulate, product
+from typing import Final, NamedTuple, TypeAlias
+
+from lamella_checkpoint import Correspondence, Piece, Place
+from lamella_checkpoint.sources import Side, carried, meetings, whole_box
+from lamella_convert._errors import SizeUnknown
+from lamella_layout import Chunk
+
+Size: TypeAlias = "int | str"
+"""A size that the configuration has, by name; or, as a number, a share of the whole."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Terms one after another along a dim.
+
+    Attributes:
+        terms: What is joined.
+        sizes: Of each term along the dim: all by name, or all as shares ((1, 1) is halves).
+        dim: Of the terms.
+    """
+
+    terms: "tuple[Term, ...]"
+    sizes: tuple[Size, ...]
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.sizes)
+        if len(self.sizes) != len(self.terms):
+            raise ValueError(f"Expected a size for each of {len(self.terms)} terms, got {self.sizes!r}.")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Terms with the numbers 0, 1, ... for `index` in their names, on a new dim 0."""
+
+    term: "Term"
+    index: str
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A tensor stored as groups along a dim, one after another, each with its share of every part.
+
+    The whole is the parts, one after another. With one group that is what is stored.
+
+    Attributes:
+        term: What is stored.
+        groups: Their number, or its name among the sizes: `"tp"` for what tensor-parallel ranks hold.
+        sizes: Of the parts, all groups together: all by name, or all as shares.
+        dim: Along which groups and parts lie.
+    """
+
+    term: "Term"
+    groups: Size
+    sizes: tuple[Size, ...]
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.sizes)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A tensor stored with rows behind those of the whole: a vocabulary padded to what ranks can share.
+
+    Attributes:
+        name: Of the tensor.
+        rows: The whole's, by name.
+        to: The name of the number of rows that the tensor is made with. Where the sizes lack it, there is no padding.
+    """
+
+    name: str
+    rows: str
+    to: str
+
+
+Term: TypeAlias = "str | Join | Stack | Grouped | Padded"
+"""A name is a template: `{layer}` is a number, `{rest*}` is any text, and a leading `**.` any names before, or none."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor, put together in two ways: Note [Two ways to make one whole].
+
+    Attributes:
+        left: The one way.
+        right: The other. Both have the same numbers in their names, but for those that they stack.
+        shift: What is added from left to right.
+        left_beside: Where given, the rule holds on the left only where this name is there too, with the same numbers:
+            what tells layers of one kind from another that name the same tensor alike.
+        right_beside: The same on the right.
+    """
+
+    left: Term
+    right: Term
+    shift: float = field(default=0.0, kw_only=True)
+    left_beside: str | None = field(default=None, kw_only=True)
+    right_beside: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        captures = {frozenset(_captures(leaf.template)) - {*leaf.indices} for leaf in _leaves(self)}
+        if len(captures) != 1:
+            raise ValueError(f"Expected the same numbers in all names of a rule, got {self!r}.")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A family's table, and the sizes that its rules name.
+
+    Attributes:
+        rules: The first one that fits takes the names.
+        sizes: By name: of a model's configuration, and of its parallelism ("tp"). Needed only where a rule that names
+            them applies, and not to join what shows them.
+    """
+
+    rules: tuple[Rule, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]], side: Side = "left") -> list[Correspondence]:
+        """What these tensors of one side are on the other.
+
+        Args:
+            shapes: By name. A rule of which a name is absent does not apply; what no rule takes is in no
+                correspondence (`translate` lists it).
+            side: Whose names they are.
+
+        Raises:
+            ValueError: A size that is needed is not known or does not fit, or numbers are missing in a stack.
+
+        Effects: none.
+        """
+        names = _Names(shapes)
+        taken: set[str] = set()
+        found = []
+        for rule in self.rules:
+            near, far, beside = (
+                (rule.left, rule.right, rule.left_beside)
+                if side == "left"
+                else (rule.right, rule.left, rule.right_beside)
+            )
+            made: dict[_Shapes, Correspondence] = {}
+            for instance in _instances(near, beside, names, taken):
+                taken.update(instance.names.values())
+                known = tuple((template, tuple(shapes[name])) for template, name in instance.names.items())
+                if known not in made:  # Note [Once for all layers]
+                    made[known] = _correspondence(near, far, instance, dict(known), self.sizes, rule.shift, side)
+                filled = partial(_fill, captures=instance.captures)
+                found.append(made[known].renamed(filled, filled))
+        return found
+
+
+class _Leaf(NamedTuple):
+    """A name in a term, and the numbers of it that the term stacks."""
+
+    template: str
+    indices: tuple[str, ...]
+
+    def numbers(self, index: tuple[int, ...]) -> dict[str, str]:
+        """The numbers that the term stacks, by their names in the template."""
+        return {name: str(number) for name, number in zip(self.indices, index, strict=True)}
+
+
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""By template, with the numbers filled in of what is stacked, and no others."""
+
+
+class _Instance(NamedTuple):
+    """One set of names that a term is made of: the numbers in them, how many each stack has, the names by template."""
+
+    captures: dict[str, str]
+    counts: dict[str, int]
+    names: dict[str, str]
+
+    @property
+    def example(self) -> str:
+        """One of the names, for messages."""
+        return next(iter(self.names.values()))
+
+
+class _Made(NamedTuple):
+    """A term put together: the whole's shape, and which box of which tensor is which box of it."""
+
+    shape: tuple[int, ...]
+    boxes: list[tuple[Place, Chunk]]
+
+
+def _leaves(rule: Rule) -> list[_Leaf]:
+    return [*_leaves_of(rule.left), *_leaves_of(rule.right)]
+
+
+def _leaves_of(term: Term) -> list[_Leaf]:
+    if isinstance(term, str | Padded):
+        return [_Leaf(term if isinstance(term, str) else term.name, ())]
+    if isinstance(term, Join):
+        return [leaf for each in term.terms for leaf in _leaves_of(each)]
+    if isinstance(term, Stack):
+        return [_Leaf(leaf.template, (term.index, *leaf.indices)) for leaf in _leaves_of(term.term)]
+    return _leaves_of(term.term)
+
+
+class _Names:
+    """Names by what they look like without their numbers, which is how a template finds its own among thousands."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._by_look: dict[str, list[tuple[int, str]]] = {}
+        for position, name in enumerate(names):
+            self._by_look.setdefault(_NUMBERS.sub("0", name), []).append((position, name))
+
+    def matches(self, template: str) -> Iterator[re.Match[str]]:
+        """The names that a template fits, in their order."""
+        look = _look(template)
+        looks = [look] if isinstance(look, str) else [each for each in self._by_look if look.fullmatch(each)]
+        found = [each for look in looks for each in self._by_look.get(look, ())]
+        for _, name in found if len(looks) == 1 else sorted(found):
+            if match := _pattern(template).fullmatch(name):
+                yield match
+
+
+def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -> Iterator[_Instance]:
+    """The complete sets of names that `term` can be made of."""
+    leaves = _leaves_of(term)
+    besides = None if beside is None else {_key(match.groupdict()) for match in names.matches(beside)}
+    found: dict[frozenset[tuple[str, str]], list[dict[tuple[int, ...], str]]] = {}
+    for position, leaf in enumerate(leaves):
+        for match in names.matches(leaf.template):
+            if match.string not in taken:
+                captures = match.groupdict()
+                index = tuple(int(captures.pop(name)) for name in leaf.indices)
+                of_key = found.setdefault(_key(captures), [{} for _ in leaves])
+                of_key[position][index] = match.string
+    for key, by_leaf in found.items():
+        if all(by_leaf) and (besides is None or key in besides):
+            captures = dict(key)
+            of_template = {
+                _fill(leaf.template, leaf.numbers(index)) if index else leaf.template: name
+                for leaf, of_leaf in zip(leaves, by_leaf, strict=True)
+                for index, name in of_leaf.items()
+            }
+            yield _Instance(captures, _counts(leaves, by_leaf, captures), of_template)
+
+
+def _counts(
+    leaves: list[_Leaf], by_leaf: list[dict[tuple[int, ...], str]], captures: Mapping[str, str]
+) -> dict[str, int]:
+    """How many each stack has; numbers go from 0 on without a gap."""
+    counts: dict[str, int] = {}
+    for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
+        for position, name in enumerate(leaf.indices):
+            counts[name] = max(counts.get(name, 0), 1 + max(index[position] for index in of_leaf))
+    for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
+        for index in product(*(range(counts[name]) for name in leaf.indices)):
+            if index not in of_leaf:
+                missing = _fill(leaf.template, {**captures, **leaf.numbers(index)})
+                raise ValueError(f"Expected {counts!r} of what is stacked, got no {missing!r}.")
+    return counts
+
+
+def _correspondence(
+    near: Term,
+    far: Term,
+    instance: _Instance,
+    known: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
+    shift: float,
+    side: Side,
+) -> Correspondence:
+    """What tensors of known shapes are on the other side, under templates: Note [Once for all layers]."""
+    if isinstance(near, str) and isinstance(far, str):
+        left, right = (near, far) if side == "left" else (far, near)
+        return Correspondence.rename(left, right, known[near], shift=shift)
+    sizes = dict(sizes)  # Those that `near` shows are added, and `far` may need them.
+    try:
+        made = _make(near, {}, instance.counts, known, sizes)
+        derived, counts = _shapes_of(far, {}, made.shape, sizes)
+        other = _make(far, {}, counts, derived, sizes)
+    except SizeUnknown as error:
+        raise SizeUnknown(error.size, error.known, instance.example) from None
+    except ValueError as error:
+        raise ValueError(f"{error} Needed for {instance.example!r}.") from error
+    here = Correspondence(
+        left=known,
+        right=derived,
+        pieces=tuple(_pieces(made, other)),
+        shift=shift if side == "left" else -shift,
+        padded={each.name: sizes[each.rows] for each in (near, far) if isinstance(each, Padded)},
+    )
+    return here if side == "left" else here.inverse
+
+
+def _pieces(left: _Made, right: _Made) -> Iterator[Piece]:
+    """What two ways to make one whole have in common."""
+    left_boxes, right_boxes = [box for _, box in left.boxes], [box for _, box in right.boxes]
+    for mine, theirs, shared in meetings(left_boxes, right_boxes):
+        places = (
+            Place(place.name, carried(shared, box, place.chunk))
+            for place, box in (left.boxes[mine], right.boxes[theirs])
+        )
+        yield Piece(*places)
+
+
+def _make(
+    term: Term,
+    numbers: Mapping[str, str],
+    counts: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: dict[str, int],
+) -> _Made:
+    """Put a term together of tensors of known shapes."""
+    if isinstance(term, str):
+        name = _fill(term, numbers)
+        whole = whole_box(shapes[name])
+        return _Made(shapes[name], [(Place(name, whole), whole)])
+    if isinstance(term, Join):
+        made = [_make(each, numbers, counts, shapes, sizes) for each in term.terms]
+        return _joined(made, term, sizes)
+    if isinstance(term, Stack):
+        made = [
+            _make(term.term, {**numbers, term.index: str(each)}, counts, shapes, sizes)
+            for each in range(counts[term.index])
+        ]
+        return _stacked(made)
+    if isinstance(term, Padded):
+        return _cut_off(_make(term.name, numbers, counts, shapes, sizes), term, sizes)
+    return _ungrouped(_make(term.term, numbers, counts, shapes, sizes), term, sizes)
+
+
+def _joined(made: list[_Made], term: Join, sizes: dict[str, int]) -> _Made:
+    dim = term.dim
+    spans = [each.shape[dim] for each in made]
+    for size, span in zip(term.sizes, spans, strict=True):
+        if isinstance(size, str):
+            sizes.setdefault(size, span)
+    _resolve(term.sizes, sum(spans), sizes, expected=spans)
+    rest = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in made}
+    if len(rest) != 1:
+        raise ValueError(f"Expected parts that differ along dim {dim} alone, got {[each.shape for each in made]!r}.")
+    boxes = []
+    for offset, each in zip(accumulate(spans, initial=0), made, strict=False):
+        boxes += [(place, _along(box, dim, box.offsets[dim] + offset, box.sizes[dim])) for place, box in each.boxes]
+    return _Made(_with(made[0].shape, dim, sum(spans)), boxes)
+
+
+def _stacked(made: list[_Made]) -> _Made:
+    shapes = {each.shape for each in made}
+    if len(shapes) != 1:
+        raise ValueError(f"Expected tensors of one shape to stack, got {sorted(shapes)!r}.")
+    boxes = [
+        (place, Chunk((number, *box.offsets), (1, *box.sizes)))
+        for number, each in enumerate(made)
+        for place, box in each.boxes
+    ]
+    return _Made((len(made), *shapes.pop()), boxes)
+
+
+def _cut_off(made: _Made, term: Padded, sizes: Mapping[str, int]) -> _Made:
+    num_rows = _number(term.rows, sizes)
+    if made.shape[0] < num_rows:
+        raise ValueError(f"Expected {term.rows} ({num_rows}) rows or more, got {made.shape[0]}.")
+    ((place, whole),) = made.boxes
+    rows = _along(whole, 0, 0, num_rows)
+    return _Made(rows.sizes, [(Place(place.name, rows), rows)])
+
+
+def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
+    dim, num_groups = term.dim, _number(term.groups, sizes)
+    spans = _resolve(term.sizes, made.shape[dim], sizes)
+    if any(span % num_groups for span in spans):
+        raise ValueError(f"Expected parts that divide by {term.groups!r} ({num_groups}), got {spans!r}.")
+    starts = list(accumulate(spans, initial=0))
+    whole = whole_box(made.shape)
+    segments, goals, position = [], [], 0
+    for group in range(num_groups):
+        for start, span in zip(starts, spans, strict=False):
+            share = span // num_groups
+            segments.append(_along(whole, dim, position, share))
+            goals.append(_along(whole, dim, start + group * share, share))
+            position += share
+    boxes = []
+    for index, segment, shared in meetings([box for _, box in made.boxes], segments):
+        place, box = made.boxes[index]
+        part = Place(place.name, carried(shared, box, place.chunk))
+        boxes.append((part, carried(shared, segments[segment], goals[segment])))
+    return _Made(made.shape, boxes)
+
+
+def _shapes_of(
+    term: Term, numbers: Mapping[str, str], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """The shapes of the tensors that a term of this shape is made of, and how many each stack has."""
+    if isinstance(term, str):
+        return {_fill(term, numbers): shape}, {}
+    if isinstance(term, Grouped):
+        return _shapes_of(term.term, numbers, shape, sizes)
+    if isinstance(term, Padded):
+        num_rows, num_stored = _number(term.rows, sizes), sizes.get(term.to, shape[0])
+        if shape[0] != num_rows or num_stored < num_rows:
+            raise ValueError(
+                f"Expected {term.rows} ({num_rows}) rows, and {term.to} to be no less, got {shape[0]} and {num_stored}."
+            )
+        return {_fill(term.name, numbers): _with(shape, 0, num_stored)}, {}
+    parts: list[tuple[Term, Mapping[str, str], tuple[int, ...]]]
+    counts: dict[str, int] = {}
+    if isinstance(term, Stack):
+        counts[term.index] = shape[0]
+        parts = [(term.term, {**numbers, term.index: str(number)}, shape[1:]) for number in range(shape[0])]
+    else:
+        spans = _resolve(term.sizes, shape[term.dim], sizes)
+        parts = [(each, numbers, _with(shape, term.dim, span)) for each, span in zip(term.terms, spans, strict=True)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        more_shapes, more_counts = _shapes_of(*part, sizes)
+        shapes.update(more_shapes)
+        counts.update(more_counts)
+    return shapes, counts
+
+
+def _resolve(
+    sizes: tuple[Size, ...], total: int, named: Mapping[str, int], *, expected: list[int] | None = None
+) -> list[int]:
+    """Sizes as numbers, which must add up to `total`, and be the expected ones."""
+    shares = [size for size in sizes if isinstance(size, int)]
+    if shares and total % sum(shares):
+        raise ValueError(f"Expected a size that divides into shares of {shares!r}, got {total}.")
+    spans = [share * total // sum(shares) for share in shares] or [_number(size, named) for size in sizes]
+    if sum(spans) != total or (expected is not None and spans != expected):
+        texts = " + ".join(f"{size} ({span})" for size, span in zip(sizes, spans, strict=True))
+        raise ValueError(f"Expected {texts} rows or columns, got {expected or total!r}.")
+    return spans
+
+
+def _number(size: Size, named: Mapping[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    if size not in named:
+        raise SizeUnknown(size, named)
+    return named[size]
+
+
+def _check_sizes(sizes: tuple[Size, ...]) -> None:
+    if len({type(size) for size in sizes}) != 1:
+        raise ValueError(f"Expected sizes that are all names or all shares, got {sizes!r}.")
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _along(box: Chunk, dim: int, offset: int, size: int) -> Chunk:
+    return Chunk(_with(box.offsets, dim, offset), _with(box.sizes, dim, size))
+
+
+def _key(captures: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(captures.items())
+
+
+_PLACEHOLDER = re.compile(r"^\*\*\.|\{(\w+)(\*?)\}")
+
+
+def _captures(template: str) -> list[str]:
+    return [match[1] or "before" for match in _PLACEHOLDER.finditer(template)]
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    parts, end = [], 0
+    for match in _PLACEHOLDER.finditer(template):
+        parts.append(re.escape(template[end : match.start()]))
+        if match[1] is None:
+            parts.append(r"(?P<before>(?:.*\.)?)")
+        else:
+            parts.append(rf"(?P<{match[1]}>{'.+' if match[2] else '0|[1-9][0-9]*'})")
+        end = match.end()
+    return re.compile("".join([*parts, re.escape(template[end:])]))
+
+
+_NUMBERS: Final = re.compile(r"[0-9]+")
+
+
+@cache
+def _look(template: str) -> str | re.Pattern[str]:
+    """What the names that a template fits look like with a 0 for each number; a pattern where it leaves text open."""
+    is_open = template.startswith("**.") or "*}" in template
+    numbered = _PLACEHOLDER.sub(lambda match: "0" if match[1] and not match[2] else match[0], template)
+    look = _NUMBERS.sub("0", numbered)
+    return _pattern(look) if is_open else look
+
+
+def _fill(template: str, captures: Mapping[str, str]) -> str:
+    """A template with what is captured in it; what is not stays open."""
+    return _PLACEHOLDER.sub(lambda match: captures.get(match[1] or "before", match[0]), template)

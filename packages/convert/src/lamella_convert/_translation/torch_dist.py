@@ -1,0 +1,124 @@
+"""Megatron's `torch_dist` under canonical names: what is stacked comes apart, main weights become the model's.
+
+Note [Main weights]
+    Megatron's distributed optimizer keeps the fp32 weights as a slot (`fp32_param`), beside a model in bf16. They are
+    what training goes on from, so they are read as the model's weights; rounded ones would lose what fp32 is for.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from lamella_checkpoint import Correspondence, Source
+from lamella_checkpoint.sources import STATE, Renamed, WithObjects, in_model, rename
+from lamella_convert._translation.megatron import GATED, canonical_name, is_of_processes
+from lamella_convert._translation.rules import Rule, Rules, Stack, Term
+from lamella_convert._translation.translate import parameter_shapes, translate
+
+MAIN_WEIGHT: Final = "fp32_param"
+
+_STATE: Final = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
+_NUMBERED: Final = re.compile(r"\.layers\.\d+\.")
+_NO_PARAMETERS: Final = ("optimizer.",)
+_COMMON: Final = "common_state/"
+
+
+def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) -> Renamed:
+    """A `torch_dist` checkpoint under canonical names.
+
+    Layers that are stacked on a first dim (those of models whose layers are alike) and experts get their numbers. Main
+    weights are read as the model's, see Note [Main weights].
+
+    Args:
+        source: With the names as they are stored.
+        common: What is not sharded, nested: the contents of `common.pt`, or of the object that newer releases have
+            instead. Plain values of it are among the objects, by dotted name; the optimizer's step becomes every
+            parameter's.
+
+    Returns:
+        `model.<name>`, `optimizer.state.<name>.<slot>`, and what else there is, but for the state of the processes
+        that wrote it, which is in `left_over`. Slots that older releases stored flat (their shape is not the
+        parameter's) stay as they are.
+
+    Effects: reads nothing.
+    """
+    renamed = rename(source, _reads(_main_weights(source)))
+    names: Renamed = translate(renamed, _stacks(parameter_shapes(renamed)), to="left")
+    names = translate(names, Rules(GATED).match(parameter_shapes(names), "right"), to="left")
+    if common is not None:
+        names = rename(WithObjects(names, _objects(common, names)), lambda name: name)
+    return names.leaving(name for name in renamed.left_over if is_of_processes(name))
+
+
+def _main_weights(source: Source) -> dict[str, str]:
+    """By the name of a main weight, the model's that it stands for; not of those that older releases stored flat."""
+    slots = {name: match[2] for name in source.tensors if (match := _STATE.match(name)) and match[1] == MAIN_WEIGHT}
+    return {
+        name: weight
+        for name, weight in slots.items()
+        if weight not in source.tensors or source.tensors[weight].shape == source.tensors[name].shape
+    }
+
+
+def _reads(main_weights: Mapping[str, str]) -> Callable[[str], str | None]:
+    replaced = frozenset(main_weights.values())
+
+    def read(name: str) -> str | None:
+        if "._extra_state" in name or name in replaced or name.startswith(_COMMON) or is_of_processes(name):
+            return None
+        if name in main_weights:
+            return in_model(canonical_name(main_weights[name]))
+        if match := _STATE.match(name):
+            return f"optimizer.state.{canonical_name(match[2])}.{match[1]}"
+        return name if name.startswith(_NO_PARAMETERS) else in_model(canonical_name(name))
+
+    return read
+
+
+def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> list[Correspondence]:
+    return Rules(tuple(_unstacked(shapes))).match(shapes, "right")
+
+
+def _unstacked(names: Iterable[str]) -> Iterable[Rule]:
+    """A rule for each tensor in which layers, experts or both are stacked."""
+    for name in names:
+        single, indices = name, []
+        if ".layers." in name and not _NUMBERED.search(name):
+            single, indices = single.replace(".layers.", ".layers.{layer}.", 1), ["layer"]
+        if ".experts.experts." in name:
+            single, indices = _of_expert(single.replace(".experts.experts.", ".experts.")), [*indices, "expert"]
+        term: Term = single
+        for index in reversed(indices):
+            term = Stack(term, index)
+        if indices:
+            yield Rule(term, name)
+
+
+def _of_expert(name: str) -> str:
+    """`linear_fc1.weight` as each expert's: `linear_fc1.weight{expert}`."""
+    numbered = re.sub(r"\.(weight|bias)(?=$|[._])", r".\1{expert}", name, count=1)
+    return numbered if numbered != name else f"{name}{{expert}}"
+
+
+def _objects(common: Mapping[str, object], names: Source) -> dict[str, object]:
+    flat = dict(_flattened(common))
+    steps = {value for name, value in flat.items() if name.startswith("optimizer.") and name.endswith(".step")}
+    if len(steps) == 1:
+        (step,) = steps
+        parameters = parameter_shapes(names)
+        entries = (name.removeprefix(STATE).rpartition(".")[0] for name in names.tensors)
+        with_state = {entry for entry in entries if entry in parameters}
+        flat |= {f"optimizer.state.{name}.step": step for name in sorted(with_state)}
+    return {name: value for name, value in flat.items() if name not in {*names.tensors, *names.objects}}
+
+
+def _flattened(value: object, name: str = "") -> Iterable[tuple[str, object]]:
+    """The plain values in nested dicts and lists, by dotted name."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flattened(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flattened(inner, f"{name}.{index}")
+    elif value is None or isinstance(value, bool | int | float | str | tuple):
+        yield name, value

@@ -1,0 +1,390 @@
+"""A checkpoint under other names and in other cuts: a `Source` over a `Source` that reads the same files.
+
+Note [What becomes of optimizer state]
+    Correspondences speak of parameters. A slot with its parameter's shape is cut as the parameter. A scalar (`step`)
+    and an option belong to all parts: each gets a copy, and on the way back they must agree. A slot of another shape
+    goes with a parameter that is renamed, and is left over where the parameter is cut. What a part lacks is not
+    invented: a slot that not all parts have is left over.
+    A shift moves weights, so it applies to slots that are weights (`WEIGHT_SLOTS`), and not to moments.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from math import prod
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from lamella_checkpoint import Correspondence, Piece, Place, Source, TensorInfo, Wanted
+from lamella_checkpoint.sources import (
+    MODEL,
+    OPTIONS,
+    STATE,
+    Renamed,
+    Side,
+    box_of,
+    carried,
+    in_model,
+    is_of_model,
+    longest_known,
+    meetings,
+    own_name,
+    pieces,
+    two_names,
+)
+from lamella_layout import Chunk
+
+_PIECE_NUMEL: Final = 1 << 22
+
+WEIGHT_SLOTS: Final = frozenset({"master_param", "master_weight", "main_param", "fp32_param", "param"})
+"""Optimizer slots that are a wider copy of the parameter."""
+
+
+class _Same(NamedTuple):
+    """A tensor or object that is one of the source's; of several, they must agree."""
+
+    names: tuple[str, ...]
+
+
+class _Cut(NamedTuple):
+    """A tensor that is boxes of the source's (the pieces' left), and zeros where no piece is."""
+
+    pieces: tuple[Piece, ...]
+    shift: float
+    padding: Chunk | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the target's names are made of, and which of the source's names were used for that."""
+
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    made_of: dict[str, _Same | _Cut] = field(default_factory=dict)
+    objects: dict[str, _Same] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    mixed: dict[str, str] = field(default_factory=dict)
+    cut_off: dict[str, Place] = field(default_factory=dict)
+
+
+def translate(
+    source: Source,
+    correspondences: Iterable[Correspondence],
+    *,
+    to: Side,
+    options: Iterable[Correspondence] | None = None,
+    rest: Literal["keep", "drop"] = "keep",
+    originals: Source | None = None,
+) -> "Translated":
+    """A checkpoint with the names and cuts of one side, over one that has the other side's.
+
+    Args:
+        source: Names as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
+        correspondences: Of parameters and buffers, by `<name>`. One of which the source lacks a tensor does not
+            apply: what the source has of it is left over.
+        to: The side to give; the source has the other.
+        options: What applies to the options of parameter groups instead, where a format names these by other parameters
+            than the tensors. None for the same.
+        rest: What becomes of the names that are left over (`Translated.left_over`).
+        originals: Values of some tensors of the side to give, from before they went to the other. An element that is
+            shifted comes back as it was there, as long as the source has what the shift made of it.
+
+    Raises:
+        ValueError: A tensor's shape is not the correspondence's, or two names would become one.
+
+    Effects: reads nothing. A tensor that is only renamed costs nothing more, now or when it is read.
+    """
+    plan = _Plan()
+    turned = _turned(correspondences, to)
+    _plan_model(source, turned, plan)
+    _plan_entries(source, turned, STATE, plan)
+    _plan_entries(source, turned if options is None else _turned(options, to), OPTIONS, plan)
+    left_over = tuple(name for name in [*source.tensors, *source.objects] if name not in plan.used)
+    if rest == "keep":
+        for name in left_over:
+            _add(plan, name, _Same((name,)), source)
+    return Translated(source, _in_stored_order(plan, source), left_over, originals)
+
+
+class Translated(Renamed):
+    """A `Source` over another with other names and cuts; made by `translate`.
+
+    The chunks of its tensors are where the stored ones came to lie.
+
+    Attributes:
+        source: What lies under it.
+        left_over: Names of the underlying source that nothing was made of, in their order. They are here under
+            their own names, unless they were to be dropped.
+        inexact: Names of tensors that could not be brought back exactly from what was read, and why. Known of mixed
+            dtypes at once (the parts come back in the widest), of shifted values when they are read, of padding by
+            `read_cut_off`.
+    """
+
+    def __init__(
+        self, source: Source, plan: _Plan, left_over: tuple[str, ...], originals: Source | None = None
+    ) -> None:
+        made_of = (*plan.made_of.items(), *plan.objects.items())
+        same = {name: each.names[0] for name, each in made_of if isinstance(each, _Same) and len(each.names) == 1}
+        super().__init__(source, same, left_over)
+        self._originals = originals
+        self._plan = plan
+        self.inexact: dict[str, str] = dict(plan.mixed)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The target's tensors."""
+        return self._plan.tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """The target's objects."""
+        return tuple(self._plan.objects)
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the given memory, as `Source.read` has it, in one read of the underlying source.
+
+        Raises:
+            ValueError: Values that should agree do not; both names are told.
+        """
+        requests: list[Wanted] = []
+        checks: list[Callable[[], None]] = []
+        for want in wanted:
+            made_of = self._plan.made_of[want.name]
+            if isinstance(made_of, _Cut):
+                self._ask_for_pieces(want, made_of, requests, checks)
+            elif len(made_of.names) == 1:
+                requests.append(want._replace(name=made_of.names[0]))
+            else:
+                copies = [torch.empty_like(want.into, device="cpu") for _ in made_of.names]
+                requests += [Wanted(name, want.chunk, copy) for name, copy in zip(made_of.names, copies, strict=True)]
+                checks.append(partial(_fill_alike, want, made_of.names, copies))
+        self.source.read(requests)
+        for check in checks:
+            check()
+
+    def read_object(self, name: str) -> object:
+        """The value of an object.
+
+        Raises:
+            ValueError: Values that should agree do not; both names are told.
+        """
+        first, *others = self._plan.objects[name].names
+        value = self.source.read_object(first)
+        for other in others:
+            if self.source.read_object(other) != value:
+                raise _disagree(name, first, value, other, self.source.read_object(other))
+        return value
+
+    def read_cut_off(self) -> None:
+        """Read the padding that is left out, and note in `inexact` where it is not zero. Holds a row at least."""
+        for name, (stored, rows) in self._plan.cut_off.items():
+            info, num_lost = self.source.tensors[stored], 0
+            for piece in pieces(rows, _PIECE_NUMEL):
+                values = torch.empty(piece.sizes, dtype=info.dtype)
+                self.source.read([Wanted(stored, piece, values)])
+                num_lost += int((values != 0).reshape(len(values), -1).any(1).sum())
+            if num_lost:
+                self.inexact[name] = f"{num_lost} of {rows.sizes[0]} rows of padding that are cut off are not zero"
+
+    def take_lost(self) -> tuple[str, ...]:
+        """The names, in the source, of what lost bits in a shift, as far as it was read; `inexact` is without them."""
+        lost = [
+            (name, {piece.left.name for piece in made_of.pieces})
+            for name in self.inexact
+            if isinstance(made_of := self._plan.made_of.get(name), _Cut) and made_of.shift
+        ]
+        for name, _ in lost:
+            del self.inexact[name]
+        return tuple(sorted({origin for _, origins in lost for origin in origins}))
+
+    def _ask_for_pieces(
+        self, want: Wanted, cut: _Cut, requests: list[Wanted], checks: list[Callable[[], None]]
+    ) -> None:
+        if cut.padding and (rows := want.chunk.intersection(cut.padding)).numel:
+            box_of(want.into.detach(), rows.relative_to(want.chunk)).zero_()
+        boxes = [piece.right.chunk for piece in cut.pieces]
+        for index, _, shared in meetings(boxes, [want.chunk]):
+            origin, target = cut.pieces[index]
+            chunk = carried(shared, target.chunk, origin.chunk)
+            into = box_of(want.into, shared.relative_to(want.chunk)).view(chunk.sizes)
+            if not cut.shift:
+                requests.append(Wanted(origin.name, chunk, into))
+                continue
+            stored = torch.empty(chunk.sizes, dtype=self.source.tensors[origin.name].dtype)
+            requests.append(Wanted(origin.name, chunk, stored))
+            checks.append(partial(self._put_shifted, want.name, shared, into, stored, cut.shift))
+
+    def _put_shifted(self, name: str, chunk: Chunk, into: torch.Tensor, stored: torch.Tensor, shift: float) -> None:
+        values, lost = shifted(stored, shift, into.dtype), not_undone(stored, shift, into.dtype)
+        if self._originals is not None and name in self._originals.tensors:
+            original = torch.empty(chunk.sizes, dtype=self._originals.tensors[name].dtype)
+            self._originals.read([Wanted(name, chunk, original)])
+            original = original.view(stored.shape)
+            is_unchanged = shifted(original, -shift, stored.dtype) == stored
+            values = torch.where(is_unchanged, original.to(into.dtype), values)
+            lost &= ~is_unchanged
+        into.copy_(values)
+        if num_lost := int(lost.sum()):
+            self.inexact[name] = (
+                f"{shift:+g} in {_short(into.dtype)} cannot be undone to {_short(stored.dtype)} for {num_lost} "
+                f"of the elements read"
+            )
+
+
+def shifted(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:
+    """Values plus a shift, rounded once: to `dtype`, from float64."""
+    return (values.double() + shift).to(dtype)
+
+
+def not_undone(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:
+    """Which values `dtype` can hold, but not after the shift: undone, they are others."""
+    back = shifted(shifted(values, shift, dtype), -shift, values.dtype)
+    held = values.to(dtype).to(values.dtype)
+    return (held == values) & (back != values)
+
+
+def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model's tensors by parameter name: what `Rules.match` asks for.
+
+    Of a checkpoint that holds an optimizer alone there are none.
+    """
+    return {own_name(name): tuple(info.shape) for name, info in source.tensors.items() if is_of_model(name)}
+
+
+def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
+    """The same, from left to right."""
+    return [each if to == "right" else each.inverse for each in correspondences]
+
+
+def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -> None:
+    for each in turned:
+        names = [in_model(name) for name in each.left]
+        if all(name in source.tensors for name in names):
+            _check_shapes(source, each)
+            _cut(plan, source, each, MODEL, "", each.shift)
+
+
+def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _Plan) -> None:
+    """Plan what belongs to parameters: slots, or options."""
+    belongs = {name: index for index, each in enumerate(turned) for name in each.left}
+    known = {*belongs, *(name for each in turned for name in each.right), *parameter_shapes(source)}
+    entries: dict[tuple[int, str], set[str]] = {}
+    for name in [*source.tensors, *source.objects]:
+        if name.startswith(section):
+            parameter, entry = longest_known(name.removeprefix(section), known)
+            if parameter in belongs:
+                entries.setdefault((belongs[parameter], entry), set()).add(parameter)
+    for (index, entry), parameters in entries.items():
+        if len(parameters) == len(turned[index].left):
+            _plan_entry(source, turned[index], section, f".{entry}", plan)
+
+
+def _plan_entry(source: Source, each: Correspondence, section: str, entry: str, plan: _Plan) -> None:
+    """Note [What becomes of optimizer state]."""
+    names = tuple(f"{section}{name}{entry}" for name in each.left)
+    are_tensors = [name in source.tensors for name in names]
+    shapes = [tuple(source.tensors[name].shape) if name in source.tensors else () for name in names]
+    if all(are_tensors) and shapes == [tuple(shape) for shape in each.left.values()]:
+        shift = each.shift if entry.removeprefix(".") in WEIGHT_SLOTS else 0.0
+        _cut(plan, source, each, section, entry, shift)
+        return
+    are_alike = len(set(are_tensors)) == len(set(shapes)) == 1
+    if are_alike and (each.is_rename or prod(shapes[0]) == 1):
+        for name in each.right:
+            _add(plan, f"{section}{name}{entry}", _Same(names), source)
+
+
+def _cut(plan: _Plan, source: Source, each: Correspondence, prefix: str, suffix: str, shift: float) -> None:
+    """Make each tensor of the right side of boxes of the left side's."""
+    of_right: dict[str, list[Piece]] = {name: [] for name in each.right}
+    for left, right in each.pieces:
+        left = left._replace(name=f"{prefix}{left.name}{suffix}")
+        of_right[right.name].append(Piece(left, right))
+    for name, shape in each.right.items():
+        if each.is_rename and not shift:
+            _add(plan, f"{prefix}{name}{suffix}", _Same((of_right[name][0].left.name,)), source)
+        else:
+            cut = _Cut(tuple(of_right[name]), shift, each.padding(name, shape))
+            _add_cut(plan, f"{prefix}{name}{suffix}", shape, cut, source)
+    for name, shape in each.left.items():
+        if rows := each.padding(name, shape):
+            for target in each.right:
+                plan.cut_off[f"{prefix}{target}{suffix}"] = Place(f"{prefix}{name}{suffix}", rows)
+
+
+def _add_cut(plan: _Plan, name: str, shape: Sequence[int], cut: _Cut, source: Source) -> None:
+    infos = {piece.left.name: source.tensors[piece.left.name] for piece in cut.pieces}
+    dtypes = {part: info.dtype for part, info in infos.items()}
+    if len(set(dtypes.values())) > 1:
+        plan.mixed[name] = "made of " + " and ".join(f"{_short(each)} {part}" for part, each in dtypes.items())
+    _claim(plan, name, infos)
+    chunks = [*_carried_chunks(cut.pieces, infos), *([cut.padding] if cut.padding else [])]
+    plan.tensors[name] = TensorInfo(tuple(shape), reduce(torch.promote_types, dtypes.values()), tuple(chunks))
+    plan.made_of[name] = cut
+
+
+def _carried_chunks(pieces: Sequence[Piece], infos: Mapping[str, TensorInfo]) -> Iterator[Chunk]:
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.left.name, []).append(piece)
+    for name, of_name in by_name.items():
+        boxes = [piece.left.chunk for piece in of_name]
+        for index, _, shared in meetings(boxes, infos[name].chunks):
+            yield carried(shared, boxes[index], of_name[index].right.chunk)
+
+
+def _add(plan: _Plan, name: str, same: _Same, source: Source) -> None:
+    _claim(plan, name, same.names)
+    first = same.names[0]
+    if first in source.tensors:
+        plan.tensors[name], plan.made_of[name] = source.tensors[first], same
+    else:
+        plan.objects[name] = same
+
+
+def _claim(plan: _Plan, name: str, made_of: Iterable[str]) -> None:
+    if name in plan.tensors or name in plan.objects:
+        raise ValueError(two_names(name, made_of))
+    plan.used.update(made_of)
+
+
+def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
+    """What is made of the source's first tensors comes first, so that reading along the names runs along the files."""
+    positions = {name: position for position, name in enumerate([*source.tensors, *source.objects])}
+
+    def first(made_of: _Same | _Cut) -> int:
+        names = made_of.names if isinstance(made_of, _Same) else [piece.left.name for piece in made_of.pieces]
+        return min((positions[name] for name in names), default=-1)
+
+    tensors = sorted(plan.tensors, key=lambda name: first(plan.made_of[name]))
+    objects = sorted(plan.objects, key=lambda name: first(plan.objects[name]))
+    return replace(
+        plan,
+        tensors={name: plan.tensors[name] for name in tensors},
+        objects={name: plan.objects[name] for name in objects},
+    )
+
+
+def _check_shapes(source: Source, each: Correspondence) -> None:
+    for name, shape in each.left.items():
+        stored = tuple(source.tensors[in_model(name)].shape)
+        if stored != tuple(shape):
+            raise ValueError(f"Expected {name!r} of shape {tuple(shape)!r}, as the rules have it, got {stored!r}.")
+
+
+def _fill_alike(want: Wanted, names: Sequence[str], copies: Sequence[torch.Tensor]) -> None:
+    for name, copy in zip(names, copies, strict=True):
+        if not torch.equal(copies[0], copy):
+            raise _disagree(want.name, names[0], copies[0].tolist(), name, copy.tolist())
+    want.into.copy_(copies[0])
+
+
+def _disagree(name: str, first: str, value: object, second: str, other: object) -> ValueError:
+    return ValueError(
+        f"Expected one value for {name!r}, got {value!r} of {first!r} and {other!r} of {second!r}. What becomes one "
+        f"parameter has one step and one set of options."
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

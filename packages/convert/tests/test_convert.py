@@ -1,0 +1,485 @@
+"""Conversions between formats: bit-equal there and back, whole or not at all, in a bounded amount of memory."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from multiprocessing import get_context
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lamella_checkpoint import CheckpointDamaged, load, save
+from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint.sources import rename
+from lamella_checkpoint.testing import read_tensor
+from lamella_convert import convert, diff, open_both, save_safetensors
+from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
+from lamella_convert._tools.plan import SIDE_FILES
+from lamella_testing.bits import random_bits, same_bits
+
+STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]
+
+
+def published(path, tensors, **config):
+    """A Hugging Face directory."""
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps({"model_type": "tiny", "dtype": "float32", **config}))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def opened(path):
+    source = SafetensorsSource(path)
+    return {name: read_tensor(source, name) for name in source.tensors}
+
+
+def equal(one, other):
+    assert set(one) == set(other)
+    return all(same_bits(one[name], other[name]) for name in one)
+
+
+names = st.from_regex(r"[a-z]{1,3}(\.[a-z0-9_]{1,4}){0,3}", fullmatch=True).filter(lambda name: "__" not in name)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.dictionaries(names, st.tuples(shapes, st.sampled_from(STORED)), min_size=1, max_size=6),
+    st.integers(0, 100),
+    st.integers(1, 500),
+    st.integers(1, 500),
+)
+def test_there_and_back_through_every_format_is_bit_equal(tmp_path_factory, blanks, seed, buffer, shard):
+    torch.manual_seed(seed)
+    root = tmp_path_factory.mktemp("legs")
+    tensors = {name: random_bits(shape, dtype) for name, (shape, dtype) in blanks.items()}
+    convert(published(root / "a", tensors), root / "b", to="dcp", buffer_nbytes=buffer, max_shard_nbytes=shard)
+    convert(root / "b", root / "c", to="hf", buffer_nbytes=buffer, max_shard_nbytes=shard)
+    convert(root / "c", root / "d", to="torch", buffer_nbytes=buffer)
+    assert equal(opened(root / "c"), tensors)
+    assert equal(torch.load(root / "d", weights_only=True), tensors)
+    assert (root / "c" / "config.json").exists() and (root / "c" / "tokenizer.json").exists()
+    convert(root / "d", root / "e", to="dcp", buffer_nbytes=buffer, max_shard_nbytes=shard)
+    convert(root / "e", root / "f", to="hf", buffer_nbytes=buffer)
+    assert equal(opened(root / "f"), tensors)
+
+
+def test_a_report_says_what_was_done(tmp_path):
+    tensors = {"a": torch.rand(3, 4), "b": torch.ones(5, dtype=torch.int64)}
+    steps = []
+    source = published(tmp_path / "a", tensors)
+    report = convert(source, tmp_path / "b", to="dcp", on_progress=lambda *step: steps.append(step), buffer_nbytes=64)
+    assert (report.source, report.target, report.to) == (source, tmp_path / "b", "dcp")
+    assert (report.num_tensors, report.nbytes, report.left) == (2, 88, ())
+    assert report.side_files == ("config.json", "tokenizer.json")
+    assert steps[-1] == (88, 88) and len(steps) > 4 and steps == sorted(steps)
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "hidden": nn.Linear(4, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model["head"](model["hidden"](model["embed"](torch.tensor([1, 2])))).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(tmp_path):
+    model, optimizer = build()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    report = convert(tmp_path / "a", tmp_path / "b", to="hf")
+    found = opened(tmp_path / "b")
+    assert set(found) == {"embed.weight", "hidden.weight", "hidden.bias"}  # A tied tensor once.
+    assert all(torch.equal(found[name], model.state_dict()[name]) for name in found)
+    assert "optimizer.state.hidden.bias.exp_avg" in report.left
+    assert "optimizer.param_groups.hidden.bias.lr" in report.left
+
+
+def test_of_tied_names_the_published_one_is_given_back(tmp_path):
+    model, _ = build()
+    like = published(tmp_path / "like", {name: model.state_dict()[name] for name in ("head.weight", "hidden.weight")})
+    save(tmp_path / "a", model=model)
+    convert(tmp_path / "a", tmp_path / "b", to="hf", like=like)
+    assert set(opened(tmp_path / "b")) == {"head.weight", "hidden.weight", "hidden.bias"}
+
+
+def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(tmp_path):
+    model, optimizer = build()
+    save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 3})
+    convert(tmp_path / "a", tmp_path / "b", to="dcp", buffer_nbytes=64)
+    fresh, its_optimizer = build(seed=1)
+    assert load(tmp_path / "b", model=fresh, optimizer=its_optimizer) == {"step": 3}
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
+    slots = its_optimizer.state[fresh["hidden"].weight]
+    assert all(torch.equal(value, optimizer.state[model["hidden"].weight][slot]) for slot, value in slots.items())
+    assert Manifest.read(tmp_path / "b").optimizer == Manifest.read(tmp_path / "a").optimizer
+
+
+def test_and_to_one_file_with_ties(tmp_path):
+    model, optimizer = build()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
+    fresh, _ = build(seed=1)
+    fresh.load_state_dict(found["model"])
+    assert torch.equal(fresh["hidden"].weight, model["hidden"].weight)
+    assert found["optimizer"]["param_groups"][0]["lr"] == 0.25
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("b")] == ["b.pt"]
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path, is_archive):
+    model, _ = build()
+    empty = {"one": torch.empty(0), "other": torch.empty(0)}  # Nothing that lies nowhere twice.
+    weights = {**model.state_dict(), "view": model["embed"].weight[1:], **empty}
+    torch.save({"model": weights}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
+    convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
+    convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
+    convert(tmp_path / "a.pt", tmp_path / "d.pt", to="torch")
+    for path in (tmp_path / "c.pt", tmp_path / "d.pt"):
+        found = torch.load(path, weights_only=True)
+        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr() != found["view"].data_ptr()
+    convert(tmp_path / "a.pt", tmp_path / "e", to="hf")
+    assert len(opened(tmp_path / "e")) == len(weights) - 1
+    convert(tmp_path / "b", tmp_path / "f", to="hf")
+    assert len(opened(tmp_path / "f")) == len(weights) - 1
+
+
+def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_path):
+    model, optimizer = build()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    convert(tmp_path / "b.pt", tmp_path / "c", to="dcp", buffer_nbytes=64)
+    fresh, its_optimizer = build(seed=1)
+    load(tmp_path / "c", model=fresh, optimizer=its_optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert its_optimizer.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
+        slots = optimizer.state[other]
+        assert all(torch.equal(its_optimizer.state[one][slot], value) for slot, value in slots.items())
+
+
+def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path):
+    model, optimizer = build()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    convert(tmp_path / "a", tmp_path / "b.pt", to="torch", dtype=torch.bfloat16)
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert found["model"]["hidden.weight"].dtype == torch.bfloat16
+    assert found["optimizer"]["state"]["hidden.weight"]["exp_avg"].dtype == torch.float32
+    assert torch.equal(found["model"]["hidden.weight"], model["hidden"].weight.detach().bfloat16())
+
+
+def test_a_configuration_says_the_dtype_that_was_written(tmp_path):
+    source = published(tmp_path / "a", {"a": torch.ones(2)}, text_config={"torch_dtype": "float32"})
+    convert(source, tmp_path / "b", to="hf", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["text_config"]["torch_dtype"] == "bfloat16"
+    convert(source, tmp_path / "c", to="hf")
+    assert (tmp_path / "c" / "config.json").read_text() == (source / "config.json").read_text()
+
+
+class TestSideFiles:
+    def test_are_kept_in_a_checkpoint_that_says_so(self, tmp_path):
+        convert(published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b", to="dcp")
+        names = {"config.json", "tokenizer.json", "lamella_published.json"}
+        assert {file.name for file in (tmp_path / "b" / SIDE_FILES).iterdir()} == names
+        assert Manifest.read(tmp_path / "b").side_files == SIDE_FILES
+
+    def test_of_another_directory_take_their_place(self, tmp_path):
+        like = published(tmp_path / "like", {"other": torch.ones(1)}, mark=1)
+        convert(published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b", to="hf", like=like)
+        assert json.loads((tmp_path / "b" / "config.json").read_text())["mark"] == 1
+        assert set(opened(tmp_path / "b")) == {"a"}
+
+    def test_of_a_lone_file_are_not_looked_for(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        assert convert(source / "model.safetensors", tmp_path / "b", to="hf").side_files == ()
+
+    def test_are_found_through_the_links_of_the_hubs_cache(self, tmp_path):
+        blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "main"
+        snapshot.mkdir(parents=True)
+        published(blobs, {"a": torch.ones(2)})
+        for file in blobs.iterdir():
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        assert convert(snapshot, tmp_path / "b", to="hf").side_files == ("config.json", "tokenizer.json")
+        assert not (tmp_path / "b" / "config.json").is_symlink()
+
+    @pytest.mark.parametrize("of", ["hf", "dcp"])
+    def test_that_lead_outside_are_not_copied(self, tmp_path, of):
+        (tmp_path / "secret").write_text("mine")
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        if of == "dcp":
+            convert(source, tmp_path / "dcp", to="dcp")
+            source = tmp_path / "dcp"
+        link = (source / SIDE_FILES if of == "dcp" else source) / "vocab.txt"
+        link.symlink_to(tmp_path / "secret")
+        with pytest.raises(CheckpointDamaged, match="vocab.txt.*leads outside.*secret"):
+            convert(source, tmp_path / "b", to="hf")
+        assert not (tmp_path / "b").exists()
+
+    def test_in_a_folder_that_leads_outside_are_not_copied(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        convert(source / "model.safetensors", tmp_path / "dcp", to="dcp")
+        (tmp_path / "dcp" / SIDE_FILES).symlink_to(source)
+        with pytest.raises(CheckpointDamaged, match="leads outside"):
+            convert(tmp_path / "dcp", tmp_path / "b", to="hf")
+
+    def test_a_configuration_that_is_none_is_damage(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        (source / "config.json").write_text("[")
+        with pytest.raises(CheckpointDamaged, match="config.json"):
+            convert(source, tmp_path / "b", to="hf")
+
+
+MATRICES = {
+    "layers.0.q_proj.weight": torch.randn(256, 384).bfloat16(),
+    "layers.0.norm.weight": torch.randn(256).bfloat16(),
+    "embed_tokens.weight": torch.randn(256, 256).bfloat16(),
+}
+
+
+def test_two_checkpoints_are_opened_under_names_that_both_have(tmp_path):
+    weight = torch.randn(128, 128)
+    source = published(tmp_path / "a", {"layer.weight": weight})
+    convert(source, tmp_path / "b", to="hf", float8=True)
+    convert(source, tmp_path / "c", to="dcp")
+    numbers, quantised = open_both(source, tmp_path / "b")
+    assert list(numbers.tensors) == list(quantised.tensors) == ["model.layer.weight"]
+    assert not diff(*open_both(source, tmp_path / "c"))
+    found = diff(numbers, quantised, rtol=1 / 15, atol=1e-2)
+    assert [each.what for each in found.differences] == ["dtype"]
+    assert len(open_both(tmp_path / "b", tmp_path / "b")[0].tensors) == 2  # As they are stored.
+
+
+class TestFloat8:
+    @pytest.fixture
+    def quantised(self, tmp_path):
+        source = published(tmp_path / "a", MATRICES)
+        convert(source, tmp_path / "quantised", to="hf", float8=True, buffer_nbytes=10_000)
+        return tmp_path / "quantised"
+
+    def test_is_written_with_scales_and_a_configuration_that_says_so(self, quantised):
+        found = opened(quantised)
+        assert found["layers.0.q_proj.weight"].dtype == torch.float8_e4m3fn
+        assert found["layers.0.q_proj.weight_scale_inv"].shape == (2, 3)
+        assert same_bits(found["embed_tokens.weight"], MATRICES["embed_tokens.weight"])
+        config = json.loads((quantised / "config.json").read_text())["quantization_config"]
+        assert config["weight_block_size"] == [128, 128] and config["modules_to_not_convert"] == ["embed_tokens"]
+
+    def test_becomes_numbers_elsewhere(self, quantised, tmp_path):
+        convert(quantised, tmp_path / "b", to="dcp")
+        convert(tmp_path / "b", tmp_path / "c", to="hf")
+        found = opened(tmp_path / "c")
+        assert set(found) == set(MATRICES)
+        weight = MATRICES["layers.0.q_proj.weight"]
+        torch.testing.assert_close(found["layers.0.q_proj.weight"], weight, rtol=1 / 15, atol=1e-3)
+        assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
+
+    def test_stays_as_it_is_between_directories_and_its_scales_are_not_cast(self, quantised, tmp_path):
+        convert(quantised, tmp_path / "b", to="hf", dtype=torch.float16)
+        before, after = opened(quantised), opened(tmp_path / "b")
+        for name in ("layers.0.q_proj.weight", "layers.0.q_proj.weight_scale_inv"):
+            assert same_bits(before[name], after[name])
+        assert after["embed_tokens.weight"].dtype == torch.float16
+        assert "quantization_config" in json.loads((tmp_path / "b" / "config.json").read_text())
+
+    def test_becomes_numbers_where_asked(self, quantised, tmp_path):
+        convert(quantised, tmp_path / "b", to="hf", float8=False)
+        assert set(opened(tmp_path / "b")) == set(MATRICES)
+
+    def test_is_written_where_asked(self, tmp_path):
+        source = published(tmp_path / "a", MATRICES)
+        convert(source, tmp_path / "b", to="hf", float8=lambda name, _: name == "embed_tokens.weight")
+        names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
+        assert names == {"embed_tokens.weight"}
+
+    def test_is_for_safetensors_alone(self, tmp_path):
+        with pytest.raises(ValueError, match="to='dcp'"):
+            convert(tmp_path, tmp_path / "b", to="dcp", float8=True)
+
+
+def test_names_are_translated_on_the_way(tmp_path):
+    source = published(tmp_path / "a", {"old": torch.ones(2)})
+    convert(source, tmp_path / "b", to="hf", translate=lambda each: rename(each, lambda _: "model.new"))
+    assert set(opened(tmp_path / "b")) == {"new"}
+
+
+def test_a_live_model_goes_to_hugging_face_and_back_into_a_live_model(tmp_path):
+    model, _ = build()
+    save_safetensors(tmp_path / "a", model=model)
+    convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    fresh, _ = build(seed=1)
+    load(tmp_path / "b", model=fresh)
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+class TestBadInput:
+    def test_an_unknown_format_is_named(self, tmp_path):
+        with pytest.raises(ValueError, match="'gguf'"):
+            convert(tmp_path, tmp_path / "b", to="gguf")
+
+    def test_a_source_that_is_absent_is_named(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="absent"):
+            convert(tmp_path / "absent", tmp_path / "b", to="hf")
+
+    def test_a_target_that_exists_is_named_and_stays(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        for to in ("hf", "dcp", "torch"):
+            with pytest.raises(FileExistsError, match=str(source)):
+                convert(source, source, to=to)
+        assert set(opened(source)) == {"a"}
+
+    def test_only_a_checkpoint_gives_way_and_only_when_told_to(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        for to in ("hf", "dcp", "torch"):
+            convert(published(tmp_path / f"old{to}", {"b": torch.ones(2)}), tmp_path / to, to=to)
+            convert(source, tmp_path / to, to=to, replace=True)
+            convert(tmp_path / to, tmp_path / f"{to}.again", to="hf")
+            assert set(opened(tmp_path / f"{to}.again")) == {"a"}
+        with pytest.raises(FileExistsError, match="got a file"):
+            convert(source, tmp_path / "torch", to="dcp", replace=True)
+        with pytest.raises(FileExistsError, match="got a directory"):
+            convert(source, tmp_path / "dcp", to="torch", replace=True)
+        with pytest.raises(FileExistsError, match="got the source"):
+            convert(source, tmp_path, to="dcp", replace=True)
+        (tmp_path / "hf" / "runs").mkdir()
+        with pytest.raises(FileExistsError, match="folders: runs"):
+            convert(source, tmp_path / "hf", to="hf", replace=True)
+        assert set(opened(source)) == {"a"} and (tmp_path / "hf" / "runs").is_dir()
+
+    def test_a_dtype_that_the_format_lacks_is_named_with_the_tensor(self, tmp_path):
+        model = nn.Module()
+        model.register_buffer("wave", torch.ones(1, dtype=torch.complex128))
+        save(tmp_path / "a", model=model)
+        with pytest.raises(TypeError, match="'wave'"):
+            convert(tmp_path / "a", tmp_path / "b", to="hf")
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def test_nothing_to_write_is_said(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"got none in '.*/a'"):
+            convert(source, tmp_path / "b", to="hf", translate=lambda each: rename(each, lambda _: None))
+
+    def test_megatrons_names_need_a_configuration_or_rules(self, tmp_path):
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        with pytest.raises(ValueError, match="'tiny'.*Pass `translate`"):
+            convert(source, tmp_path / "b", to="fsdp_dtensor")
+        (source / "config.json").unlink()
+        with pytest.raises(
+            ValueError, match=r"config.json.*Pass `like` \(on the command line --config\), or `translate`"
+        ):
+            convert(source, tmp_path / "b", to="fsdp_dtensor")
+
+    @pytest.mark.parametrize("of", ["dcp", "torch"])
+    def test_a_flipped_bit_is_found_and_nothing_is_written(self, tmp_path, of):
+        weight = torch.arange(10_000.0)
+        source = tmp_path / "a"
+        if of == "dcp":
+            model = nn.Module()
+            model.register_buffer("weight", weight)
+            save(source, model=model)
+            file = source / "__0_0.distcp"
+        else:
+            torch.save({"weight": weight}, source)
+            file = source
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=file.name):
+            convert(source, tmp_path / "b", to="hf", buffer_nbytes=100)
+        assert not (tmp_path / "b").exists()
+        convert(source, tmp_path / "b", to="hf", verify=False)
+        assert not torch.equal(opened(tmp_path / "b")["weight"], weight)
+
+    def test_damage_that_shows_on_the_way_leaves_nothing(self, tmp_path, monkeypatch):
+        source = published(tmp_path / "a", {"a": torch.ones(200)})
+        preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 0 if at > 500 else preadv(fd, buffers, at))
+        for to in ("hf", "dcp", "torch"):
+            with pytest.raises(CheckpointDamaged, match="model.safetensors.*'a'"):
+                convert(source, tmp_path / "b", to=to, buffer_nbytes=64)
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(tmp_path, to):
+    source = published(tmp_path / "a", {"a": torch.ones(2000)})
+
+    def die(done, total):
+        if done > total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = get_context("fork").Process(
+        target=convert, args=(source, tmp_path / "b"), kwargs={"to": to, "on_progress": die, "buffer_nbytes": 1000}
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "b").exists() and len(list(tmp_path.iterdir())) == 2
+    convert(source, tmp_path / "b", to=to)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+PEAK = """
+import os, sys
+from lamella_convert import convert
+from lamella_checkpoint._formats import items as _items
+
+def peak(label):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(label))
+
+os.fsync = lambda _: None  # Memory is measured, and not the disk.
+_items._PIECE_BYTES = 1 << 20  # What a thread that reads holds, however large the model is.
+source, target, to, buffer = sys.argv[1:]
+convert(source + ".small", target + ".small", to=to, buffer_nbytes=int(buffer))  # Whatever is imported on the way.
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = peak("VmRSS")
+convert(source, target, to=to, buffer_nbytes=int(buffer))
+print((peak("VmHWM") - before) / 1024)
+"""
+NUM_MEBIBYTES, BUFFER_MEBIBYTES = 128, 8
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Two tensors, each much larger than the buffer, and a small model, in two formats."""
+    root = tmp_path_factory.mktemp("large")
+    model = nn.Module()
+    for index in range(2):
+        model.register_buffer(f"weight{index}", torch.zeros(NUM_MEBIBYTES // 2, 1 << 18))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        for name, each in (("", model), (".small", nn.Linear(2, 2))):
+            save_safetensors(root / f"hf{name}", model=each)
+            save(root / f"dcp{name}", model=each)
+    return root
+
+
+@pytest.mark.parametrize(("of", "to"), [("hf", "hf"), ("hf", "dcp"), ("hf", "torch"), ("dcp", "hf"), ("dcp", "torch")])
+def test_a_conversion_holds_a_buffer_and_not_the_model(large, tmp_path, of, to):
+    arguments = [str(large / of), str(tmp_path / "b"), to, str(BUFFER_MEBIBYTES << 20)]
+    ran = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    # The buffer, and what threads and the allocator keep beside it: less than one of the tensors.
+    assert float(ran.stdout) < 5 * BUFFER_MEBIBYTES < NUM_MEBIBYTES / 2, ran.stdout
+    shutil.rmtree(tmp_path)
+
+
+def test_every_shard_is_a_file_that_the_library_opens(tmp_path):
+    tensors = {f"layer{index}.weight": torch.rand(10, 10) for index in range(5)}
+    convert(published(tmp_path / "a", tensors), tmp_path / "b", to="hf", max_shard_nbytes=1000)
+    found = [load_file(file) for file in sorted((tmp_path / "b").glob("model-*-of-00003.safetensors"))]
+    assert [len(each) for each in found] == [2, 2, 1]
+    assert equal({name: tensor for each in found for name, tensor in each.items()}, tensors)

@@ -1,0 +1,61 @@
+"""Families of models are found by what installed packages declare, and by nothing else."""
+
+import sys
+
+import pytest
+
+from lamella_convert import Family, Rules, find_family, known_model_types
+
+MODULE = """
+from lamella_convert import Family, Rules
+FAMILY = Family(
+    megatron=lambda config: Rules(()), megatron_sizes=lambda config, **_: {}, modules=lambda config: Rules(())
+)
+NOT_ONE = 7
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package of one module with entry points."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(package, entries):
+        (tmp_path / f"{package}.py").write_text(MODULE)
+        metadata = tmp_path / f"{package}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name} = {package}:{value}" for name, value in entries.items()]
+        (metadata / "entry_points.txt").write_text("\n".join(["[lamella.families]", *lines]))
+
+    yield install
+    for name in ("some_family", "another_family"):
+        sys.modules.pop(name, None)
+
+
+def test_a_family_is_found_by_its_model_type_and_only_its_package_is_imported(install):
+    install("some_family", {"falcon": "FAMILY"})
+    install("another_family", {"condor": "FAMILY"})
+    assert {"condor", "falcon"} <= set(known_model_types())
+    assert "some_family" not in sys.modules
+    family = find_family("falcon")
+    assert isinstance(family, Family) and family.modules({}) == Rules(())
+    assert "some_family" in sys.modules and "another_family" not in sys.modules
+
+
+def test_a_model_type_that_nobody_declares_has_none(install):
+    install("some_family", {"falcon": "FAMILY"})
+    assert find_family("falco") is None
+
+
+def test_two_packages_with_one_model_type_are_refused(install):
+    install("some_family", {"falcon": "FAMILY"})
+    install("another_family", {"falcon": "FAMILY"})
+    with pytest.raises(ValueError, match="one package with rules for 'falcon', got .*another_family.*some_family"):
+        find_family("falcon")
+
+
+def test_an_entry_point_that_is_no_family_is_refused(install):
+    install("some_family", {"falcon": "NOT_ONE"})
+    with pytest.raises(TypeError, match="Expected 'some_family:NOT_ONE' to be a Family, got int"):
+        find_family("falcon")

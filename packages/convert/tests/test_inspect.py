@@ -1,0 +1,262 @@
+"""Checkpoints of any format are listed, compared and checked by one process with no group."""
+
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lamella_checkpoint import CheckpointUntrusted, save
+from lamella_checkpoint.testing import forget_checksums
+from lamella_convert import Format, diff, inspect, save_safetensors, verify
+from lamella_convert._tools import diff as _diff
+from lamella_testing import run_ranks
+
+
+def dcp_save(entries, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(entries, checkpoint_id=path)
+    return path
+
+
+def torch_save(entries, path):
+    torch.save(entries, path)
+    return path
+
+
+@pytest.fixture
+def own(kit, tmp_path):
+    model, optimizer = kit.build(sharded=False)
+    kit.train(model, optimizer)
+    save(tmp_path / "own", model=model, optimizer=optimizer, extra={"step": 2})
+    return tmp_path / "own"
+
+
+@pytest.fixture
+def everywhere(tmp_path, kit):
+    """One model in each format."""
+    model, _ = kit.build(sharded=False)
+    state = model.state_dict()
+    save(tmp_path / "lamella", model=model)
+    dcp_save({"model": state}, tmp_path / "dcp")
+    torch_save({"model": state}, tmp_path / "torch.pt")
+    save_safetensors(tmp_path / "safetensors", model=model)
+    return {
+        Format.LAMELLA: tmp_path / "lamella",
+        Format.DCP: tmp_path / "dcp",
+        Format.TORCH: tmp_path / "torch.pt",
+        Format.SAFETENSORS: tmp_path / "safetensors",
+    }
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_format_is_listed_alike(everywhere):
+    listed = {kind: inspect(path, native=True) for kind, path in everywhere.items()}
+    assert all(found.format is kind for kind, found in listed.items())
+    entries = [{entry.name: entry[1:3] + entry[4:] for entry in found.entries} for found in listed.values()]
+    assert entries[0]["model.hidden.weight"] == ((7, 3), "float32", 84)
+    assert all(each == entries[0] for each in entries)
+    assert len({found.nbytes for found in listed.values()}) == 1
+
+
+def test_the_tree_shows_shapes_bytes_and_chunks(own):
+    text = str(inspect(own))
+    lines = [line.strip() for line in text.splitlines()]
+    assert "lamella, " in lines[0] and "4 files" in lines[0] and "step = 2" in lines
+    assert "weight  float32 [7, 3], 84 B" in lines
+    assert any(line.startswith("hidden  2 tensors, ") for line in lines)
+    shallow = "\n".join(inspect(own).lines(depth=1))
+    assert "model  " in shallow and "hidden" not in shallow
+
+
+def test_chunks_are_counted(kit, tmp_path):
+    def save_sharded():
+        save(tmp_path / "a", model=kit.build(sharded=True)[0])
+
+    run_ranks(save_sharded, 3)
+    [entry] = [entry for entry in inspect(tmp_path / "a").entries if entry.name == "model.hidden.weight"]
+    assert entry.num_chunks == 3
+    assert "3 chunks" in str(inspect(tmp_path / "a"))
+
+
+def test_the_listing_is_json(own, everywhere):
+    for path in (own, *everywhere.values()):
+        content = json.loads(json.dumps(inspect(path).as_json()))
+        assert content["nbytes"] == sum(entry["nbytes"] for entry in content["entries"])
+        assert sum(content["files"].values()) > content["nbytes"]
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_model_in_two_formats_is_equal(everywhere):
+    paths = list(everywhere.values())
+    for a in paths:
+        for b in paths:
+            found = diff(a, b)
+            assert not found and found.num_equal == len(inspect(a).entries)
+
+
+def test_differences_are_told_in_order_with_the_first_element(tmp_path):
+    a = {
+        "same": torch.ones(2),
+        "value": torch.arange(6.0).reshape(2, 3),
+        "shape": torch.ones(2),
+        "dtype": torch.ones(2),
+        "only_a": torch.ones(1),
+    }
+    b = {
+        **a,
+        "value": a["value"] + torch.tensor([[0, 0, 0], [0, 0.5, 0.5]]),
+        "shape": torch.ones(3),
+        "dtype": torch.ones(2, dtype=torch.bfloat16),
+        "only_b": torch.ones(1),
+    }
+    del b["only_a"]
+    paths = dcp_save({"model": a}, tmp_path / "a"), torch_save({"model": b}, tmp_path / "b.pt")
+    found = diff(*paths)
+    assert [each[:3] for each in found.differences] == [
+        ("model.value", "4.0", "4.5"),
+        ("model.shape", "[2]", "[3]"),
+        ("model.dtype", "torch.float32", "torch.bfloat16"),
+        ("model.only_a", "float32 [1]", None),
+        ("model.only_b", None, "float32 [1]"),
+    ]
+    assert found.differences[0].what == "2 of 6 values, first at [1, 1]" and found.num_equal == 1
+    assert "model.only_b: only in b" in str(found) and json.dumps(found.as_json())
+
+
+def test_values_need_not_be_compared(tmp_path):
+    a = torch_save({"x": torch.ones(2), "step": 1}, tmp_path / "a.pt")
+    b = torch_save({"x": torch.zeros(2), "step": 2}, tmp_path / "b.pt")
+    assert not diff(a, b, values=False) and len(diff(a, b).differences) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "near", "options", "is_equal"),
+    [
+        (torch.float32, 1e-6, {}, False),
+        (torch.float32, 1e-6, {"atol": 1e-5}, True),
+        (torch.float32, 1e-6, {"rtol": 1e-5}, True),
+        (torch.float64, 1e-3, {"atol": 1e-5}, False),
+        (torch.int64, 1, {}, False),
+        (torch.int64, 1, {"atol": 1}, True),
+        (torch.float8_e4m3fn, 1, {}, False),
+    ],
+)
+def test_tolerances(tmp_path, dtype, near, options, is_equal):
+    values = torch.tensor([1.0, 2.0])
+    a = torch_save({"x": values.to(dtype)}, tmp_path / "a.pt")
+    b = torch_save({"x": (values.double() + near).to(dtype)}, tmp_path / "b.pt")
+    assert bool(diff(a, b, **options)) is not is_equal
+    assert not diff(a, a)
+
+
+def test_not_a_number_equals_itself(tmp_path):
+    a = torch_save({"x": torch.tensor([float("nan"), 1.0])}, tmp_path / "a.pt")
+    b = torch_save({"x": torch.tensor([1.0, 1.0])}, tmp_path / "b.pt")
+    assert not diff(a, a) and not diff(a, a, atol=1.0) and diff(a, b) and diff(a, b, atol=1.0)
+
+
+def test_objects_are_compared_too(kit, tmp_path):
+    model, optimizer = kit.build(sharded=False)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    save(tmp_path / "b", model=model, optimizer=optimizer)
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert found.differences[0] == ("optimizer.param_groups.embed.weight.lr", "0.05", "0.5", "object")
+
+
+def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(_diff, "_BUFFER_NBYTES", 4096)
+    tensor = torch.arange(10_000.0)
+    a = dcp_save({"x": tensor}, tmp_path / "a")
+    tensor[7777] += 1
+    b = dcp_save({"x": tensor}, tmp_path / "b")
+    told, sizes = [], []
+    read = _diff._read
+
+    def counting(*args):
+        got = read(*args)
+        sizes.append(sum(each.nbytes for each in got))
+        return got
+
+    monkeypatch.setattr(_diff, "_read", counting)
+    found = diff(a, b, on_progress=lambda done, total: told.append((done, total)))
+    assert found.differences[0].what == "1 of 10000 values, first at [7777]"
+    assert max(sizes) <= 4096 and told[-1] == (40_000, 40_000) and told == sorted(told)
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_whole_is_found_to_be(own, everywhere):
+    for path in (own, *everywhere.values()):
+        told = []
+        found = verify(path, on_progress=lambda *so_far, told=told: told.append(so_far))
+        assert found and found.problems == () and found.num_bytes > 0, str(found)
+        assert told[-1] == (found.num_bytes, found.num_bytes) and "whole" in str(found)
+    assert verify(own).num_unverified_bytes == 0
+    assert verify(everywhere[Format.SAFETENSORS]).num_unverified_bytes > 0
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def rewrite_metadata(path, change):
+    forget_checksums(path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("position", range(0, 2000, 333))
+def test_any_flipped_bit_is_found(everywhere, position):
+    for kind, name in ((Format.LAMELLA, "__0_0.distcp"), (Format.LAMELLA, ".metadata")):
+        file = everywhere[kind] / name
+        content = file.read_bytes()
+        flip(file, position % len(content))
+        assert [os.path.basename(each.file) for each in verify(everywhere[kind]).problems][:1] == [name]
+        file.write_bytes(content)
+
+
+def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path):
+    tensor = torch.arange(1000.0)
+    for path, file in (
+        (dcp_save({"model": {"x": tensor}}, tmp_path / "a"), "__0_0.distcp"),
+        (torch_save({"x": tensor}, tmp_path / "b.pt"), None),
+    ):
+        target = path if file is None else path / file
+        flip(target, target.read_bytes().find(tensor.numpy().tobytes()) + 5)
+        [problem] = verify(path).problems
+        assert problem.file == str(target) and "with the checksum" in problem.problem
+
+
+def test_truncated_files_of_other_formats_are_problems(everywhere):
+    file = everywhere[Format.TORCH]
+    os.truncate(file, file.stat().st_size - 50)
+    assert not verify(file)
+    file = everywhere[Format.SAFETENSORS] / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 50)
+    assert not verify(file)
+
+
+def test_nothing_runs(own):
+    class Runs:
+        def __reduce__(self):
+            return (os.mkdir, ("ran",))
+
+    rewrite_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
+    for look in (inspect, verify, lambda path: diff(path, path)):
+        with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
+            look(own)
+    assert not os.path.exists("ran")

@@ -1,0 +1,471 @@
+"""Checkpoints of Megatron are read under one set of names, whoever wrote them, and written for whoever reads them."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
+from lamella_convert._translation.hybrid_stack import layer_symbols, logical_name, nested_names
+from lamella_convert._translation.megatron import (
+    BRIDGE,
+    RELEASE_0_19,
+    Dialect,
+    counters,
+    dialect_of,
+    is_fsdp_dtensor,
+    read_fsdp_dtensor,
+    sizes_of_args,
+    write_fsdp_dtensor,
+)
+from lamella_convert._translation.megatron_model import from_megatron_model, global_expert, to_megatron_model
+
+QK, V, NVH, D_INNER, D_STATE, NHEADS = 4, 8, 4, 8, 4, 4
+SIZES = {"qk": QK, "v": V, "nvh": NVH, "d_inner": D_INNER, "d_state": D_STATE, "nheads": NHEADS}
+GDN_ROWS = {"query": QK, "key": QK, "value": V, "z": V, "beta": NVH, "alpha": NVH}
+MAMBA_ROWS = {"z": D_INNER, "x": D_INNER, "B": D_STATE, "C": D_STATE, "dt": NHEADS}
+
+
+def counting(shapes, start=0):
+    tensors = {}
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, start + numel, dtype=torch.float64).reshape(shape)
+        start += numel
+    return tensors
+
+
+def parameters(num_layers=3, num_experts=2):
+    """Canonical names and shapes: a layer of each kind, by turns."""
+    shapes = {"embedding.word_embeddings.weight": (8, 2)}
+    for layer in range(num_layers):
+        prefix = f"decoder.layers.{layer}."
+        if layer % 3 == 0:
+            shapes |= {f"{prefix}self_attention.in_proj.weight.{part}": (rows, 2) for part, rows in GDN_ROWS.items()}
+            conv = {part: GDN_ROWS[part] for part in ("query", "key", "value")}
+            shapes |= {f"{prefix}self_attention.conv1d.weight.{part}": (rows, 1, 4) for part, rows in conv.items()}
+            shapes |= {f"{prefix}self_attention.A_log": (4,), f"{prefix}self_attention.in_proj.layer_norm_weight": (2,)}
+        elif layer % 3 == 1:
+            shapes |= {f"{prefix}mixer.in_proj.weight.{part}": (rows, 2) for part, rows in MAMBA_ROWS.items()}
+            conv = {part: MAMBA_ROWS[part] for part in ("x", "B", "C")}
+            shapes |= {f"{prefix}mixer.conv1d.weight.{part}": (rows, 1, 4) for part, rows in conv.items()}
+            shapes |= {f"{prefix}mixer.conv1d.bias.{part}": (rows,) for part, rows in conv.items()}
+        else:
+            shapes |= {f"{prefix}self_attention.linear_qkv.weight": (6, 2)}
+        shapes |= {f"{prefix}mlp.linear_fc1.weight": (8, 2), f"{prefix}mlp.linear_fc2.weight": (2, 4)}
+        for expert in range(num_experts):
+            shapes[f"{prefix}mlp.experts.linear_fc1.weight{expert}"] = (16, 2)
+            shapes[f"{prefix}mlp.experts.linear_fc2.weight{expert}"] = (2, 8)
+    shapes |= {"decoder.final_layernorm.weight": (2,), "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight": (8, 2)}
+    shapes |= {"mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": (2, 4)}
+    # Not gated: as many rows as the second layer has columns.
+    shapes |= {"vision_model.decoder.layers.0.mlp.linear_fc1.weight": (4, 2)}
+    return shapes | {"vision_model.decoder.layers.0.mlp.linear_fc2.weight": (2, 4)}
+
+
+def checkpoint(shapes, slots=("exp_avg", "exp_avg_sq", "momentum_buffer")):
+    tensors = counting({f"model.{name}": shape for name, shape in shapes.items()})
+    start = 10_000
+    for slot in slots:
+        tensors |= counting({f"optimizer.state.{name}.{slot}": shape for name, shape in shapes.items()}, start)
+        start += 10_000
+    tensors |= {f"optimizer.state.{name}.step": torch.tensor(5.0) for name in shapes}
+    objects = {f"optimizer.param_groups.{name}.lr": 0.5 for name in shapes}
+    return tensors, objects | {"iteration": 7, "checkpoint_version": 3.0}
+
+
+def through(source, dialect, sizes, chunks=()):
+    """Written, stored, and what is stored."""
+    written = write_fsdp_dtensor(source, dialect, sizes=sizes, chunks=chunks)
+    return MemorySource(
+        read_in_chunks(written) | scalars(written),
+        {name: written.read_object(name) for name in written.objects if name != "args"},
+    )
+
+
+def scalars(source):
+    return {name: tensor for name, tensor in read_all(source).items() if tensor.ndim == 0}
+
+
+def assert_holds(source, tensors, objects):
+    found = read_all(source)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+    assert {name: source.read_object(name) for name in source.objects} == objects
+
+
+@pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
+@pytest.mark.parametrize("num_tp", [1, 2, 4])
+def test_there_and_back_loses_nothing(dialect, num_tp):
+    tensors, objects = checkpoint(parameters())
+    stored = through(MemorySource(tensors, objects), dialect, {"tp": num_tp})
+    assert is_fsdp_dtensor(stored)
+    assert dialect_of(stored).name == dialect.name
+    back = read_fsdp_dtensor(stored, sizes={"tp": num_tp, **SIZES})
+    assert_holds(back, tensors, objects)
+    assert back.inexact == {}
+
+
+def test_what_the_release_stores_is_what_ranks_hold():
+    tensors, objects = checkpoint(parameters(num_layers=2))
+    stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
+    prefix = "decoder.layers.0.self_attention.in_proj.weight"
+    parts = [tensors[f"model.{prefix}.{part}"].chunk(2) for part in GDN_ROWS]
+    assert torch.equal(
+        stored.held[f"model.module.{prefix}"], torch.cat([part[rank] for rank in range(2) for part in parts])
+    )
+    prefix = "decoder.layers.1.mixer"
+    parts = [tensors[f"optimizer.state.{prefix}.conv1d.bias.{part}.exp_avg"].chunk(2) for part in "xBC"]
+    assert torch.equal(
+        stored.held[f"optimizer.state.module.module.module.{prefix}.conv1d_bias.exp_avg"],
+        torch.cat([part[rank] for rank in range(2) for part in parts]),
+    )
+
+
+def test_bridge_stores_components_and_halves():
+    tensors, objects = checkpoint(parameters(num_layers=1))
+    stored = through(MemorySource(tensors, objects), BRIDGE, {})
+    names = {name for name in stored.held if "layers.0" in name and name.startswith("model.")}
+    prefix = "model.module.decoder.layers.0."
+    assert names == {
+        *(f"{prefix}self_attention.in_proj.weight.{part}" for part in GDN_ROWS),
+        *(f"{prefix}self_attention.conv1d.weight.{part}" for part in ("query", "key", "value")),
+        *(f"{prefix}mlp.linear_fc1.weight_{half}" for half in "wv"),
+        *(f"{prefix}mlp.experts.linear_fc1.weight{expert}_{half}" for half in "wv" for expert in range(2)),
+        *(f"{prefix}mlp.experts.linear_fc2.weight{expert}" for expert in range(2)),
+        *(f"{prefix}{name}" for name in ["self_attention.A_log", "self_attention.in_proj.layer_norm_weight"]),
+        f"{prefix}mlp.linear_fc2.weight",
+        *(f"model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight_{half}" for half in "wv"),
+        "model.module.mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight",
+        *(f"model.module.vision_model.decoder.layers.0.mlp.linear_fc{number}.weight" for number in [1, 2]),
+    }
+    gate = stored.held["optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer"]
+    fused = tensors["optimizer.state.decoder.layers.0.mlp.linear_fc1.weight.momentum_buffer"]
+    assert torch.equal(gate, fused[:4])
+
+
+def test_options_go_by_the_models_names_and_come_back_for_each_component():
+    tensors, objects = checkpoint(parameters(num_layers=2))
+    for dialect in [BRIDGE, RELEASE_0_19]:
+        stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
+        prefix = "optimizer.param_to_group_meta.module.module.module.decoder.layers."
+        names = {name.removeprefix(prefix) for name in stored.values if name.startswith(f"{prefix}0.self_attention")}
+        assert names == {
+            f"0.self_attention.{name}.lr"
+            for name in ["in_proj.weight", "conv1d.weight", "A_log", "in_proj.layer_norm_weight"]
+        }
+        assert f"{prefix}0.mlp.linear_fc1.weight.lr" in stored.values
+        back = read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES})
+        assert {name for name in back.objects if "param_groups" in name} == {
+            name for name in objects if "param_groups" in name
+        }
+
+
+def test_options_of_components_must_agree():
+    tensors, objects = checkpoint(parameters(num_layers=1))
+    objects["optimizer.param_groups.decoder.layers.0.self_attention.in_proj.weight.key.lr"] = 0.25
+    written = write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE)
+    [name] = [name for name in written.objects if name.endswith("in_proj.weight.lr")]
+    with pytest.raises(ValueError, match=r"got 0.5 of '.*query.lr' and 0.25 of '.*key.lr'"):
+        written.read_object(name)
+
+
+def test_a_step_that_is_an_option_is_a_slot_of_each_component():
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    tensors = {f"model.module.{name}.{part}": torch.ones(rows, 2) for part, rows in GDN_ROWS.items()}
+    meta = f"optimizer.param_to_group_meta.module.module.module.{name}"
+    read = read_fsdp_dtensor(MemorySource(tensors, {f"{meta}.step": 9, f"{meta}.lr": 0.5}))
+    assert {each for each in read.objects if each.endswith("step")} == {
+        f"optimizer.state.{name}.{part}.step" for part in GDN_ROWS
+    }
+    assert read.read_object(f"optimizer.state.{name}.beta.step") == 9
+
+
+def test_what_megatrons_training_asks_for_is_there():
+    written = write_fsdp_dtensor(MemorySource({"model.a": torch.ones(2)}), BRIDGE, args={"num_layers": 2})
+    assert {name: written.read_object(name) for name in written.objects} == {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "args": Namespace(num_layers=2),
+    }
+    source = MemorySource({"model.a": torch.ones(2)}, {"args": {"hidden_size": 4}, "iteration": 3})
+    written = write_fsdp_dtensor(source, BRIDGE)
+    assert written.read_object("args") == Namespace(hidden_size=4)
+    assert written.read_object("iteration") == 3
+
+
+def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name():
+    of_processes = {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2}
+    source = MemorySource({"model.module.a": torch.ones(2)}, {**of_processes, "iteration": 3})
+    read = read_fsdp_dtensor(source)
+    assert read.objects == ("iteration",)
+    assert read.left_over == tuple(of_processes)
+
+
+@pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
+def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect):
+    tensors, objects = checkpoint(parameters())
+    sequential = replace(dialect, sequential_experts=True)
+    stored = through(MemorySource(tensors, objects), sequential, {"tp": 2})
+    experts = "decoder.layers.1.mlp.experts."
+    assert not any(".experts.linear_fc" in name for name in [*stored.held, *stored.objects])
+    gate = stored.held[f"model.module.{experts}local_experts.1.linear_fc1.weight_w"]
+    assert torch.equal(gate, tensors[f"model.{experts}linear_fc1.weight1"][:8])
+    assert f"optimizer.state.module.module.module.{experts}local_experts.1.linear_fc2.weight.exp_avg" in stored.held
+    options = f"optimizer.param_to_group_meta.module.module.module.{experts}local_experts.0.linear_fc1.weight.lr"
+    assert options in stored.objects
+    assert dialect_of(stored).sequential_experts
+    assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
+
+
+def test_experts_without_gates_are_modules_of_their_own_too():
+    experts = "decoder.layers.0.mlp.experts."
+    shapes = {f"{experts}linear_fc1.weight0": (4, 2), f"{experts}linear_fc1.bias0": (4,)}
+    shapes |= {f"{experts}linear_fc2.weight0": (2, 4), f"{experts}linear_fc2.bias0": (2,)}
+    tensors, objects = checkpoint(shapes)
+    stored = through(MemorySource(tensors, objects), replace(BRIDGE, sequential_experts=True), {})
+    assert f"model.module.{experts}local_experts.0.linear_fc1.bias" in stored.held
+    assert_holds(read_fsdp_dtensor(stored), tensors, objects)
+
+
+def layer_of_experts(num_experts, *, sequential):
+    """A model's names and shapes of a layer with these experts, as many ranks as there are together."""
+    layer = "decoder.layers.0.mlp."
+    shapes = {f"{layer}router.weight": (3, 2)}
+    for index in range(num_experts):
+        names = [f"experts.local_experts.{index}.linear_fc{n}.weight" for n in (1, 2)]
+        if not sequential:
+            names = [f"experts.linear_fc{n}.weight{index}" for n in (1, 2)]
+        shapes |= {f"{layer}{names[0]}": (8, 2), f"{layer}{names[1]}": (2, 4)}
+    return shapes
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("num_etp", [1, 2])
+def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequential, num_etp):
+    """Three experts on two ranks, whose layers are cut for another number of ranks than the rest."""
+    tensors, objects = checkpoint(layer_of_experts(3, sequential=False))
+    for first, num_experts in [(0, 2), (2, 1)]:
+        shapes = layer_of_experts(num_experts, sequential=sequential)
+        sizes = {"tp": 4, "etp": num_etp}
+        mine = from_megatron_model(shapes, sizes=sizes, first_expert=first)
+        found = to_megatron_model(MemorySource(tensors, objects), mine)
+        values = read_all(found)
+        assert {name.removeprefix("model.") for name in values if name.startswith("model.")} == shapes.keys()
+        name = "local_experts.0.linear_fc1.weight" if sequential else "linear_fc1.weight0"
+        for section, slot in [("model.", ""), ("optimizer.state.", ".exp_avg")]:
+            stored = tensors[f"{section}decoder.layers.0.mlp.experts.linear_fc1.weight{first}{slot}"]
+            halves = [half.chunk(num_etp) for half in stored.chunk(2)]
+            as_held = torch.cat([half[rank] for rank in range(num_etp) for half in halves])
+            assert torch.equal(values[f"{section}decoder.layers.0.mlp.experts.{name}{slot}"], as_held)
+        others = {
+            name
+            for name in [*tensors, *objects]
+            for n in {0, 1, 2} - {first, first + num_experts - 1}
+            if f".weight{n}" in name
+        }
+        assert set(found.left_over) == others
+
+
+def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell():
+    mine = from_megatron_model(layer_of_experts(1, sequential=False), sizes={"tp": 1})
+    tensors, objects = checkpoint(
+        layer_of_experts(1, sequential=False) | {"decoder.layers.7.mlp.router.weight": (3, 2)}
+    )
+    assert "model.decoder.layers.7.mlp.router.weight" in to_megatron_model(MemorySource(tensors, objects), mine).tensors
+
+
+def test_a_models_own_spelling_of_multi_token_prediction_is_stored_canonically():
+    [each] = from_megatron_model({"mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (2, 4)}, sizes={"tp": 1})
+    assert list(each.left) == ["mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"]
+
+
+def test_the_number_of_ranks_must_be_known_of_what_they_hold_together():
+    tensors, objects = checkpoint(parameters())
+    with pytest.raises(ValueError, match=r"the size 'tp'.*in_proj"):
+        write_fsdp_dtensor(MemorySource(tensors, objects), RELEASE_0_19)
+    stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
+    with pytest.raises(ValueError, match=r"the size 'tp'.*in_proj"):
+        read_fsdp_dtensor(stored, sizes=SIZES)
+
+
+def test_another_number_of_ranks_reads_other_numbers():
+    """Why it must be known: a wrong one fits, and nothing in the file tells."""
+    tensors, objects = checkpoint(parameters(num_layers=1))
+    stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
+    name = "model.decoder.layers.0.self_attention.in_proj.weight.key"
+    assert not torch.equal(read_all(read_fsdp_dtensor(stored, sizes={"tp": 1, **SIZES}))[name], tensors[name])
+
+
+@pytest.mark.parametrize("spelling", ["mtp_model_layer", "transformer_layer"])
+def test_both_spellings_of_multi_token_prediction_are_read(spelling):
+    tensors, objects = checkpoint(parameters(num_layers=0))
+    dialect = Dialect(name="bridge", splits_gdn=True, mtp_layer=spelling)
+    stored = through(MemorySource(tensors, objects), dialect, {})
+    assert f"model.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight" in stored.held
+    assert f"optimizer.state.module.module.module.mtp.layers.0.{spelling}.mlp.linear_fc2.weight.step" in stored.held
+    assert_holds(read_fsdp_dtensor(stored), tensors, objects)
+
+
+def test_extra_states_are_dropped_and_counters_kept():
+    tensors = {"model.module.decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(2)}
+    extra = "model.module.decoder.layers.0.self_attention.linear_qkv._extra_state"
+    source = MemorySource(tensors, {extra: b"", "iteration": 3, "checkpoint_version": 3.0})
+    read = read_fsdp_dtensor(source)
+    assert list(read.tensors) == ["model.decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert read.objects == ("iteration", "checkpoint_version")
+    told = counters(read, {"step": 9, "consumed_train_samples": 512})
+    assert told.found == {"checkpoint_version": 3.0, "iteration": 9, "consumed_train_samples": 512}
+    assert told.lacking == (
+        "args",
+        "optimizer",
+        "opt_param_scheduler",
+        "rng_state",
+        "num_floating_point_operations_so_far",
+    )
+
+
+def test_models_without_a_wrapper_for_precision_are_read():
+    tensors, objects = checkpoint(parameters())
+    dialect = Dialect(name="bridge", splits_gdn=True, model_prefix="", optimizer_prefix="module.module.")
+    stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
+    assert "model.embedding.word_embeddings.weight" in stored.held
+    assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
+
+
+def test_chunks_of_virtual_pipelines_count_their_own_layers():
+    tensors, objects = checkpoint(parameters(num_layers=5))
+    stored = through(MemorySource(tensors, objects), BRIDGE, {"tp": 2}, chunks=(2, 3))
+    assert "model0.module.decoder.layers.1.mixer.in_proj.weight" in stored.held
+    assert "model1.module.decoder.layers.1.self_attention.in_proj.weight.query" in stored.held
+    assert "model1.module.decoder.final_layernorm.weight" in stored.held
+    assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
+    with pytest.raises(ValueError, match=r"4 decoder layers in chunks of \(2, 2\)"):
+        write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE, sizes={"tp": 2}, chunks=(2, 2))
+
+
+def test_fused_latent_attention_comes_apart_with_the_norm_before_it():
+    prefix = "decoder.layers.0."
+    shapes = {
+        f"{prefix}input_layernorm.weight": (3,),
+        f"{prefix}self_attention.linear_q_down_proj.weight": (4, 3),
+        f"{prefix}self_attention.linear_kv_down_proj.weight": (2, 3),
+    }
+    tensors, objects = checkpoint(shapes)
+    fused = Dialect(name="release-0.19", splits_gdn=False, fused_mla=True)
+    stored = through(MemorySource(tensors, objects), fused, {})
+    assert {name for name in stored.held if name.startswith("model.")} == {
+        f"model.module.{prefix}self_attention.linear_qkv_down_proj.{name}" for name in ["weight", "layer_norm_weight"]
+    }
+    assert_holds(read_fsdp_dtensor(stored, sizes={"q_down": 4, "kv_down": 2}), tensors, objects)
+
+
+def test_a_layer_whose_halves_cannot_be_told_is_refused():
+    source = MemorySource({"model.decoder.layers.0.mlp.linear_fc1.weight": torch.ones(6, 2)})
+    with pytest.raises(ValueError, match=r"'decoder.layers.0.mlp.linear_fc2.weight' with as many columns.*got None"):
+        write_fsdp_dtensor(source, BRIDGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "renumbered"),
+    [
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight1", "decoder.layers.3.mlp.experts.linear_fc1.weight5"),
+        ("mlp.experts.local_experts.0.linear_fc2.weight", "mlp.experts.local_experts.4.linear_fc2.weight"),
+        ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc1.weight"),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight1_w", "decoder.layers.3.mlp.experts.linear_fc1.weight5_w"),
+    ],
+)
+def test_experts_of_a_rank_are_counted_through(name, renumbered):
+    assert global_expert(name, 4) == renumbered
+    assert global_expert(name, 0) == name
+
+
+def test_sizes_are_taken_from_args():
+    args = {
+        "tensor_model_parallel_size": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+        "mamba_num_heads": None,
+        "kv_lora_rank": 6,
+        "qk_pos_emb_head_dim": 2,
+    }
+    assert sizes_of_args(args) == {"tp": 2, "qk": 16, "v": 32, "nvh": 4, "kv_down": 8}
+
+
+class TestGroupedHybridStacks:
+    pattern = "M[M*]-[*-]"
+    names = (
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.1.mixer.A_log",
+        "decoder.layers.1.norm.weight",
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.2.mlp.linear_fc2.weight",
+        "decoder.layers.3.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+    )
+    nested = (
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.1.layers.0.mixer.A_log",
+        "decoder.layers.1.layers.0.norm.weight",
+        "decoder.layers.1.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.2.mlp.linear_fc2.weight",
+        "decoder.layers.3.layers.1.mlp.linear_fc2.weight",
+        "decoder.final_norm.weight",
+    )
+
+    def test_layers_have_logical_names(self):
+        assert tuple(map(logical_name, self.nested)) == self.names
+        found = nested_names(self.names, self.pattern)
+        assert tuple(found.get(name, name) for name in self.names) == self.nested
+
+    def test_checkpoints_are_written_nested_and_read_back(self):
+        tensors, objects = checkpoint(dict.fromkeys(self.names, (2, 2)))
+        dialect = Dialect(name="release-0.19", splits_gdn=False, hybrid_pattern=self.pattern)
+        stored = through(MemorySource(tensors, objects), dialect, {"tp": 1})
+        assert {name for name in stored.held if name.startswith("model.")} == {
+            f"model.module.{name}" for name in self.nested
+        }
+        assert (
+            "optimizer.state.module.module.module.decoder.layers.3.layers.1.mlp.linear_fc2.weight.step" in stored.held
+        )
+        assert_holds(read_fsdp_dtensor(stored), tensors, objects)
+
+    def test_two_layers_of_a_kind_in_a_group_share_no_name(self):
+        tensors = {f"model.module.decoder.layers.0.layers.{layer}.mixer.A_log": torch.ones(2) for layer in range(2)}
+        with pytest.raises(ValueError, match="Two names became one"):
+            read_fsdp_dtensor(MemorySource(tensors))
+        with pytest.raises(ValueError, match=r"one layer of '\[MM\*\]' to have 'mixer', got 2"):
+            nested_names(["decoder.layers.0.mixer.A_log"], "[MM*]")
+
+    @pytest.mark.parametrize("pattern", ["[[*-]]", "[]", "[*-", "*-]", "*Q"])
+    def test_malformed_patterns_are_refused(self, pattern):
+        with pytest.raises(ValueError, match="Expected a pattern"):
+            layer_symbols(pattern)
+
+    def test_patterns_are_read_as_layers(self):
+        assert layer_symbols("M[M*]-|[*-]/*E/*E") == ["M", "[M*]", "-", "[*-]"]
+
+    def test_a_model_with_more_layers_than_the_pattern_is_refused(self):
+        with pytest.raises(ValueError, match=r"the 1 layers of '\[\*-\]', got 'decoder.layers.1.mlp"):
+            nested_names(["decoder.layers.1.mlp.linear_fc2.weight"], "[*-]")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_model_goes_through_any_dialect_at_any_rank_count(data):
+    shapes = parameters(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
+    tensors, objects = checkpoint(shapes, slots=data.draw(st.sets(st.sampled_from(["exp_avg", "master_param", "z"]))))
+    source = MemorySource(tensors, objects)
+    for _ in range(data.draw(st.integers(1, 3))):
+        num_tp = data.draw(st.sampled_from([1, 2, 4]))
+        dialect = data.draw(st.sampled_from([RELEASE_0_19, BRIDGE]))
+        stored = through(source, dialect, {"tp": num_tp})
+        back = read_fsdp_dtensor(stored, sizes={"tp": num_tp, **SIZES})
+        source = MemorySource(read_all(back), {name: back.read_object(name) for name in back.objects})
+    assert_holds(source, tensors, objects)

@@ -1,0 +1,320 @@
+"""Checkpoints of other programs: found, named as the model names them, and loaded with their optimizers."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, check, load, save
+from lamella_convert import Format, convert, open_checkpoint
+from lamella_testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def dcp_save(entries, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(entries, checkpoint_id=path)
+    return path
+
+
+def torch_save(entries, path):
+    torch.save(entries, path)
+    return path
+
+
+@pytest.fixture
+def trained(kit):
+    model, optimizer = kit.build(sharded=False)
+    kit.train(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.125
+    return model, optimizer
+
+
+def assert_loads(kit, path, trained, *, with_optimizer=True, **options):
+    expected = kit.state(*trained) if with_optimizer else kit.weights(trained[0])
+    model, optimizer = kit.build(sharded=False, seed=1)
+    result = load(open_checkpoint(path), model=model, optimizer=optimizer if with_optimizer else None, **options)
+    got = kit.state(model, optimizer) if with_optimizer else kit.weights(model)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+    if with_optimizer:
+        assert optimizer.param_groups[0]["lr"] == 0.125
+    return result
+
+
+@pytest.mark.parametrize("write", [dcp_save, torch_save])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model", "optimizer"),
+        ("model_state_dict", "optimizer_state_dict"),
+        ("state_dict", "optimizer"),
+        ("model", "optim"),
+    ],
+)
+def test_an_optimizer_that_counts_its_parameters_is_loaded_by_their_order(kit, tmp_path, trained, write, keys):
+    model, optimizer = trained
+    path = write({keys[0]: model.state_dict(), keys[1]: optimizer.state_dict(), "epoch": 7}, tmp_path / "a.pt")
+    assert assert_loads(kit, path, trained) == {"epoch": 7}
+
+
+@pytest.mark.parametrize("write", [dcp_save, torch_save])
+def test_the_dict_of_torchs_tutorials_is_loaded(kit, tmp_path, trained, write):
+    of_model, of_optimizer = get_state_dict(*trained)
+    path = write({"app": {"model": of_model, "optim": of_optimizer}}, tmp_path / "a.pt")
+    assert assert_loads(kit, path, trained, strict=False).stripped == ("app",)
+
+
+@pytest.mark.parametrize("write", [dcp_save, torch_save])
+@pytest.mark.parametrize("outer", [(), ("state_dict",), ("a", "b")])
+def test_keys_that_everything_shares_are_passed(kit, tmp_path, trained, write, outer):
+    entries = {"model": trained[0].state_dict(), "optimizer": trained[1].state_dict()}
+    for key in reversed(outer):
+        entries = {key: entries}
+    path = write(entries, tmp_path / "a.pt")
+    assert assert_loads(kit, path, trained, strict=False).stripped == outer
+
+
+@pytest.mark.parametrize("write", [dcp_save, torch_save])
+@pytest.mark.parametrize("key", [None, "net", "model"])
+def test_a_state_dict_alone_is_a_model(kit, tmp_path, trained, write, key):
+    state = trained[0].state_dict()
+    path = write(state if key is None else {key: state}, tmp_path / "a.pt")
+    assert_loads(kit, path, trained, with_optimizer=False)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_fsdp_wrapped_module.", "module._orig_mod.", "backbone.net."])
+def test_a_prefix_that_all_names_share_is_left_out(kit, tmp_path, trained, prefix):
+    state = {f"{prefix}{name}": value for name, value in trained[0].state_dict().items()}
+    path = dcp_save({"model": state}, tmp_path / "a")
+    found = assert_loads(kit, path, trained, with_optimizer=False, strict=False)
+    told = prefix.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removesuffix(".")
+    assert found.stripped == ((told,) if told else ())
+    nested = {name.replace("hidden.", "hidden._fsdp_wrapped_module."): value for name, value in state.items()}
+    assert_loads(kit, dcp_save({"model": nested}, tmp_path / "b"), trained, with_optimizer=False)
+
+
+def test_the_state_of_a_model_inside_ddp_is_loaded_without_it(kit, tmp_path):
+    def save_with_ddp():
+        model, optimizer = kit.build(sharded=False)
+        wrapped = DistributedDataParallel(model)
+        kit.train(wrapped, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.125
+        named = get_optimizer_state_dict(wrapped, optimizer)
+        dcp.save({"model": wrapped.state_dict(), "optimizer": named}, checkpoint_id=tmp_path / "a")
+        return kit.state(model, optimizer)
+
+    expected = run_ranks(save_with_ddp, 2)[0]
+    model, optimizer = kit.build(sharded=False, seed=1)
+    load(open_checkpoint(tmp_path / "a"), model=model, optimizer=optimizer)
+    got = kit.state(model, optimizer)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_sharded_models_of_plain_torch_are_loaded_sharded(kit, tmp_path):
+    def save_with_fsdp():
+        model, optimizer = kit.build(sharded=True)
+        kit.train(model, optimizer)
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"app": {"model": of_model, "optim": of_optimizer}}, checkpoint_id=tmp_path / "a")
+        return kit.state(model, optimizer)
+
+    def load_sharded():
+        model, optimizer = kit.build(sharded=True, seed=1)
+        load(open_checkpoint(tmp_path / "a"), model=model, optimizer=optimizer)
+        return kit.state(model, optimizer)
+
+    expected = run_ranks(save_with_fsdp, 2)[0]
+    for got in run_ranks(load_sharded, 3):
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_parameters_are_named_by_the_file_where_it_can(tmp_path):
+    """torch keeps names in groups if it was given them; then the order does not matter."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(reversed(list(model.named_parameters())))
+    for number, param in enumerate(model.parameters()):
+        param.grad = torch.full_like(param, float(number))
+    optimizer.step()
+    path = torch_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    source = open_checkpoint(path).source
+    assert "optimizer.state.1.bias.exp_avg" in source.tensors and "optimizer.param_groups.0.weight.lr" in source.objects
+    live = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loaded = torch.optim.Adam(live.parameters())
+    load(open_checkpoint(path), model=live, optimizer=loaded)
+    for param, other in zip(model.parameters(), live.parameters(), strict=True):
+        assert torch.equal(optimizer.state[param]["exp_avg"], loaded.state[other]["exp_avg"])
+
+
+def test_groups_keep_their_options(tmp_path):
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.bias], "lr": 0.5}, {"params": [model.weight], "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups)
+    path = torch_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    live = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
+    load(open_checkpoint(path), model=model, optimizer=live)
+    assert [group["lr"] for group in live.param_groups] == [0.5, 0.25]
+
+
+def test_an_optimizer_of_another_number_of_parameters_is_not_taken_by_its_order(kit, tmp_path, trained):
+    model, optimizer = trained
+    fewer = torch.optim.AdamW(list(model.parameters())[:3])
+    fewer.step()
+    path = torch_save({"model": model.state_dict(), "optimizer": fewer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointMismatch, match="optimizer.param_groups.embed.weight: absent"):
+        load(open_checkpoint(path), model=model, optimizer=optimizer)
+
+
+def test_a_name_that_is_the_models_is_not_taken_for_a_prefix(tmp_path):
+    model = nn.ModuleDict({"module": nn.Linear(1, 1)})
+    path = dcp_save({"model": model.state_dict()}, tmp_path / "a")
+    load(open_checkpoint(path), model=model)
+    check(open_checkpoint(path), model=model)
+    assert load(open_checkpoint(path), model=model, strict=False).stripped == ()
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_own_names(tmp_path):
+    path = dcp_save({"model": {"encoder.a": torch.ones(1), "encoder.b": torch.ones(1)}}, tmp_path / "a")
+    with pytest.raises(CheckpointMismatch) as info:
+        load(open_checkpoint(path), model=nn.Linear(2, 2))
+    assert info.value.unexpected == ("model.encoder.a", "model.encoder.b")
+    assert info.value.missing == ("model.weight", "model.bias")
+
+
+def test_sections_with_like_names_are_told_apart(tmp_path):
+    model = nn.Linear(2, 2)
+    entries = {"model_ema": nn.Linear(2, 2).state_dict(), "model": model.state_dict(), "models": {"x": torch.ones(1)}}
+    for path in (dcp_save(entries, tmp_path / "a"), torch_save(entries, tmp_path / "b.pt")):
+        live = nn.Linear(2, 2)
+        load(open_checkpoint(path), model=live)
+        assert torch.equal(live.weight, model.weight)
+        assert "model_ema.weight" in open_checkpoint(path).source.tensors
+
+
+def test_translation_gives_other_names(tmp_path):
+    model = nn.Linear(2, 2)
+    path = dcp_save({"model": {"w": model.weight.detach(), "b": model.bias.detach()}}, tmp_path / "a")
+    live = nn.Linear(2, 2)
+
+    def translate(source):
+        from lamella_checkpoint.sources import rename
+
+        return rename(source, {"model.w": "model.weight", "model.b": "model.bias"}.__getitem__)
+
+    load(open_checkpoint(path), model=live, translate=translate)
+    assert torch.equal(live.weight, model.weight)
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_formats_are_told_by_what_is_there(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path / "own", model=model, extra={"step": 3})
+    dcp_save({"model": model.state_dict()}, tmp_path / "dcp")
+    torch_save(model.state_dict(), tmp_path / "no_suffix")
+    opened = {name: open_checkpoint(tmp_path / name) for name in ("own", "dcp", "no_suffix")}
+    assert {name: each.format for name, each in opened.items()} == {
+        "own": Format.LAMELLA,
+        "dcp": Format.DCP,
+        "no_suffix": Format.TORCH,
+    }
+    assert opened["own"].extra == {"step": 3}
+    for each in opened.values():
+        assert set(each.source.tensors) == {"model.weight", "model.bias"}
+
+
+def test_weights_of_hugging_face_are_loaded_and_scaled_float8_is_numbers(tmp_path):
+    model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 2))
+    save(tmp_path / "own", model=model)
+    convert(tmp_path / "own", tmp_path / "hf", to="hf")
+    convert(tmp_path / "own", tmp_path / "float8", to="hf", float8=True)
+    live = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 2))
+    load(open_checkpoint(tmp_path / "hf"), model=live)
+    assert torch.equal(live[0].weight, model[0].weight)
+    opened = open_checkpoint(tmp_path / "float8")
+    assert opened.format is Format.SAFETENSORS and "0.weight_scale_inv" in opened.raw.tensors
+    load(open_checkpoint(tmp_path / "float8"), model=live)
+    assert not torch.equal(live[0].weight, model[0].weight)
+    torch.testing.assert_close(live[0].weight, model[0].weight, rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_names_that_begin_with_model_are_names(tmp_path, has_head):
+    state = {"model.embed.weight": torch.ones(2, 2), **({"lm_head.weight": torch.ones(2, 2)} if has_head else {})}
+    save_file(state, tmp_path / "model.safetensors")
+    torch_save(state, tmp_path / "a.pt")
+    dcp_save(state, tmp_path / "a")
+    for path in (tmp_path / "model.safetensors", tmp_path / "a.pt", tmp_path / "a"):
+        assert set(open_checkpoint(path).source.tensors) == {f"model.{name}" for name in state}
+
+
+def megatron(path, **more):
+    """What Megatron-LM writes as `fsdp_dtensor`, on a tiny scale."""
+    weights = {"module.decoder.layers.0.mlp.linear_fc2.weight": torch.arange(4.0).reshape(2, 2)}
+    state = {f"module.module.{name}": {"exp_avg": value + 1} for name, value in weights.items()}
+    return dcp_save({"model": weights, "optimizer": {"state": state}, "checkpoint_version": 3.0, **more}, path)
+
+
+def test_an_iteration_of_megatron_is_found_through_its_tracker(tmp_path):
+    megatron(tmp_path / "iter_0000012", iteration=12)
+    megatron(tmp_path / "iter_0000007", iteration=7)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    opened = open_checkpoint(tmp_path)
+    assert opened.format is Format.FSDP_DTENSOR and opened.path == tmp_path / "iter_0000012"
+    assert opened.extra == {"checkpoint_version": 3.0, "iteration": 12}
+    assert "args" in opened.lacking and "optimizer" not in opened.lacking
+    assert "model.decoder.layers.0.mlp.linear_fc2.weight" in opened.source.tensors
+    assert "optimizer.state.decoder.layers.0.mlp.linear_fc2.weight.exp_avg" in opened.source.tensors
+
+
+def test_a_directory_that_bridge_converted_says_what_it_lacks(tmp_path):
+    dcp_save({"model": {"module.x": torch.ones(2)}}, tmp_path / "iter_0000003")
+    state = {"step": torch.tensor(3), "consumed_train_samples": torch.tensor(96)}
+    torch.save(state, tmp_path / "latest_train_state.pt")
+    torch.save(state, tmp_path / "iter_0000003" / "train_state.pt")
+    opened = open_checkpoint(tmp_path)
+    assert opened.format is Format.FSDP_DTENSOR
+    assert opened.extra == {"iteration": 3, "consumed_train_samples": 96}
+    assert {"args", "optimizer", "checkpoint_version"} <= set(opened.lacking)
+
+
+def test_torch_dist_is_told_by_its_common_file(tmp_path):
+    dcp_save({"embedding.weight": torch.ones(2)}, tmp_path / "a")
+    torch.save({"iteration": 5}, tmp_path / "a" / "common.pt")
+    (tmp_path / "a" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    opened = open_checkpoint(tmp_path / "a")
+    assert opened.format is Format.TORCH_DIST and "model.embedding.weight" in opened.source.tensors
+
+
+def test_ddps_names_alone_are_not_megatrons(tmp_path):
+    path = dcp_save({"model": {"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}}, tmp_path / "a")
+    opened = open_checkpoint(path)
+    assert opened.format is Format.DCP and opened.stripped == ("module",)
+    assert set(opened.source.tensors) == {"model.weight", "model.bias"}
+
+
+@pytest.mark.parametrize("tracked", ["13", "../elsewhere", ""])
+def test_a_tracker_that_leads_nowhere_is_named(tmp_path, tracked):
+    megatron(tmp_path / "iter_0000012")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
+    with pytest.raises(CheckpointDamaged):
+        open_checkpoint(tmp_path)
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(CheckpointDamaged, match="of a format that is known"):
+            open_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointDamaged, match="neither torch.save's nor safetensors"):
+        open_checkpoint(tmp_path / "notes.txt")

@@ -1,0 +1,57 @@
+"""A file of `torch.save` is data from elsewhere: no pickle in it takes more than its length can need."""
+
+import zipfile
+
+import pytest
+import torch
+
+from lamella_checkpoint import CheckpointDamaged
+from lamella_convert import open_checkpoint
+from lamella_convert._formats.megatron_files import plain_contents
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NUMBERED = {"by four bytes": b"r" + (1 << 26).to_bytes(4, "little"), "in digits": b"p67108864\n"}
+"""Opcodes that number a value so that the unpickler makes a table of 1 GiB."""
+
+
+def numbered(content, how):
+    """A pickle of protocol 2 or later, with the first value numbered."""
+    return content[:2] + b"N" + NUMBERED[how] + b"0" + content[2:]
+
+
+@pytest.mark.parametrize("how", NUMBERED)
+class TestTablesOfWhatIsRemembered:
+    """A few bytes cannot make Python's unpickler hold gigabytes."""
+
+    @pytest.mark.parametrize("name", ["a.pt", "common.pt"])
+    def test_an_archive_is_refused(self, tmp_path, name, how):
+        file = tmp_path / name
+        torch.save({"step": 3}, file)
+        with zipfile.ZipFile(file) as archive:
+            held = {each: archive.read(each) for each in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for each, content in held.items():
+                archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
+        read = {
+            "a.pt": lambda: open_checkpoint(file),
+            "common.pt": lambda: plain_contents(file),
+        }
+        with pytest.raises(CheckpointDamaged, match="to number as many values") as info:
+            read[name]()
+        assert info.value.file == str(file)
+
+
+def _doubled(depth=40):
+    node = ["leaf", "leaf"]
+    for _ in range(depth):
+        node = [node, node]
+    return node
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_checkpoint_that_never_ends_is_refused_by_name(tmp_path, trust):
+    file = tmp_path / "bomb.pt"
+    torch.save({"model": {"weight": torch.zeros(2)}, "epoch": _doubled()}, file)
+    with pytest.raises(CheckpointDamaged, match="bomb.pt"):
+        open_checkpoint(file, trust=trust)

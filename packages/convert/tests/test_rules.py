@@ -1,0 +1,231 @@
+"""Rules read both ways: what a table does to any tensors of one side, it undoes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamella_checkpoint import Correspondence
+from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
+from lamella_convert._translation.rules import Grouped, Join, Rule, Rules, Stack
+from lamella_convert._translation.translate import parameter_shapes, translate
+
+QKV = Rule(
+    Join(("hf.{layer}.q", "hf.{layer}.k", "hf.{layer}.v"), sizes=("q", "kv", "kv")),
+    Grouped("{layer}.linear_qkv", groups="num_groups", sizes=("q", "kv", "kv")),
+)
+EXPERTS = Rule(
+    "hf.{layer}.gate_up",
+    Stack(Join(("{layer}.fc1{expert}_w", "{layer}.fc1{expert}_v"), sizes=(1, 1)), "expert"),
+)
+LAYERS = Rule("hf.{layer}.norm", "{layer}.norm", shift=-1.0)
+
+
+def to_right(tensors, rules):
+    source = MemorySource({f"model.{name}": tensor for name, tensor in tensors.items()})
+    return translate(source, rules.match(parameter_shapes(source), "left"), to="right")
+
+
+def back_to_left(source, rules):
+    stored = MemorySource(read_in_chunks(source))
+    return translate(stored, rules.match(parameter_shapes(stored), "right"), to="left")
+
+
+def model(source):
+    return {name.removeprefix("model."): tensor for name, tensor in read_all(source).items()}
+
+
+def alike(some, others):
+    return list(some) == list(others) and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def test_heads_interleave_by_group():
+    # Two groups: two query heads of one row each, then the group's key and value.
+    tensors = {"hf.0.q": torch.arange(4.0), "hf.0.k": torch.arange(10.0, 12), "hf.0.v": torch.arange(20.0, 22)}
+    rules = Rules((QKV,), {"q": 4, "kv": 2, "num_groups": 2})
+    fused = to_right(tensors, rules)
+    assert model(fused)["0.linear_qkv"].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert alike(model(back_to_left(fused, rules)), tensors)
+
+
+def test_packed_experts_come_apart_into_halves():
+    packed = torch.arange(16.0).reshape(2, 4, 2)
+    apart = to_right({"hf.0.gate_up": packed}, Rules((EXPERTS,)))
+    assert alike(
+        model(apart),
+        {
+            "0.fc10_w": packed[0, :2],
+            "0.fc10_v": packed[0, 2:],
+            "0.fc11_w": packed[1, :2],
+            "0.fc11_v": packed[1, 2:],
+        },
+    )
+
+
+def test_a_rank_major_tensor_and_its_components():
+    rule = Rule(
+        Join(("{n}.in_proj.query", "{n}.in_proj.value"), sizes=("qk", "v")),
+        Grouped("{n}.in_proj", groups="tp", sizes=("qk", "v")),
+    )
+    components = {"0.in_proj.query": torch.arange(4), "0.in_proj.value": torch.arange(10, 18)}
+    fused = to_right(components, Rules((rule,), {"qk": 4, "v": 8, "tp": 2}))
+    assert model(fused)["0.in_proj"].tolist() == [0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17]
+
+
+def test_a_rule_may_ask_what_is_beside():
+    attention = Rule("hf.{layer}.norm", "{layer}.qkv.norm", left_beside="hf.{layer}.q")
+    linear = Rule("hf.{layer}.norm", "{layer}.in_proj.norm", left_beside="hf.{layer}.z")
+    tensors = {"hf.0.norm": torch.ones(1), "hf.0.z": torch.ones(1), "hf.1.norm": torch.ones(1), "hf.1.q": torch.ones(1)}
+    renamed = to_right(tensors, Rules((attention, linear)))
+    assert [name for name in model(renamed) if "norm" in name] == ["0.in_proj.norm", "1.qkv.norm"]
+    assert renamed.left_over == ("model.hf.0.z", "model.hf.1.q")
+
+
+def test_a_prefix_may_be_there_or_not():
+    rules = Rules((Rule("**.fc1", "**.fc2"), Rule("a.{rest*}", "b.{rest*}")))
+    names = {name: torch.ones(1) for name in ["fc1", "x.y.fc1", "xfc1", "a.q.r"]}
+    assert list(model(to_right(names, rules))) == ["fc2", "x.y.fc2", "xfc1", "b.q.r"]
+
+
+class TestRefusals:
+    tensors = {"0.linear_qkv": (8,)}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("sizes", "problem"),
+        [
+            ({"q": 4, "kv": 2}, r"the size 'num_groups', got \{'q': 4, 'kv': 2\}.*Needed for '0.linear_qkv'"),
+            ({"q": 4, "kv": 3, "num_groups": 1}, r"q \(4\) \+ kv \(3\) \+ kv \(3\) rows or columns, got 8"),
+            ({"q": 4, "kv": 2, "num_groups": 4}, r"divide by 'num_groups' \(4\), got \[4, 2, 2\]"),
+        ],
+    )
+    def test_sizes_that_are_unknown_or_do_not_fit(self, sizes, problem):
+        with pytest.raises(ValueError, match=problem):
+            Rules((QKV,), sizes).match(self.tensors, "right")
+
+    def test_components_that_are_not_of_their_sizes(self):
+        shapes = {"hf.0.q": (4,), "hf.0.k": (1,), "hf.0.v": (3,)}
+        with pytest.raises(ValueError, match=r"kv \(2\) rows or columns, got \[4, 1, 3\]"):
+            Rules((QKV,), {"q": 4, "kv": 2, "num_groups": 2}).match(shapes)
+
+    def test_an_expert_that_is_missing_is_named(self):
+        shapes = {f"0.fc1{expert}_{half}": (2, 2) for expert in [0, 2] for half in "wv"}
+        with pytest.raises(ValueError, match=r"got no '0.fc11_w'"):
+            Rules((EXPERTS,)).match(shapes, "right")
+
+    def test_halves_of_an_odd_size(self):
+        with pytest.raises(ValueError, match=r"divides into shares of \[1, 1\], got 3"):
+            Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 3, 2)})
+
+    def test_rules_that_could_not_be_read_back(self):
+        with pytest.raises(ValueError, match="the same numbers in all names"):
+            Rule("a.{layer}", "b")
+        with pytest.raises(ValueError, match="a size for each of 2 terms"):
+            Join(("a", "b"), sizes=(1,))
+        with pytest.raises(ValueError, match="all names or all shares"):
+            Join(("a", "b"), sizes=(1, "b"))
+
+
+def test_a_rule_of_which_a_name_is_absent_does_not_apply():
+    assert Rules((QKV,)).match({"hf.0.q": (4,), "hf.0.k": (2,)}) == []
+
+
+@st.composite
+def models(draw):
+    """A model of random sizes by its left names, and the sizes that the rules need."""
+    num_groups, tp = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    sizes = {
+        "q": num_groups * per_group * head,
+        "kv": num_groups * head,
+        "num_groups": num_groups,
+        "qk": tp * draw(st.integers(1, 3)),
+        "v": tp * draw(st.integers(1, 3)),
+        "nvh": tp * draw(st.integers(1, 2)),
+        "tp": tp,
+    }
+    columns, num_experts, half = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shapes = {}
+    for layer in range(draw(st.integers(1, 12))):
+        if draw(st.booleans()):
+            shapes |= {f"hf.{layer}.q": (sizes["q"], columns)}
+            shapes |= {f"hf.{layer}.{name}": (sizes["kv"], columns) for name in "kv"}
+        else:
+            for name, size in [("query", "qk"), ("key", "qk"), ("value", "v"), ("beta", "nvh")]:
+                shapes[f"{layer}.in_proj.weight.{name}"] = (sizes[size], columns)
+        shapes |= {f"hf.{layer}.gate_up": (num_experts, 2 * half, columns), f"hf.{layer}.norm": (columns,)}
+        shapes |= {f"hf.{layer}.down": (columns, 2 * half), f"hf.{layer}.tail": (columns, 3 * tp)}
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tensors = {name: torch.randint(-9, 9, shape, generator=generator).float() for name, shape in shapes.items()}
+    return tensors, sizes
+
+
+COMPONENTS = ("query", "key", "value", "beta")
+TABLE = (
+    QKV,
+    EXPERTS,
+    LAYERS,
+    Rule(
+        Join(tuple(f"{{layer}}.in_proj.weight.{name}" for name in COMPONENTS), sizes=("qk", "qk", "v", "nvh")),
+        Grouped("{layer}.in_proj.weight", groups="tp", sizes=("qk", "qk", "v", "nvh")),
+    ),
+    Rule("hf.{layer}.down", Join(("{layer}.down.a", "{layer}.down.b"), sizes=(1, 1), dim=1)),
+    Rule("hf.{layer}.tail", Grouped("{layer}.tail", groups="tp", sizes=(2, 1), dim=1)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_there_and_back_is_the_same_names_and_bits(built):
+    tensors, sizes = built
+    rules = Rules(TABLE, sizes)
+    there = to_right(tensors, rules)
+    assert there.left_over == ()
+    back = back_to_left(there, rules)
+    assert back.left_over == ()
+    found = model(back)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    again = to_right(found, rules)
+    assert alike(dict(sorted(model(again).items())), dict(sorted(model(there).items())))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models())
+def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(built):
+    tensors, sizes = built
+    rules, shapes = Rules(TABLE, sizes), {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found = rules.match(shapes)
+    for each in found:
+        (alone,) = rules.match({name: shapes[name] for name in each.left})
+        assert each == alone == Correspondence(**vars(each))  # Whose checks are not made again where numbers differ.
+        (back,) = rules.match(each.right, "right")
+        assert back.left.items() == each.left.items() and back.shift == each.shift
+
+
+def test_layers_of_other_shapes_are_cut_as_theirs_are():
+    found = Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 4, 3), "hf.7.gate_up": (1, 6, 3), "hf.9.gate_up": (2, 4, 3)})
+    assert [set(each.right.values()) for each in found] == [{(2, 3)}, {(3, 3)}, {(2, 3)}]
+    assert [name for each in found for name in each.right if "fc10" in name] == [
+        f"{layer}.fc10_{half}" for layer in (0, 7, 9) for half in "wv"
+    ]
+
+
+def test_a_name_is_found_by_its_own_numbers_and_its_text():
+    """Names are looked up without their numbers: what differs in a literal number, or writes one oddly, is another."""
+    rules = Rules(
+        (
+            Rule("norm1.{layer}", "first.{layer}"),
+            Rule("**.fc1{expert}", "**.one{expert}"),
+            Rule("text.{rest*}", "other.{rest*}"),
+        )
+    )
+    names = ("norm1.0", "norm2.0", "norm1.01", "norm1.10", "a.b.fc112", "fc10", "fc20", "text.7.a", "text")
+    found = rules.match(dict.fromkeys(names, (1,)), "left")
+    pairs = {left: right for each in found for left, right in zip(each.left, each.right, strict=True)}
+    assert pairs == {
+        "norm1.0": "first.0",
+        "norm1.10": "first.10",
+        "a.b.fc112": "a.b.one12",
+        "fc10": "one0",
+        "text.7.a": "other.7.a",
+    }

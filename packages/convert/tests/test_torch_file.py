@@ -1,0 +1,228 @@
+"""Files of `torch.save`: read box by box, verified, whatever else is in them."""
+
+import argparse
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Wanted, load
+from lamella_checkpoint._base.boxes import whole_box
+from lamella_checkpoint._formats import items as _items
+from lamella_convert import open_checkpoint
+from lamella_convert._formats.torch_file import TorchFile
+from lamella_layout import Chunk
+
+
+class Runs:
+    def __reduce__(self):
+        return (os.mkdir, ("ran",))
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not os.path.exists("ran")
+
+
+def saved(tmp_path, value, **options):
+    torch.save(value, tmp_path / "a.pt", **options)
+    return tmp_path / "a.pt"
+
+
+def whole(source, name):
+    info = source.tensors[name]
+    into = torch.empty(info.shape, dtype=info.dtype)
+    source.read([Wanted(name, whole_box(info.shape), into)])
+    return into
+
+
+base = torch.arange(60.0).reshape(6, 10)
+TENSORS = {
+    "plain": base.clone(),
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "empty": torch.empty(0, 4),
+    "bfloat16": base.bfloat16(),
+    "float8": base.to(torch.float8_e4m3fn),
+    "transposed": base.t(),
+    "rows": base[2:4],
+    "columns": base[:, 3:5],
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "parameter": nn.Parameter(base.clone()),
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before torch 1.6"])
+def test_every_tensor_comes_back_bit_by_bit(tmp_path, verify, is_archive):
+    tensors = {name: tensor for name, tensor in TENSORS.items() if is_archive or name != "float8"}
+    file = saved(tmp_path, {"model": tensors}, _use_new_zipfile_serialization=is_archive)
+    source = TorchFile(file, verify=verify)
+    assert [name.removeprefix("model.") for name in source.tensors] == list(tensors)
+    for name, tensor in tensors.items():
+        got = whole(source, f"model.{name}")
+        assert got.shape == tensor.shape and got.dtype == tensor.dtype
+        assert torch.equal(got.float(), tensor.detach().float()), name
+
+
+def test_a_box_costs_its_own_bytes(tmp_path, monkeypatch):
+    source = TorchFile(saved(tmp_path, {"x": torch.arange(1_000_000.0).reshape(1000, 1000)}), verify=False)
+    sizes, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(preadv(*args)) or sizes[-1])
+    into = torch.empty(2, 1000)
+    source.read([Wanted("x", Chunk((10, 0), (2, 1000)), into)])
+    assert into[0, 0] == 10_000 and sum(sizes) == into.nbytes
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_verified(tmp_path, monkeypatch, verify):
+    flat = torch.arange(1_000_000.0)
+    views = {
+        "x": flat[:400_000].view(400, 1000),
+        "y": flat[400_000:].view(600, 1000),
+        "t": flat[:400_000].view(400, 1000).t(),
+    }
+    source = TorchFile(saved(tmp_path, views), verify=verify)
+    sizes, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(preadv(*args)) or sizes[-1])
+    into, other, turned = torch.empty(2, 1000), torch.empty(3, 1000), torch.empty(1000, 400)
+    for name, first, rows in (("x", 10, into), ("y", 20, other), ("x", 20, into)):
+        source.read([Wanted(name, Chunk((first, 0), tuple(rows.shape)), rows)])
+    assert into[0, 0] == 20_000 and other[0, 0] == 420_000
+    assert sum(sizes) == 7 * 4000 + verify * flat.nbytes
+    source.read([Wanted("t", whole_box((1000, 400)), turned)])
+    assert torch.equal(turned, views["t"]) and sum(sizes) == 7 * 4000 + verify * flat.nbytes + turned.nbytes
+
+
+def test_a_tied_tensor_is_read_once(tmp_path, monkeypatch):
+    tensor = torch.arange(1000.0)
+    source = TorchFile(saved(tmp_path, {"a": tensor, "b": tensor}))
+    reads = []
+    read_tensors = _items.read_tensors
+    monkeypatch.setattr(
+        "lamella_convert._formats.torch_file.read_tensors", lambda d, r, e: reads.extend(r) or read_tensors(d, r, e)
+    )
+    one, other = torch.empty(1000), torch.empty(1000)
+    source.read([Wanted("a", whole_box((1000,)), one), Wanted("b", whole_box((1000,)), other)])
+    assert torch.equal(one, tensor) and torch.equal(other, tensor) and len(reads) == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "transposed", "rows"])
+def test_a_flipped_bit_is_found(tmp_path, name):
+    file = saved(tmp_path, {"x": TENSORS[name]})
+    content = bytearray(file.read_bytes())
+    content[content.find(TENSORS["plain"][2:4].numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match="with the checksum .* for 'x'") as info:
+        whole(TorchFile(file), "x")
+    assert info.value.file == str(file)
+    whole(TorchFile(file, verify=False), "x")
+
+
+def test_names_are_the_keys_and_lists_of_plain_data_are_values(tmp_path):
+    value = {
+        "model": OrderedDict(w=torch.ones(1)),
+        "list": [torch.zeros(1), {"a": 1}],
+        "sizes": [1, 2],
+        "state": {0: {"step": torch.tensor(1.0)}},
+        "pair": {(0, 1): "by tuple"},
+        "none": None,
+        "nothing": {},
+    }
+    source = TorchFile(saved(tmp_path, value))
+    assert list(source.tensors) == ["model.w", "list.0", "state.0.step"]
+    assert source.paths["state.0.step"] == ("state", 0, "step")
+    assert {name: source.read_object(name) for name in source.objects} == {
+        "list.1.a": 1,
+        "sizes": [1, 2],
+        "pair": {(0, 1): "by tuple"},
+        "none": None,
+        "nothing": {},
+    }
+
+
+def test_two_values_of_one_name_are_refused(tmp_path):
+    with pytest.raises(CheckpointDamaged, match=r"two values have the name 'a\.b'"):
+        TorchFile(saved(tmp_path, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}))
+
+
+def test_tensors_are_read_beside_objects_that_are_not(tmp_path):
+    file = saved(tmp_path, {"model": {"weight": base}, "args": argparse.Namespace(lr=1), "bad": Runs()})
+    source = TorchFile(file)
+    assert torch.equal(whole(source, "model.weight"), base)
+    for name in ("args", "bad"):
+        with pytest.raises(CheckpointUntrusted) as info:
+            source.read_object(name)
+        assert {"argparse.Namespace", "posix.mkdir"} <= set(info.value.type_name.split(", "))
+
+
+def test_trust_makes_objects(tmp_path):
+    source = TorchFile(saved(tmp_path, {"args": argparse.Namespace(lr=1), "w": base}), trust=True)
+    assert source.read_object("args") == argparse.Namespace(lr=1)
+    assert torch.equal(whole(source, "w"), base)
+
+
+def test_a_pickled_module_is_refused_by_name_and_can_be_trusted(tmp_path):
+    model = nn.Linear(2, 3)
+    file = saved(tmp_path, model)
+    with pytest.raises(CheckpointUntrusted, match="torch.nn.modules.linear.Linear"):
+        TorchFile(file)
+    live = nn.Linear(2, 3)
+    load(open_checkpoint(file, trust=True), model=live)
+    assert torch.equal(live.weight, model.weight)
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_code_does_not_run(tmp_path, is_archive):
+    file = saved(tmp_path, Runs(), _use_new_zipfile_serialization=is_archive)
+    with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
+        TorchFile(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02garbage", b"PK\x03\x04 truncated"])
+def test_garbage_is_named(tmp_path, content):
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(CheckpointDamaged) as info:
+        open_checkpoint(tmp_path / "a.pt")
+    assert info.value.file == str(tmp_path / "a.pt")
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    file = saved(tmp_path, {"x": torch.ones(10_000)})
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(CheckpointDamaged):
+        open_checkpoint(file)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], 3])
+def test_what_is_no_dict_is_refused(tmp_path, value):
+    with pytest.raises(CheckpointDamaged, match="expected a dict of tensors"):
+        TorchFile(saved(tmp_path, value))
+
+
+def test_a_dict_that_holds_itself_is_refused(tmp_path):
+    cycle = {}
+    cycle["again"] = cycle
+    with pytest.raises(CheckpointDamaged, match="PickleTooLarge"):
+        TorchFile(saved(tmp_path, cycle))
+
+
+def test_views_outside_their_storage_are_refused(tmp_path):
+    """torch checks this when it makes the view; here nothing is made."""
+    import io
+    import zipfile
+
+    buffer = io.BytesIO()
+    torch.save({"x": torch.arange(16, dtype=torch.uint8)}, buffer)
+    with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(tmp_path / "a.pt", "w") as forged:
+        for info in archive.infolist():
+            content = archive.read(info)
+            if info.filename.endswith("data.pkl"):
+                assert content.count(b"K\x10\x85") == 1
+                content = content.replace(b"K\x10\x85", b"K\x7f\x85")
+            forged.writestr(info.filename, content)
+    with pytest.raises(CheckpointDamaged, match="inside the 16 bytes of '0', got torch.uint8 of shape .127,."):
+        TorchFile(tmp_path / "a.pt")

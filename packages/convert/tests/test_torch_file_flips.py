@@ -1,0 +1,240 @@
+"""Flipped bytes of a `torch.save` file: each is found that `torch.load` would hand on, and its record named."""
+
+import io
+import zipfile
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from lamella_checkpoint import CheckpointDamaged
+from lamella_convert import open_checkpoint, verify
+from lamella_testing import run_ranks
+from lamella_testing.bits import same_bits
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated"
+)
+
+base = torch.arange(1.0, 25.0).reshape(4, 6)
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that holds its elements in a tensor beside a storage of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+    def __reduce_ex__(self, protocol):
+        return Wrapper, (self.inner,)
+
+
+class Holder:
+    """An object that is no tensor, and has one."""
+
+    def __init__(self):
+        self.inner = base.clone()
+
+
+KINDS = {
+    "plain": base.clone,
+    "part": lambda: base.clone()[1:3],
+    "odd bytes": lambda: torch.arange(13, dtype=torch.uint8)[:12].view(torch.float32),
+    "parameter": lambda: nn.Parameter(base.clone()),
+    "two tensors": lambda: TwoTensor(base.clone(), base + 1),
+    "wrapper": lambda: Wrapper(base.clone()),
+    "COO": lambda: base.to_sparse(),
+    "CSR": lambda: base.to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(base, 0.5, 3, torch.quint8),
+    "conjugate": lambda: torch.complex(base, base + 1).conj(),
+    "negative": lambda: torch.complex(base, base + 1).conj().imag,
+    "attributes": lambda: nn.Buffer(base.clone()),
+    "object": Holder,
+    "storage": lambda: base.clone().untyped_storage(),
+    "inside a tuple": lambda: (1, (TwoTensor(base.clone(), base + 1),)),
+}
+
+
+def saved(value, **options):
+    torch.save(value, buffer := io.BytesIO(), **options)
+    return buffer.getvalue()
+
+
+def record_places(content):
+    """The records of an archive by their names, as slices of its bytes."""
+    reader = torch._C.PyTorchFileReader(io.BytesIO(content))
+    starts = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
+    return {name: slice(start, start + len(reader.get_record(name))) for name, start in starts.items()}
+
+
+def flipped(content, position, bit=0):
+    changed = bytearray(content)
+    changed[position] ^= 1 << bit
+    return bytes(changed)
+
+
+def every_record_is_verified(file, content, is_named):
+    for name, place in record_places(content).items():
+        if name.startswith("data/") and place.start < place.stop:
+            file.write_bytes(flipped(content, (place.start + place.stop) // 2))
+            [problem] = verify(file).problems
+            assert problem.file == str(file)
+            assert f"({name})" in problem.problem and is_named in problem.problem, problem
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_a_flipped_bit_is_named_by_record_and_by_tensor_whatever_the_tensor(tmp_path, make):
+    content = saved({"model": {"first": torch.ones(2), "w": make()}})
+    (tmp_path / "a.pt").write_bytes(content)
+    found = verify(tmp_path / "a.pt")
+    assert found and found.num_unverified_bytes == 0, str(found)
+    assert found.num_bytes == sum(place.stop - place.start for place in record_places(content).values())
+    every_record_is_verified(tmp_path / "a.pt", content, "'model.")
+
+
+def test_a_flipped_bit_of_a_distributed_tensor_is_named(tmp_path):
+    def save_sharded():
+        mesh = init_device_mesh("cpu", (1,))
+        (tmp_path / "a.pt").write_bytes(saved({"w": distribute_tensor(base, mesh)}))
+        dist.barrier()
+
+    run_ranks(save_sharded, 1)
+    assert verify(tmp_path / "a.pt")
+    every_record_is_verified(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes(), "'w (")
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "version", ".data/serialization_id"])
+def test_a_flipped_bit_of_any_other_record_is_named_and_the_rest_is_still_verified(tmp_path, name):
+    content = saved({"w": base.clone(), "v": base.clone()})
+    places = record_places(content)
+    both = flipped(flipped(content, places[name].start), places["data/1"].start)
+    (tmp_path / "a.pt").write_bytes(both)
+    text = str(verify(tmp_path / "a.pt"))
+    assert f"{name!r}" in text and "data/1" in text and "data/0" not in text
+
+
+def test_a_record_that_a_tensor_needs_and_that_is_absent_is_named(tmp_path):
+    content = saved({"w": TwoTensor(base.clone(), base + 1)})
+    with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(tmp_path / "a.pt", "w") as lacking:
+        for info in whole.infolist():
+            if not info.filename.endswith("data/1"):
+                lacking.writestr(info.filename, whole.read(info))
+    [problem] = verify(tmp_path / "a.pt").problems
+    assert problem.problem == "no record 'data/1', which 'w' needs"
+
+
+def test_tensors_that_share_a_storage_are_told_once_together(tmp_path):
+    shared = base.clone()
+    content = saved(dict.fromkeys("abcde", shared[0]))
+    (tmp_path / "a.pt").write_bytes(flipped(content, record_places(content)["data/0"].start))
+    [problem] = verify(tmp_path / "a.pt").problems
+    assert "'a and 4 more (data/0)'" in problem.problem
+
+
+@pytest.mark.parametrize("kind", ["two tensors", "COO", "inside a tuple"])
+def test_a_flipped_bit_is_found_when_torch_reads_the_value_for_us(tmp_path, kind):
+    content = saved({"first": torch.ones(2), "w": KINDS[kind]()})
+    last = max(name for name in record_places(content) if name.startswith("data/"))
+    (tmp_path / "a.pt").write_bytes(flipped(content, record_places(content)[last].start))
+    with pytest.raises(CheckpointDamaged, match=f"with the checksum .*{last}"):
+        open_checkpoint(tmp_path / "a.pt", trust=True).raw.read_object("w")
+    open_checkpoint(tmp_path / "a.pt", trust=True, verify=False).raw.read_object("w")
+
+
+def test_of_a_file_from_before_torch_1_6_nothing_is_called_verified(tmp_path):
+    content = saved({"w": base}, _use_new_zipfile_serialization=False)
+    (tmp_path / "a.pt").write_bytes(content)
+    told = []
+    found = verify(tmp_path / "a.pt", on_progress=lambda *so_far: told.append(so_far))
+    assert found and found.num_bytes == found.num_unverified_bytes == len(content)
+    assert told[-1] == (len(content), len(content))
+    assert f"{len(content)} of {len(content)} bytes have no checksum" in str(found)
+
+
+PLAIN = {"model": {"w": base, "b": torch.arange(40.0).bfloat16()}, "lr": 0.1, "tied": base}
+FILES = {
+    "plain": lambda: saved(PLAIN),
+    "sparse": lambda: saved({"w": base.to_sparse(), "c": torch.complex(base, base).conj()}),
+    "rewritten": lambda: _rewritten(saved(PLAIN)),
+}
+
+
+def _rewritten(content):
+    """As by Python's own zip writer: no padding, no ZIP64 records."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(out := io.BytesIO(), "w") as other:
+        for info in archive.infolist():
+            other.writestr(info.filename, archive.read(info))
+    return out.getvalue()
+
+
+def is_read_as_before(file, value):
+    """Whether torch reads what was saved, from memory and from a mapped file; an error is no."""
+    try:
+        loads = [torch.load(file, weights_only=True, mmap=mmap) for mmap in (False, True)]
+    except Exception:  # noqa: BLE001  Whatever torch stumbles on.
+        return False
+    return all(_is_same(loaded, value) for loaded in loads)
+
+
+def _is_same(one, other):
+    if isinstance(other, dict):
+        return isinstance(one, dict) and [*one] == [*other] and all(_is_same(one[key], other[key]) for key in other)
+    if isinstance(other, torch.Tensor):
+        return same_bits(one.to_dense().resolve_conj(), other.to_dense().resolve_conj())
+    return type(one) is type(other) and one == other
+
+
+def found_or_harmless(file, content, value, where):
+    file.write_bytes(content)
+    assert not verify(file) or is_read_as_before(file, value), where
+
+
+@pytest.mark.parametrize("make", FILES.values(), ids=FILES)
+def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(tmp_path, make):
+    """Local headers, padding, descriptors, the directory, its ends: every region of the file."""
+    content = make()
+    value = torch.load(io.BytesIO(content), weights_only=True)
+    for position in range(0, len(content), 11):
+        found_or_harmless(tmp_path / "a.pt", flipped(content, position, position % 8), value, position)
+
+
+def test_contents_that_are_marked_as_a_directory_are_found(tmp_path):
+    """torch reads none of them, and leaves the memory that was to hold them as it is."""
+    content = saved(PLAIN)
+    directory = content.index(b"PK\1\2")
+    attributes = content.index(b"data/0", directory) - len("archive/") - 46 + 38
+    (tmp_path / "a.pt").write_bytes(flipped(content, attributes, 4))
+    [problem] = verify(tmp_path / "a.pt").problems
+    assert "data/0' is marked as a directory" in problem.problem
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(data=st.data(), kind=st.sampled_from([*FILES]))
+def test_so_it_is_with_any_flips(tmp_path_factory, data, kind):
+    content = FILES[kind]()
+    value = torch.load(io.BytesIO(content), weights_only=True)
+    bits = data.draw(st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=4))
+    changed = reduce(lambda so_far, bit: flipped(so_far, bit // 8, bit % 8), bits, content)
+    found_or_harmless(tmp_path_factory.mktemp("flips") / "a.pt", changed, value, bits)
+
+
+def test_a_cut_off_end_is_found(tmp_path):
+    content = saved(PLAIN)
+    for end in range(0, len(content), 7):
+        (tmp_path / "a.pt").write_bytes(content[:end])
+        assert not verify(tmp_path / "a.pt")

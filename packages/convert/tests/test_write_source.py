@@ -1,0 +1,120 @@
+"""Other formats written from a source piece by piece: torch and the libraries read what was in it, bit by bit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from lamella_checkpoint.testing import MemorySource, read_tensor
+from lamella_convert._formats.safetensors import SafetensorsSource
+from lamella_convert._formats.write_source import write_safetensors, write_torch
+from lamella_testing.bits import random_bits, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint16]
+SMALL = 600
+"""Bytes of a buffer that cuts what the tests write into many pieces."""
+
+
+@pytest.fixture
+def source():
+    torch.manual_seed(0)
+    tensors = {f"model.{dtype}".replace("torch.", ""): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
+    return MemorySource({**tensors, "model.scalar": torch.tensor(3.5), "model.empty": torch.empty(0, 4)})
+
+
+def kept(source):
+    return {name: info.dtype for name, info in source.tensors.items()}
+
+
+def equal(found, source, prefix=""):
+    assert set(found) == {name.removeprefix(prefix) for name in source.tensors}
+    return all(same_bits(found[name.removeprefix(prefix)], source.held[name]) for name in source.tensors)
+
+
+@pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
+class TestEachFormat:
+    def test_safetensors(self, source, tmp_path, buffer_nbytes):
+        write_safetensors(source, kept(source), tmp_path, max_shard_nbytes=500, buffer_nbytes=buffer_nbytes)
+        files = list(tmp_path.glob("*.safetensors"))
+        assert len(files) > 2
+        assert equal({name: tensor for file in files for name, tensor in load_file(file).items()}, source)
+        opened = SafetensorsSource(tmp_path)
+        assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
+
+    def test_torch_save(self, source, tmp_path, buffer_nbytes):
+        write_torch(source, kept(source), tmp_path / "a.pt", buffer_nbytes=buffer_nbytes)
+        assert equal(torch.load(tmp_path / "a.pt", weights_only=True), source, "model.")
+        assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True), source, "model.")
+
+
+def test_a_dtype_is_what_is_written(tmp_path):
+    source = MemorySource({"model.a": torch.tensor([1.0009765625]), "model.b": torch.tensor([2])})
+    dtypes = {"model.a": torch.bfloat16, "model.b": torch.int64}
+    write_torch(source, dtypes, tmp_path / "a.pt")
+    assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.tensor([1.0], dtype=torch.bfloat16))
+
+
+def test_one_file_of_torch_puts_no_fake_gpus_in_the_process(source, tmp_path, monkeypatch):
+    """With them, autograd would have threads from then on, and forks of the process no autograd."""
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: pytest.fail("fake GPUs"))
+    write_torch(source, kept(source), tmp_path / "a.pt")
+    assert equal(torch.load(tmp_path / "a.pt"), source, "model.")
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}])
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def native(model, optimizer):
+    """A model and its optimizer as a source under native names."""
+    names = {param: name for name, param in model.named_parameters()}
+    values = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            slots = optimizer.state[param].items()
+            values |= {f"optimizer.state.{names[param]}.{slot}": value for slot, value in slots}
+            options = {option: value for option, value in group.items() if option != "params"}
+            values |= {f"optimizer.param_groups.{names[param]}.{option}": value for option, value in options.items()}
+    return MemorySource(values)
+
+
+def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path):
+    model, optimizer = trained()
+    source = native(model, optimizer)
+    write_torch(source, kept(source), tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    fresh, its_optimizer = trained(seed=1)
+    fresh.load_state_dict(found["model"])
+    set_optimizer_state_dict(fresh, its_optimizer, found["optimizer"])
+    assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert [group["lr"] for group in its_optimizer.param_groups] == [0.5, 0.001]
+    for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(its_optimizer.state[one]["exp_avg"], optimizer.state[other]["exp_avg"])
+
+
+class TestTies:
+    source = MemorySource({"model.embed": torch.rand(300, 2)})
+
+    def test_and_memory_in_one_file(self, tmp_path):
+        write_torch(self.source, kept(self.source), tmp_path / "a.pt", aliases={"model.head": "model.embed"})
+        found = torch.load(tmp_path / "a.pt")
+        assert found["head"].data_ptr() == found["embed"].data_ptr()
+        assert torch.equal(found["head"], self.source.held["model.embed"])
+
+
+def test_progress_adds_up_to_what_was_written(source, tmp_path):
+    total = sum(tensor.nbytes for tensor in source.held.values())
+    for write, target in ((write_torch, "a.pt"), (write_safetensors, "hf")):
+        if target != "a.pt":
+            (tmp_path / target).mkdir()
+        steps = []
+        write(source, kept(source), tmp_path / target, buffer_nbytes=SMALL, on_bytes=steps.append)
+        assert sum(steps) == total and len(steps) > 10
