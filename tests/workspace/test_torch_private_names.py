@@ -1,0 +1,147 @@
+"""The table of torch's private names lists each one that a package uses, and no other."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "torch-private-names.md"
+FOREIGN = {"_asdict", "_replace", "_no_split_modules", "_shard_order"}  # named tuples', transformers', Megatron-FSDP's
+Names = set[tuple[str, str]]  # package, torch's name
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _chain(node: ast.expr) -> tuple[str, ...]:
+    """The parts of `a.b.c`; empty for an expression that is no chain of names."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute) and (before := _chain(node.value)):
+        return (*before, node.attr)
+    return ()
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
+    """Each import as the local name, the full name, and whether the full name was taken from a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                yield alias.asname or top, alias.name if alias.asname else top, False
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}", True) for alias in node.names)
+
+
+def _through_modules(tree: ast.Module) -> Iterator[str]:
+    """Private names that are imported or end a chain from torch, up to the name after the last private part."""
+    imported = {local: (full, is_taken) for local, full, is_taken in _imports(tree)}
+    for full, is_taken in imported.values():
+        if is_taken and full.startswith("torch.") and any(map(_is_private, full.split("."))):
+            yield full
+    for node in ast.walk(tree):
+        first, *rest = (_chain(node) if isinstance(node, ast.Attribute) else ()) or ("",)
+        full, is_taken = imported.get(first, ("", False))
+        if full.split(".")[0] != "torch" or (is_taken and any(map(_is_private, full.split(".")))):
+            continue
+        parts = [*full.split("."), *rest]
+        if private := [place for place, part in enumerate(parts) if _is_private(part)]:
+            yield ".".join(parts[: private[-1] + 2])
+
+
+def _longest(names: set[str]) -> set[str]:
+    """Without the names that others begin with: `torch._C` is part of the chain `torch._C._functorch`."""
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+
+def _own_attributes(trees: list[ast.Module]) -> set[str]:
+    """The private names that a package gives to members of its classes."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.ClassDef(body=body):
+                found |= {part.name for part in body if isinstance(part, ast.FunctionDef)}
+                fields: list[ast.expr] = [line.target for line in body if isinstance(line, ast.AnnAssign)]
+                fields += [target for line in body if isinstance(line, ast.Assign) for target in line.targets]
+                found |= {field.id for field in fields if isinstance(field, ast.Name)}
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def _of_objects(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Private attributes of objects that no name of the package's own explains, by access or by `getattr`."""
+    imported = {local for local, _, _ in _imports(tree)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if _chain(node)[:1] and _chain(node)[0] in imported:
+                continue
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if name in own:
+                continue
+            case ast.Attribute(attr=name):
+                pass
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=name), *_]):
+                pass
+            case _:
+                continue
+        if isinstance(name, str) and _is_private(name) and name not in own | FOREIGN:
+            yield f".{name}"
+
+
+def _used_by(package: str, sources: dict[str, str]) -> Names:
+    trees = [ast.parse(text) for text in sources.values()]
+    own = _own_attributes(trees)
+    found = {name for tree in trees for name in _of_objects(tree, own)}
+    for tree in trees:
+        found |= _longest({*_through_modules(tree)})
+    return {(package, name) for name in found}
+
+
+def _used() -> Names:
+    found: Names = set()
+    for folder in sorted((ROOT / "packages").iterdir()):
+        found |= _used_by(folder.name, {str(file): file.read_text() for file in folder.glob("src/**/*.py")})
+    return found
+
+
+def _listed() -> Names:
+    """The table's first two columns: names, and the packages that use them."""
+    rows = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return {
+        (package, name)
+        for names, packages in rows
+        for name in re.findall(r"`([^`]+)`", names)
+        for package in packages.split(", ")
+    }
+
+
+def test_each_name_that_a_package_uses_has_its_row() -> None:
+    assert _used() - _listed() == set()
+
+
+def test_each_row_is_of_a_name_that_its_packages_use() -> None:
+    assert _listed() - _used() == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch._compile import _disable_dynamo", "torch._compile._disable_dynamo"),
+        ("import torch\nif torch._C._functorch.get_unwrapped(x): pass", "torch._C._functorch.get_unwrapped"),
+        ("import torch.utils._pytree as pytree\npytree.tree_map(f, x)", "torch.utils._pytree.tree_map"),
+        ("import torch.utils.hooks as hooks\nhooks._global.x.y", "torch.utils.hooks._global.x"),
+        ("def f(tensor): return tensor._local_tensor.shape", "._local_tensor"),
+        ("def f(tensor): return getattr(tensor, '_shape_env', None)", "._shape_env"),
+    ],
+)  # fmt: skip
+def test_a_private_name_is_found_however_it_is_reached(source: str, name: str) -> None:
+    assert _used_by("engine", {"file.py": source}) == {("engine", name)}
+
+
+def test_names_of_the_package_itself_are_not_torchs() -> None:
+    own = "import os\nclass A:\n    def __init__(self): self._b = 1\n    def _c(self): return self._b\n"
+    assert _used_by("engine", {"file.py": own + "os._exit(a._b + a._c())"}) == set()
