@@ -8,6 +8,7 @@ install nothing: they run in the interpreter that the variable PYTHON names.
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -196,6 +197,34 @@ def release(session: nox.Session) -> None:
     session.notify(f"build({package})", ["--published"])
 
 
+@nox.session(default=False)
+def release_dry_run(session: nox.Session) -> None:
+    """Build what the index will hold, install `lamella` from that alone, and show what changed in public names.
+
+    A package whose version has a tag is built from the tag, every other one from this tree. RELEASING.md tells more.
+    """
+    index = Path(session.create_tmp()).resolve() / "index"
+    shutil.rmtree(index, ignore_errors=True)
+    for package in PACKAGES:
+        source = _released(session, package) or FOLDERS[package]
+        # The index's layout (PEP 503): uv takes a name from the first index that has it, and looks no further.
+        _uv(session, "build", "--quiet", "--no-sources", "--out-dir", index / _distribution(package), source)
+        files = sorted((index / _distribution(package)).glob("*.*"))
+        links = "".join(f'<a href="{file.name}">{file.name}</a>\n' for file in files)
+        (index / _distribution(package) / "index.html").write_text(links)
+    _install(
+        session, "--no-sources", "--no-config", "--index", index.as_uri(), "lamella[mamba,qwen]", "lamella-megatron"
+    )
+    outside = Path(session.create_tmp()).resolve()
+    session.chdir(outside)
+    modules = ", ".join(_distribution(package).replace("-", "_") for package in PACKAGES)
+    session.run("python", "-I", "-W", "error", "-c", f"import {modules}")
+    session.run("lamella", "--version")
+    _install(session, "griffelib")
+    session.chdir(ROOT)
+    session.run("python", "tools/api_diff.py", *PACKAGES)
+
+
 @nox.session(default=False, venv_backend="none")
 def pins(session: nox.Session) -> None:
     """Rewrite constraints.txt with the newest versions that fit; `--upgrade-package NAME` moves only one."""
@@ -209,6 +238,21 @@ def pins(session: nox.Session) -> None:
     _uv(session, "pip", "compile", *options, *projects, "--output-file", target)
     # A local build's suffix names one machine, and torch's CUDA build pins its libraries by itself.
     target.write_text(re.sub(r"\+\w+$|^(nvidia|cuda|triton)\b.*\n", "", target.read_text(), flags=re.MULTILINE))
+
+
+def _released(session: nox.Session, package: str) -> Path | None:
+    """A package's folder as the tag of its present version has it; None for a version that is not tagged."""
+    tag = f"{package}-v{_version(package)}"
+    if subprocess.run(
+        ["git", "rev-parse", "--quiet", "--verify", f"refs/tags/{tag}"], cwd=ROOT, check=False
+    ).returncode:
+        return None
+    folder = Path(session.create_tmp()).resolve() / tag
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    session.run("git", "-C", str(ROOT), "archive", "--output", f"{folder}.tar", tag, external=True)
+    shutil.unpack_archive(f"{folder}.tar", folder, filter="data")
+    return folder / "packages" / package
 
 
 def _install(session: nox.Session, *args: str | Path) -> None:

@@ -52,10 +52,17 @@ def test_siblings_are_required_at_the_present_minor_version(packages: Packages) 
     versions = {pyproject["project"]["name"]: pyproject["project"]["version"] for pyproject in packages.values()}
     for folder, pyproject in packages.items():
         for requirement in _requirements(pyproject):
-            if requirement.name in versions:
+            if requirement.name in versions and folder.name != "lamella":
                 major, minor, _ = map(int, versions[requirement.name].split("."))
                 expected = SpecifierSet(f">={major}.{minor},<{major}.{minor + 1}")
                 assert requirement.specifier == expected, f"{folder.name}: {requirement}"
+
+
+def test_the_umbrella_pins_every_package_at_its_present_version(packages: Packages) -> None:
+    versions = {pyproject["project"]["name"]: pyproject["project"]["version"] for pyproject in packages.values()}
+    [umbrella] = [pyproject for folder, pyproject in packages.items() if folder.name == "lamella"]
+    pinned = {each.name: str(each.specifier) for each in _requirements(umbrella) if each.name in versions}
+    assert pinned == {name: f"=={version}" for name, version in versions.items() if name != "lamella"}
 
 
 def test_the_classifiers_agree_with_the_python_that_is_required(packages: Packages) -> None:
