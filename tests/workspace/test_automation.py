@@ -51,15 +51,64 @@ def test_a_workflow_runs_sessions_that_exist_and_nothing_else(workflow: Path, se
 def test_continuous_integration_covers_every_package_and_session(sessions: set[str]) -> None:
     run = {command for job in _jobs(ROOT / ".github/workflows/ci.yml") for command in _commands(job)}
     expected = {name for name in sessions if name.startswith("unit(")}
-    expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron", "clients"}
+    expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron", "clients", "release_dry_run"}
     expected |= {f"oldest({name})" for name in ("buffers", "engine", "checkpoint", "convert", "lamella", "integration")}
     assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
 
 
-def test_only_the_job_that_publishes_may_publish() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+def test_each_session_that_checks_something_runs_by_itself(sessions: set[str]) -> None:
+    run = {command for workflow in WORKFLOWS for job in _jobs(workflow) for command in _commands(job)}
+    by_itself = {re.sub(r'\./dev "?([\w()]+)"?.*', r"\1", command) for command in run}
+    by_hand = {"train", "tests", "pins"} | {name for name in sessions if name.startswith("build(")}  # `release` builds
+    one_is_enough = {name for name in sessions if name.startswith(("bench(", "oldest("))}
+    assert sessions - by_itself - by_hand - one_is_enough == set()
+    assert {name.partition("(")[0] for name in one_is_enough} <= {name.partition("(")[0] for name in by_itself}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_ends_in_time_and_may_do_no_more_than_it_says(workflow: Path) -> None:
+    content = yaml.safe_load(workflow.read_text())
+    assert content["permissions"] in ({}, {"contents": "read"})
+    assert [name for name, job in content["jobs"].items() if "timeout-minutes" not in job] == []
+
+
+@pytest.mark.parametrize("name", ["release", "pages"])
+def test_only_the_job_that_publishes_may_publish(name: str) -> None:
+    jobs = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())["jobs"]
     assert [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})] == ["publish"]
     assert not list(_commands(jobs["publish"]))
+
+
+def test_workflows_take_one_version_of_each_action() -> None:
+    uses = {
+        step["uses"] for workflow in WORKFLOWS for job in _jobs(workflow) for step in job["steps"] if "uses" in step
+    }
+    assert len(uses) == len({action.partition("@")[0] for action in uses})
+    assert [action for action in uses if re.fullmatch(r".*@(main|master|)", action)] == []
+
+
+FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_is_one_that_github_takes(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    assert {"name", "description", "body"} <= set(content)
+    fields = [part for part in content["body"] if part["type"] != "markdown"]
+    assert {part["type"] for part in fields} <= {"checkboxes", "dropdown", "input", "textarea"}
+    assert len({part["id"] for part in fields}) == len(fields) == len({part["attributes"]["label"] for part in fields})
+
+
+def test_each_member_of_the_workspace_has_a_line_for_its_owners() -> None:
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    paths = {line.split()[0] for line in lines if line and not line.startswith("#")}
+    members = {
+        f"/{file.parent.relative_to(ROOT)}/"
+        for each in ("*", "packages/*")
+        for file in ROOT.glob(f"{each}/pyproject.toml")
+    }
+    assert {path for path in paths if not (ROOT / path.strip("/")).is_dir()} == set()
+    assert members <= paths
 
 
 def test_the_constraints_are_bare_pins() -> None:
