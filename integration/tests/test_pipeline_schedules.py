@@ -89,5 +89,5 @@ def test_a_pipeline_trains_as_with_fsdp2(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("device", ["cuda"])
 def test_stages_of_one_shard_train_as_with_fsdp2(schedule: str, device: Device) -> None:
-    """Two GPUs are a pipeline of two, or two that share the shards of one stage."""
+    """Two GPUs are a pipeline of two places, so each stage's shards lie on one rank."""
     run_in_both(partial(trained, schedule=schedule, num_places=2), device=device)

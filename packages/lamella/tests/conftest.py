@@ -140,9 +140,9 @@ def _interruptible() -> Iterator[None]:
 def start_python(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Start Python with arguments that name the test's folder. Its processes end with the test, however that ends."""
 
-    def start(*arguments: str) -> "subprocess.Popen[str]":
+    def start(*arguments: str, stdin: int | None = None) -> "subprocess.Popen[str]":
         command = [sys.executable, *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return programs.enter_context(subprocess.Popen(command, **pipes, text=True, start_new_session=True))
 
     with ExitStack() as programs:

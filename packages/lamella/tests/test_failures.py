@@ -190,9 +190,10 @@ def test_the_help_says_what_the_exit_codes_mean(capsys: pytest.CaptureFixture[st
     assert f"{128 + signal.SIGTERM} by SIGTERM" in lines[5]
 
 
-def test_a_run_whose_output_nobody_reads_goes_on(options: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "lamella", *options, "--log-interval", "1"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_a_run_whose_output_nobody_reads_goes_on(
+    start_python: Callable[..., "subprocess.Popen[str]"], options: list[str], tmp_path: Path
+) -> None:
+    run = start_python("-P", "-m", "lamella", *options, "--log-interval", "1")
     assert run.stdout is not None and run.stderr is not None
     with run.stdout:
         assert any(line.startswith("step: 1  loss") for line in run.stdout)

@@ -3,7 +3,7 @@
 import os
 import socket
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import subprocess, sys, time
 from pathlib import Path
 from lamella._lock import locked
 with locked(Path(sys.argv[1])) as descriptors:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=sys.stdin, pass_fds=descriptors)
+    child = subprocess.Popen([sys.executable, "-c", "input()", sys.argv[1]], stdin=sys.stdin, pass_fds=descriptors)
     print(flush=True)
     time.sleep(600)
 """
@@ -49,19 +49,16 @@ def test_a_refused_run_leaves_nothing(options: list[str], tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
-def test_the_lock_of_a_run_that_was_killed_is_taken_over_once_its_workers_are_gone(tmp_path: Path) -> None:
-    run = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    )
-    assert run.stdin is not None and run.stdout is not None
-    with run.stdin, run.stdout:
-        assert run.stdout.read(1) == b"\n"
-        run.kill()
-        run.wait()
-        with pytest.raises(ConfigError, match=f"got one of process {run.pid} on "), locked(tmp_path):
-            pass
-        run.stdin.write(b"\n")  # The worker ends.
-        assert run.stdout.read() == b""  # It has.
+def test_the_lock_of_a_run_that_was_killed_is_taken_over_once_its_workers_are_gone(
+    start_python: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    run = start_python("-c", HOLD, f"{tmp_path}/", stdin=subprocess.PIPE)
+    assert run.stdout is not None and run.stdout.read(1) == "\n"
+    run.kill()
+    run.wait()
+    with pytest.raises(ConfigError, match=f"got one of process {run.pid} on "), locked(tmp_path):
+        pass
+    assert run.communicate("\n") == ("", "")  # The worker reads the line and ends, and with it the pipes.
     with locked(tmp_path):
         assert (tmp_path / LOCK_FILE).read_text().startswith(f"of process {os.getpid()} ")
 
