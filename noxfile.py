@@ -269,18 +269,24 @@ def _editable(*names: str) -> list[str]:
 
 def _install_shipped(session: nox.Session, name: str, wheels: list[Path]) -> None:
     """Install a member's wheel, what it declares and what its tests need; siblings only if among the wheels."""
-    _install(session, *wheels, "--no-sources", *_group(name, "test"))
+    _install(session, *wheels, "--no-sources", "--group", "parallel", *_group(name, "test"))
 
 
 def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
-    """Run tests in a folder, and in a mode (`-I`), where no source tree can be imported by accident."""
+    """Run tests in a folder, and in a mode (`-I`), where no source tree can be imported by accident.
+
+    All tests of a folder are shared by up to four processes. Arguments select tests or look into them, so that pytest
+    then stays in this process, unless they say otherwise: `-n 2`.
+    """
     session.chdir(session.create_tmp())
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     options = [option for option in session.posargs if option != "--published"]
+    processes = [] if options else ["--numprocesses", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
     # Ranks share the cores, and a sum must not depend on how many there are.
     session.env["OMP_NUM_THREADS"] = "1"
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # Else every process that a test starts compiles torch once more.
     session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
-    session.run("python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *map(str, args), *options)
+    session.run("python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *processes, *map(str, args), *options)
 
 
 def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
