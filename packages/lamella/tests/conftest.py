@@ -62,7 +62,11 @@ class Run:
 @pytest.fixture
 def text_folder(tmp_path: Path) -> Path:
     """Three source files of the standard library, 100 kB or so."""
-    folder = tmp_path / "text"
+    return _write_text(tmp_path)
+
+
+def _write_text(parent: Path) -> Path:
+    folder = parent / "text"
     folder.mkdir()
     for module in (argparse, textwrap, inspect):
         (folder / f"{module.__name__}.py").write_text(inspect.getsource(module), encoding="utf-8")
@@ -72,14 +76,18 @@ def text_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
     """The config of a Llama with 11 thousand parameters."""
-    path = tmp_path / "tiny.json"
+    return _write_model(tmp_path)
+
+
+def _write_model(parent: Path) -> Path:
+    path = parent / "tiny.json"
     path.write_text(json.dumps(TINY_LLAMA), encoding="utf-8")
     return path
 
 
 @pytest.fixture
 def options(tmp_path: Path, text_folder: Path, model_file: Path) -> list[str]:
-    """A command line that trains the tiny model for a few steps."""
+    """A command line that trains the tiny model for a few steps, and saves the last, which starts no process."""
     options = {
         "--model": model_file,
         "--data": text_folder,
@@ -90,7 +98,7 @@ def options(tmp_path: Path, text_folder: Path, model_file: Path) -> list[str]:
         "--sequence-length": 32,
         "--validation-interval": 3,
         "--validation-sequences": 7,
-        "--checkpoint-interval": 3,
+        "--checkpoint-interval": 6,
         "--log-interval": 2,
         "--warmup-steps": 2,
     }
@@ -100,6 +108,17 @@ def options(tmp_path: Path, text_folder: Path, model_file: Path) -> list[str]:
 @pytest.fixture
 def config(tmp_path: Path, text_folder: Path, model_file: Path) -> Config:
     """The same as a configuration."""
+    return _configure(tmp_path, text_folder, model_file)
+
+
+@pytest.fixture(scope="module")
+def shared_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The same for a run that several tests share; each takes a copy of its directory."""
+    folder = tmp_path_factory.mktemp("shared")
+    return _configure(folder, _write_text(folder), _write_model(folder))
+
+
+def _configure(folder: Path, text_folder: Path, model_file: Path) -> Config:
     return resolve(
         {
             "model": {"name": str(model_file)},
@@ -107,10 +126,10 @@ def config(tmp_path: Path, text_folder: Path, model_file: Path) -> Config:
             "optim": {"steps": 6, "batch_size": 8, "warmup_steps": 2},
             "parallel": {"device": "cpu"},
             "run": {
-                "directory": str(tmp_path / "run"),
+                "directory": str(folder / "run"),
                 "validation_interval": 3,
                 "validation_sequences": 7,
-                "checkpoint_interval": 3,
+                "checkpoint_interval": 6,
                 "log_interval": 2,
             },
         }
@@ -158,7 +177,7 @@ def _kill_those_that_name(folder: Path) -> None:
                 os.kill(int(command.parent.name), signal.SIGKILL)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train() -> Callable[[Config, int], Run]:
     """Train in forked ranks, as the workers of `lamella train` do."""
     return _train

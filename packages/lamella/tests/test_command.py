@@ -180,7 +180,7 @@ def test_an_adapter_that_is_not_installed_is_named(refuse: Refuse, monkeypatch: 
 def test_some_steps_are_profiled_and_reported_on(
     options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*options, "--profile", "2", "--validation-interval", "6", "--checkpoint-interval", "6"]) == 0
+    assert main([*options, "--profile", "2", "--validation-interval", "6"]) == 0
     folder = tmp_path / "run" / "profile"
     assert f"profile: {folder}. No GPU kernels" in capfd.readouterr().out
     assert {path.name for path in folder.iterdir()} == {"trace.json.gz", *(f"overlap.{kind}" for kind in KINDS)}

@@ -69,7 +69,6 @@ def on(config: Config, data: Path, model: Path | None = None) -> Config:
         model=replace(config.model, name=name),
         data=replace(config.data, paths=(str(data),)),
         optim=replace(config.optim, lr=1e-2),
-        run=replace(config.run, checkpoint_interval=6),  # The last step's alone, which starts no process.
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def exported(config: Config, train: TrainOn, model_file: Path, tmp_path: Path) -
     """The folder that `lamella ckpt convert --to hf` makes of a run whose config names another tokenizer's tokens."""
     values = json.loads(model_file.read_text())
     model_file.write_text(json.dumps(values | {"bos_token_id": 7, "eos_token_id": 2, "pad_token_id": 3}))
-    run = train(replace(config, run=replace(config.run, checkpoint_interval=6)), 2)
+    run = train(config, 2)
     checkpoint, to = run.directory.checkpoints / "step_00000006", tmp_path / "exported"
     assert main(["ckpt", "convert", str(checkpoint), str(to), "--to", "hf", "--config", str(run.directory.model)]) == 0
     return to

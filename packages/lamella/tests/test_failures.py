@@ -36,6 +36,12 @@ def limit_files(num_bytes: int) -> None:
 
 
 @pytest.fixture
+def config(config: Config) -> Config:
+    """One that saves on the way too: step 3, in the background."""
+    return replace(config, run=replace(config.run, checkpoint_interval=3))
+
+
+@pytest.fixture
 def errors_of(config: Config) -> Callable[..., list[str]]:
     """Train on two ranks until all of them raise an error of a kind; give what each rank says, which is one line."""
 
@@ -95,9 +101,7 @@ def test_a_save_in_the_background_that_failed_is_told_and_the_next_one_is_waited
         if step == 6:
             raise NotImplementedError  # That is enough.
 
-    config = replace(
-        config, optim=replace(config.optim, steps=20), run=replace(config.run, checkpoint_interval=3, log_interval=1)
-    )
+    config = replace(config, optim=replace(config.optim, steps=20), run=replace(config.run, log_interval=1))
     errors_of(NotImplementedError, fill_for_the_process_that_writes, config)
     told = [line for line in capfd.readouterr().out.splitlines() if "not saved" in line]
     assert len(told) == 1 and "File too large" in told[0] and told[0].endswith("Saving step 6 in its place.")

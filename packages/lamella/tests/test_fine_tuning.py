@@ -89,7 +89,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
     config = starting_from(config, directory)
     whole = train(config, 2)
 
-    config = replace(config, run=replace(config.run, directory=str(tmp_path / "killed")))
+    config = replace(config, run=replace(config.run, directory=str(tmp_path / "killed"), checkpoint_interval=3))
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", killed_once_3_steps_are_saved(tmp_path / "killed"))
         with pytest.raises(RankFailure, match="SIGKILL"):
@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
     model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
     assert resumed.validations[6] == pytest.approx(nats_per_byte(model, resumed.directory), rel=1e-5)
     # It can be started from once more.
-    again = replace(config.run, directory=str(tmp_path / "again"))
+    again = replace(config.run, directory=str(tmp_path / "again"), checkpoint_interval=6)
     assert train(replace(starting_from(config, new), run=again), 1).validations[0] == pytest.approx(
         resumed.validations[6], rel=1e-5
     )

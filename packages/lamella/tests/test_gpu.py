@@ -54,7 +54,7 @@ def test_a_folders_weights_are_read_onto_the_gpus(
 def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
     options: list[str], tmp_path: Path, num_gpus: int
 ) -> None:
-    command = [*options, "--device", "cuda", "--precision", "fp32"]
+    command = [*options, "--device", "cuda", "--precision", "fp32", "--checkpoint-interval", "3"]
     assert main([*command, "--ranks", "1", "--run-dir", str(tmp_path / "one")]) == 0
     assert main([*command, "--ranks", str(num_gpus), "--run-dir", str(tmp_path / "several")]) == 0
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
@@ -64,7 +64,7 @@ def test_losses_in_float32_do_not_depend_on_the_number_of_gpus(
 def test_a_profile_finds_each_units_collectives_on_the_gpu(
     options: list[str], tmp_path: Path, num_gpus: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    profiled = ["--profile", "2", "--validation-interval", "6", "--checkpoint-interval", "6"]
+    profiled = ["--profile", "2", "--validation-interval", "6"]
     assert main([*options, "--device", "cuda", "--ranks", str(num_gpus), *profiled]) == 0
     assert "a step (" in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("profile: "))
     report = json.loads((tmp_path / "run" / "profile" / "overlap.json").read_text())

@@ -63,7 +63,6 @@ def starting_from(config: Config, directory: Path, lr: float = 1e-2) -> Config:
         config,
         model=replace(config.model, name=str(directory)),
         optim=replace(config.optim, lr=lr),
-        run=replace(config.run, checkpoint_interval=6),  # The last step's alone, which starts no process.
     )
 
 

@@ -1,8 +1,10 @@
 """A run goes on from whole checkpoints; a damaged one is named, with the option that avoids it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,20 @@ from lamella_testing import run_ranks
 TrainOn = Callable[[Config, int], "object"]
 
 
+@pytest.fixture(scope="module")
+def run(shared_config: Config, train: TrainOn) -> Config:
+    """The configuration of a run with checkpoints of the steps 3 and 6."""
+    config = replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3))
+    train(config, 2)
+    return config
+
+
+@pytest.fixture
+def config(run: Config, tmp_path: Path) -> Config:
+    """The same in a folder of the test's own."""
+    return replace(run, run=replace(run.run, directory=str(tmp_path / "run")))
+
+
 def longer(config: Config, **run: object) -> Config:
     return replace(config, optim=replace(config.optim, steps=9), run=replace(config.run, **run))
 
@@ -31,9 +47,9 @@ def refusal(config: Config) -> str:
 
 
 @pytest.fixture
-def finished(config: Config, train: TrainOn) -> RunDirectory:
-    """A run with checkpoints of the steps 3 and 6."""
-    return train(config, 2).directory
+def finished(run: Config, config: Config) -> RunDirectory:
+    """A copy of the run, which the test may damage."""
+    return RunDirectory(Path(shutil.copytree(str(run.run.directory), str(config.run.directory))))
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_option_that_goes_on_from_the_one_before(

@@ -28,6 +28,12 @@ from lamella_testing import run_ranks
 DEADLINE_S = 120  # What takes longer hangs, on a busy machine too.
 
 
+@pytest.fixture
+def config(config: Config) -> Config:
+    """One that saves on the way too: step 3, in the background."""
+    return replace(config, run=replace(config.run, checkpoint_interval=3))
+
+
 class AskedInStep(StopRequests):
     """What a rank is asked that hears a signal in one of its steps; in none, by default."""
 
@@ -49,7 +55,7 @@ class AskedInStep(StopRequests):
 def test_one_rank_that_is_asked_stops_all_after_the_same_step_and_resumed_they_are_as_if_never_stopped(
     config: Config, train: Callable[[Config, int], object], tmp_path: Path
 ) -> None:
-    whole = train(replace(config, run=replace(config.run, directory=str(tmp_path / "whole"))), 2)
+    whole = train(replace(config, run=replace(config.run, directory=str(tmp_path / "whole"), checkpoint_interval=6)), 2)
     directory = prepare(place(config)).directory
 
     def on_rank() -> tuple[int, list[int]]:
@@ -211,7 +217,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_a_command_that_is_asked_to_stop_saves_its_step_and_the_same_command_goes_on(
     start_python: StartPython, options: list[str], tmp_path: Path, launcher: tuple[str, ...], exit_code: int
 ) -> None:
-    run = start_python(*(launcher or ("-P",)), "-m", "lamella", *options, "--steps", "100000")
+    saved_often = ("--steps", "100000", "--checkpoint-interval", "3")
+    run = start_python(*(launcher or ("-P",)), "-m", "lamella", *options, *saved_often)
     assert run.stdout is not None
     assert any(line.startswith("step: 4  loss") for line in run.stdout)
     run.send_signal(signal.SIGTERM)
