@@ -199,7 +199,7 @@ def test_a_truncated_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], 3])
 def test_what_is_no_dict_is_refused(tmp_path, value):
-    with pytest.raises(CheckpointDamaged, match="expected a dict of tensors"):
+    with pytest.raises(CheckpointDamaged, match="Expected a dict of named tensors"):
         TorchFile(saved(tmp_path, value))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lamella_checkpoint import CheckpointDamaged
+from lamella_checkpoint import CheckpointDamaged, FormatUnknown
 from lamella_convert import open_checkpoint, verify
 from lamella_testing import run_ranks
 from lamella_testing.bits import same_bits
@@ -238,3 +238,27 @@ def test_a_cut_off_end_is_found(tmp_path):
     for end in range(0, len(content), 7):
         (tmp_path / "a.pt").write_bytes(content[:end])
         assert not verify(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+@pytest.mark.parametrize(
+    ("value", "held"), [(torch.arange(4.0), "one tensor without a name"), ([torch.ones(2)], "a list")]
+)
+def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(tmp_path, is_archive, value, held):
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
+    found = verify(tmp_path / "a.pt")
+    assert found and found.problems == () and found.num_bytes > 0
+    assert found.notes == (f"not a checkpoint of named tensors: it holds {held}",)
+    assert found.notes[0] in str(found) and "whole" in str(found) and found.as_json()["notes"] == [*found.notes]
+    with pytest.raises(FormatUnknown, match=f"Expected a dict of named tensors in .*, got {held}. Load it with torch"):
+        open_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_flipped_bit_is_found_in_a_file_without_names(tmp_path):
+    tensor = torch.arange(400.0)
+    torch.save(tensor, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.find(tensor.numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    [problem] = verify(tmp_path / "a.pt").problems
+    assert "with the checksum" in problem.problem

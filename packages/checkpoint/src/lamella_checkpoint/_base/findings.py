@@ -32,6 +32,7 @@ class Verification:
         path: Of the file or directory.
         problems: What is wrong, file by file.
         unneeded: Names of data files that nothing in the checkpoint refers to. They do no harm.
+        notes: Sentences about whole files that are still not what a reader of checkpoints looks for.
         num_bytes: That were read.
         num_unverified_bytes: Of these, what no checksum was kept of: it is there, and has the right shape.
     """
@@ -41,6 +42,7 @@ class Verification:
     unneeded: tuple[str, ...]
     num_bytes: int
     num_unverified_bytes: int
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -50,6 +52,7 @@ class Verification:
         yield from map(str, self.problems)
         if self.unneeded:
             yield printable(f"not needed: {', '.join(self.unneeded)}")
+        yield from map(printable, self.notes)
         if self.num_unverified_bytes:
             yield f"{self.num_unverified_bytes} of {self.num_bytes} bytes have no checksum"
         state = "whole" if self else f"damaged, {len(self.problems)} problems"
@@ -65,6 +68,7 @@ class Verification:
             "whole": bool(self),
             "problems": [each._asdict() for each in self.problems],
             "unneeded": list(self.unneeded),
+            "notes": list(self.notes),
             "num_bytes": self.num_bytes,
             "num_unverified_bytes": self.num_unverified_bytes,
         }
@@ -78,6 +82,7 @@ class Findings:
         total: All bytes that will be read; set before the first `count`.
         problems: As `Verification`.
         unneeded: As `Verification`.
+        notes: As `Verification`.
         num_bytes: As `Verification`.
         num_unverified_bytes: As `Verification`.
     """
@@ -88,6 +93,7 @@ class Findings:
         self.total = 0
         self.problems: list[Problem] = []
         self.unneeded: list[str] = []
+        self.notes: list[str] = []
         self.num_bytes = 0
         self.num_unverified_bytes = 0
         self._on_progress = on_progress
@@ -129,6 +135,7 @@ def verification(path: Path, on_progress: OnProgress, check: Callable[[Findings]
         path=path,
         problems=tuple(findings.problems),
         unneeded=tuple(findings.unneeded),
+        notes=tuple(findings.notes),
         num_bytes=findings.num_bytes,
         num_unverified_bytes=findings.num_unverified_bytes,
     )

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, TensorInfo, Wanted
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, TensorInfo, Wanted
 from lamella_checkpoint.archives import (
     Copy,
     Expected,
@@ -54,8 +54,9 @@ class TorchFile:
             verify: Whether what is read is held against the checksum in the archive.
 
         Raises:
-            CheckpointDamaged: The file is absent, unreadable, or holds no dict.
+            CheckpointDamaged: The file is absent or unreadable.
             CheckpointUntrusted: It holds an object of another type, such as a module, and no dict.
+            FormatUnknown: It holds something else than a dict: one tensor without a name, say.
         """
         self.path = path
         self._trust = trust
@@ -172,7 +173,12 @@ class TorchFile:
         if isinstance(root, nn.Module):
             root = root.state_dict()
         if not isinstance(root, dict):
-            raise CheckpointDamaged(str(self.path), f"expected a dict of tensors, got {_kind(root)}")
+            raise FormatUnknown(
+                str(self.path),
+                _kind(root),
+                expected="a dict of named tensors",
+                way_out="Load it with torch.load, and save it under a name: torch.save({'weight': tensor}, path).",
+            )
         return root
 
     def _add(self, keys: Keys, value: object) -> None:
@@ -274,4 +280,4 @@ def _kinds(value: object) -> set[str]:
 
 
 def _kind(value: object) -> str:
-    return "a tensor" if isinstance(value, Inert | torch.Tensor) else type(value).__name__
+    return "one tensor without a name" if isinstance(value, Inert | torch.Tensor) else f"a {type(value).__name__}"

@@ -4,10 +4,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Final
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Verification
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Verification
 from lamella_checkpoint import verify as verify_dcp
 from lamella_checkpoint.archives import check_tensors
 from lamella_checkpoint.files import Findings, OnProgress, verification
@@ -44,7 +43,7 @@ def _check_torch_file(findings: Findings, *, trust: bool) -> None:
     """Each record of the archive against its checksum, named by the values that refer to it, if that is known."""
     path = findings.path
     files = archive_records(path)
-    names, refused = _names_of_records(path, trust)
+    names, refused = _names_of_records(findings, trust)
     reads = [whole_read(path, each, _told(each.name, names.get(each.name))) for each in files.values()]
     findings.total = sum(each.length for each in files.values())
     findings.num_unverified_bytes = sum(each.length for each in files.values() if each.crc is None)
@@ -59,12 +58,15 @@ def _check_torch_file(findings: Findings, *, trust: bool) -> None:
         findings.count(findings.total)
 
 
-def _names_of_records(path: Path, trust: bool) -> tuple[Mapping[str, Sequence[str]], list[CheckpointDamaged]]:
+def _names_of_records(findings: Findings, trust: bool) -> tuple[Mapping[str, Sequence[str]], list[CheckpointDamaged]]:
     """The values that refer to each record of a file of `torch.save`, or why the file cannot be opened."""
     try:
-        return TorchFile(path, trust=trust, verify=False).names_of_records(), []
+        return TorchFile(findings.path, trust=trust, verify=False).names_of_records(), []
     except CheckpointUntrusted:
         raise
+    except FormatUnknown as error:
+        findings.notes.append(f"not a checkpoint of named tensors: it holds {error.problem}")
+        return {}, []
     except CheckpointDamaged as error:
         return {}, [error]
 
