@@ -106,3 +106,22 @@ def _imported(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_names_that_are_imported_when_first_used_are_the_ones_that_type_checkers_see() -> None:
+    tables = [file for file in ROOT.glob("packages/*/src/*/__init__.py") if "_LATER" in file.read_text()]
+    assert len(tables) >= 3
+    for file in tables:
+        body = ast.parse(file.read_text()).body
+        [seen] = [
+            node for node in body if isinstance(node, ast.If) and any(isinstance(n, ast.ImportFrom) for n in node.body)
+        ]
+        imported = [
+            (node.module, alias.name) for node in seen.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
+        [table] = [
+            node.value for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_LATER"
+        ]
+        assert table is not None
+        later = [(module, name) for module, names in ast.literal_eval(table).items() for name in names]
+        assert sorted(later) == sorted((str(module), name) for module, name in imported), file

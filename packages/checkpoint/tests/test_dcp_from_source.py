@@ -10,7 +10,7 @@ from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.stream import stream
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
-from lamella_checkpoint.dcp import write_dcp
+from lamella_checkpoint.dcp_writer import write_dcp
 from lamella_checkpoint.sources import box_of
 from lamella_checkpoint.testing import MemorySource, read_tensor
 from lamella_layout import Chunk

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from lamella_checkpoint import CheckpointDamaged, Wanted
-from lamella_checkpoint._base.boxes import first_overlap, local_boxes, whole_box
+from lamella_checkpoint._base.boxes import first_overlap, whole_box
+from lamella_checkpoint._base.live_boxes import local_boxes
 from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_layout import Chunk

@@ -1,4 +1,11 @@
-"""Checkpoints of sharded models that open on any number of ranks, and in plain PyTorch."""
+"""Checkpoints of sharded models that open on any number of ranks, and in plain PyTorch.
+
+Saves and loads of live models are imported when they are first used: `torch.distributed.tensor` takes seconds, and
+readers of files need none of it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from lamella_checkpoint._base.correspondence import Correspondence as Correspondence
 from lamella_checkpoint._base.correspondence import Piece as Piece
@@ -15,20 +22,45 @@ from lamella_checkpoint._base.findings import Problem as Problem
 from lamella_checkpoint._base.findings import Verification as Verification
 from lamella_checkpoint._base.source import Source as Source
 from lamella_checkpoint._base.source import TensorInfo as TensorInfo
+from lamella_checkpoint._base.source import Translate as Translate
 from lamella_checkpoint._base.source import Wanted as Wanted
-from lamella_checkpoint._formats.dcp_verify import verify as verify
-from lamella_checkpoint._state.fill import Filled as Filled
-from lamella_checkpoint._state.fill import fill as fill
-from lamella_checkpoint._state.shards import LiveCut as LiveCut
-from lamella_checkpoint._state.shards import LivePiece as LivePiece
-from lamella_checkpoint._state.shards import LiveShard as LiveShard
-from lamella_checkpoint._state.shards import PiecesOfTensor as PiecesOfTensor
-from lamella_checkpoint._state.shards import written_pieces as written_pieces
-from lamella_checkpoint._training.async_save import AsyncSaver as AsyncSaver
-from lamella_checkpoint._training.async_save import SaveHandle as SaveHandle
-from lamella_checkpoint._training.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
-from lamella_checkpoint._training.load import PartialLoad as PartialLoad
-from lamella_checkpoint._training.load import Translate as Translate
-from lamella_checkpoint._training.load import check as check
-from lamella_checkpoint._training.load import load as load
-from lamella_checkpoint._training.save import save as save
+
+if TYPE_CHECKING:
+    from lamella_checkpoint._formats.dcp_verify import verify as verify
+    from lamella_checkpoint._state.fill import Filled as Filled
+    from lamella_checkpoint._state.fill import fill as fill
+    from lamella_checkpoint._state.shards import LiveCut as LiveCut
+    from lamella_checkpoint._state.shards import LivePiece as LivePiece
+    from lamella_checkpoint._state.shards import LiveShard as LiveShard
+    from lamella_checkpoint._state.shards import PiecesOfTensor as PiecesOfTensor
+    from lamella_checkpoint._state.shards import written_pieces as written_pieces
+    from lamella_checkpoint._training.async_save import AsyncSaver as AsyncSaver
+    from lamella_checkpoint._training.async_save import SaveHandle as SaveHandle
+    from lamella_checkpoint._training.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
+    from lamella_checkpoint._training.load import PartialLoad as PartialLoad
+    from lamella_checkpoint._training.load import check as check
+    from lamella_checkpoint._training.load import load as load
+    from lamella_checkpoint._training.save import save as save
+
+_LATER: Final = {
+    "lamella_checkpoint._formats.dcp_verify": ("verify",),
+    "lamella_checkpoint._state.fill": ("Filled", "fill"),
+    "lamella_checkpoint._state.shards": ("LiveCut", "LivePiece", "LiveShard", "PiecesOfTensor", "written_pieces"),
+    "lamella_checkpoint._training.async_save": ("AsyncSaver", "SaveHandle"),
+    "lamella_checkpoint._training.checkpoint_directory": ("CheckpointDirectory",),
+    "lamella_checkpoint._training.load": ("PartialLoad", "check", "load"),
+    "lamella_checkpoint._training.save": ("save",),
+}
+_HOMES: Final = {name: module for module, names in _LATER.items() for name in names}
+
+if not TYPE_CHECKING:  # A type checker that saw it would take every name for one of the module's.
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,33 +1,13 @@
-"""Checkpoints of any format opened, translated, converted, compared and verified."""
+"""Checkpoints of any format opened, translated, converted, compared and verified.
+
+A name is imported when it is first used: a list of the tensors in a file needs neither the writers nor a live model.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from lamella_convert._errors import ModelUnknown as ModelUnknown
 from lamella_convert._errors import SizeUnknown as SizeUnknown
-from lamella_convert._formats.megatron_files import MegatronCheckpoint as MegatronCheckpoint
-from lamella_convert._formats.megatron_files import open_megatron as open_megatron
-from lamella_convert._formats.open import Format as Format
-from lamella_convert._formats.open import OpenCheckpoint as OpenCheckpoint
-from lamella_convert._formats.open import open_checkpoint as open_checkpoint
-from lamella_convert._formats.untrained import keep_published as keep_published
-from lamella_convert._tools.convert import Conversion as Conversion
-from lamella_convert._tools.convert import convert as convert
-from lamella_convert._tools.convert import open_both as open_both
-from lamella_convert._tools.diff import Diff as Diff
-from lamella_convert._tools.diff import Difference as Difference
-from lamella_convert._tools.diff import diff as diff
-from lamella_convert._tools.inspect import Inspection as Inspection
-from lamella_convert._tools.inspect import inspect as inspect
-from lamella_convert._tools.plan import Target as Target
-from lamella_convert._tools.safetensors_save import save_safetensors as save_safetensors
-from lamella_convert._tools.verify import verify as verify
-from lamella_convert._translation.families import Family as Family
-from lamella_convert._translation.families import find_family as find_family
-from lamella_convert._translation.families import known_model_types as known_model_types
-from lamella_convert._translation.megatron import Counters as Counters
-from lamella_convert._translation.megatron import Dialect as Dialect
-from lamella_convert._translation.megatron import MtpLayer as MtpLayer
-from lamella_convert._translation.megatron_model import from_megatron_model as from_megatron_model
-from lamella_convert._translation.megatron_model import global_expert as global_expert
-from lamella_convert._translation.megatron_model import to_megatron_model as to_megatron_model
 from lamella_convert._translation.rules import Grouped as Grouped
 from lamella_convert._translation.rules import Join as Join
 from lamella_convert._translation.rules import Padded as Padded
@@ -37,3 +17,60 @@ from lamella_convert._translation.rules import Stack as Stack
 from lamella_convert._translation.translate import Translated as Translated
 from lamella_convert._translation.translate import parameter_shapes as parameter_shapes
 from lamella_convert._translation.translate import translate as translate
+
+if TYPE_CHECKING:
+    from lamella_convert._formats.megatron_files import MegatronCheckpoint as MegatronCheckpoint
+    from lamella_convert._formats.megatron_files import open_megatron as open_megatron
+    from lamella_convert._formats.open import Format as Format
+    from lamella_convert._formats.open import OpenCheckpoint as OpenCheckpoint
+    from lamella_convert._formats.open import open_checkpoint as open_checkpoint
+    from lamella_convert._formats.untrained import keep_published as keep_published
+    from lamella_convert._tools.convert import Conversion as Conversion
+    from lamella_convert._tools.convert import convert as convert
+    from lamella_convert._tools.diff import Diff as Diff
+    from lamella_convert._tools.diff import Difference as Difference
+    from lamella_convert._tools.diff import diff as diff
+    from lamella_convert._tools.inspect import Inspection as Inspection
+    from lamella_convert._tools.inspect import inspect as inspect
+    from lamella_convert._tools.open_both import open_both as open_both
+    from lamella_convert._tools.plan import Target as Target
+    from lamella_convert._tools.safetensors_save import save_safetensors as save_safetensors
+    from lamella_convert._tools.verify import verify as verify
+    from lamella_convert._translation.families import Family as Family
+    from lamella_convert._translation.families import find_family as find_family
+    from lamella_convert._translation.families import known_model_types as known_model_types
+    from lamella_convert._translation.megatron import Counters as Counters
+    from lamella_convert._translation.megatron import Dialect as Dialect
+    from lamella_convert._translation.megatron import MtpLayer as MtpLayer
+    from lamella_convert._translation.megatron_model import from_megatron_model as from_megatron_model
+    from lamella_convert._translation.megatron_model import global_expert as global_expert
+    from lamella_convert._translation.megatron_model import to_megatron_model as to_megatron_model
+
+_LATER: Final = {
+    "lamella_convert._formats.megatron_files": ("MegatronCheckpoint", "open_megatron"),
+    "lamella_convert._formats.open": ("Format", "OpenCheckpoint", "open_checkpoint"),
+    "lamella_convert._formats.untrained": ("keep_published",),
+    "lamella_convert._tools.convert": ("Conversion", "convert"),
+    "lamella_convert._tools.open_both": ("open_both",),
+    "lamella_convert._tools.diff": ("Diff", "Difference", "diff"),
+    "lamella_convert._tools.inspect": ("Inspection", "inspect"),
+    "lamella_convert._tools.plan": ("Target",),
+    "lamella_convert._tools.safetensors_save": ("save_safetensors",),
+    "lamella_convert._tools.verify": ("verify",),
+    "lamella_convert._translation.families": ("Family", "find_family", "known_model_types"),
+    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer"),
+    "lamella_convert._translation.megatron_model": ("from_megatron_model", "global_expert", "to_megatron_model"),
+}
+_HOMES: Final = {name: module for module, names in _LATER.items() for name in names}
+
+if not TYPE_CHECKING:  # A type checker that saw it would take every name for one of the module's.
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -10,29 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
 
 import torch
 from tqdm import tqdm
 
+import lamella_checkpoint  # By attribute below: a name that a command does not use is not imported.
+import lamella_convert
 from lamella._ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
 from lamella._options import ConfigError, nearest
 from lamella._output import one_line, printable, say, show
-from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointUntrusted, FormatUnknown, Source
-from lamella_convert import (
-    Conversion,
-    Diff,
-    Inspection,
-    ModelUnknown,
-    MtpLayer,
-    SizeUnknown,
-    Target,
-    convert,
-    diff,
-    inspect,
-    open_both,
-    verify,
-)
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
+from lamella_convert import ModelUnknown, SizeUnknown
+
+if TYPE_CHECKING:
+    from lamella_convert import Conversion, Diff, Inspection, MtpLayer, Target
 
 T = TypeVar("T")
 
@@ -96,7 +88,9 @@ def _names_target(error: OSError, arguments: argparse.Namespace) -> bool:
 def _inside(error: FormatUnknown) -> str:
     """A way out for the folder of a run, or of its checkpoints: the newest of them."""
     folders = (Path(error.file), Path(error.file, "checkpoints"))
-    newest = next((found for folder in folders if (found := CheckpointDirectory(folder).latest())), None)
+    newest = next(
+        (found for folder in folders if (found := lamella_checkpoint.CheckpointDirectory(folder).latest())), None
+    )
     return f" The newest checkpoint in it is {str(newest)!r}." if newest else ""
 
 
@@ -112,14 +106,14 @@ def _of_system(error: OSError, arguments: argparse.Namespace) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    found = inspect(arguments.path, trust=arguments.trust)
+    found = lamella_convert.inspect(arguments.path, trust=arguments.trust)
     depth = None if arguments.depth is None else _number("--depth", arguments.depth, int)
     lines = found.lines(depth=depth) if depth is not None or not sys.stdout.isatty() else _at_a_glance(found)
     show(lines, json.dumps(found.as_json(), indent=2), arguments.json)
     return 0
 
 
-def _at_a_glance(found: Inspection) -> Iterator[str]:
+def _at_a_glance(found: "Inspection") -> Iterator[str]:
     """All of it, or as deep as a screen or two hold it."""
     whole = [*found.lines()]
     if len(whole) <= NUM_LINES:
@@ -135,13 +129,15 @@ def _diff(arguments: argparse.Namespace) -> int:
     limit = _number("--limit", arguments.limit, int)
     tp = _tensor_parallel_size(arguments)
     with _config_folder(arguments.config) as like, _Bar("comparing") as bar:
-        both = open_both(arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust)
-        found = diff(*both, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
+        both = lamella_convert.open_both(
+            arguments.a, arguments.b, like=like, tensor_parallel_size=tp, trust=arguments.trust
+        )
+        found = lamella_convert.diff(*both, values=not arguments.names_only, rtol=rtol, atol=atol, on_progress=bar.to)
     show(_differences(found, limit), json.dumps(found.as_json(), indent=2), arguments.json)
     return _DIFFERS if found else 0
 
 
-def _differences(found: Diff, limit: int) -> Iterator[str]:
+def _differences(found: "Diff", limit: int) -> Iterator[str]:
     yield from islice(found.lines(), limit)
     num_hidden = len(found.differences) - limit
     if num_hidden > 0:
@@ -150,7 +146,7 @@ def _differences(found: Diff, limit: int) -> Iterator[str]:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    to = cast(Target, _one_of("--to", arguments.to, TARGETS))
+    to = cast("Target", _one_of("--to", arguments.to, TARGETS))
     for flag in ("--dialect", "--mtp-layer", "--padded-vocab"):
         if to != "fsdp_dtensor" and getattr(arguments, flag[2:].replace("-", "_")) is not None:
             raise ConfigError(f"Expected {flag} with --to fsdp_dtensor only, got --to {to}. Leave {flag} out.")
@@ -158,10 +154,10 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"Expected --float8 with --to hf only, got --to {to}. Leave --float8 out.")
     dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
     dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
-    mtp_layer = cast(MtpLayer, _one_of("--mtp-layer", arguments.mtp_layer or MTP_LAYERS[0], MTP_LAYERS))
+    mtp_layer = cast("MtpLayer", _one_of("--mtp-layer", arguments.mtp_layer or MTP_LAYERS[0], MTP_LAYERS))
     size = _nbytes(arguments.max_shard_size)
     with _config_folder(arguments.config) as like, _Bar("writing") as bar:
-        done = convert(
+        done = lamella_convert.convert(
             arguments.src,
             arguments.dst,
             to=to,
@@ -192,7 +188,7 @@ def _as_published(config: str | None) -> Callable[[Source], Source] | None:
     return as_published(Path(config))
 
 
-def _told(done: Conversion) -> Iterator[str]:
+def _told(done: "Conversion") -> Iterator[str]:
     size = tqdm.format_sizeof(done.nbytes, "B", 1024)
     yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
     if done.side_files:
@@ -214,7 +210,7 @@ def _told(done: Conversion) -> Iterator[str]:
 
 def _verify(arguments: argparse.Namespace) -> int:
     with _Bar("reading") as bar:
-        found = verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
+        found = lamella_convert.verify(arguments.path, trust=arguments.trust, on_progress=bar.to)
     show(found.lines(), json.dumps(found.as_json(), indent=2), arguments.json)
     return 0 if found else _DAMAGED
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.small_files import file_size, read_json, unreadable
@@ -31,16 +30,6 @@ class OptimizerKind:
     class_name: str
     options: frozenset[str]
     local_slots: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> "OptimizerKind":
-        """The kind of a live optimizer."""
-        kind = type(optimizer)
-        return cls(
-            class_name=f"{kind.__module__}.{kind.__qualname__}",
-            options=frozenset(optimizer.defaults),
-            local_slots=frozenset(_local_slots(optimizer)),
-        )
 
     def can_resume(self, other: "OptimizerKind") -> bool:
         """Whether one declares all that the other does, as between releases of one class, or Adam and AdamW."""
@@ -139,17 +128,6 @@ def _kind_from_json(content: Mapping[str, Any]) -> OptimizerKind:
         if not isinstance(value, str):
             raise ValueError(f"expected names of the optimizer's, got {short(value)}")
     return OptimizerKind(class_name=content["class"], options=frozenset(options), local_slots=frozenset(local_slots))
-
-
-def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    for param, slots in optimizer.state.items():
-        if not isinstance(param, DTensor):
-            continue
-        has_all = param._local_tensor.shape == param.shape  # Then the whole shape does not tell.
-        for slot, value in slots.items():
-            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if is_plain and value.ndim and (has_all or value.shape != param.shape):
-                yield str(slot)
 
 
 def check_extra(extra: Mapping[str, object]) -> None:

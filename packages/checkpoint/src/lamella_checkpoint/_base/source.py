@@ -7,7 +7,7 @@ Note [One way through]
     much as the piece that is in hand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -70,6 +70,10 @@ class Source(Protocol):
         Raises:
             CheckpointDamaged: As for `read`; or the value is of a type that is not allowed, which is named.
         """
+
+
+Translate = Callable[[Source], Source]
+"""Lays other names or cuts over a source."""
 
 
 class Over:

@@ -15,9 +15,8 @@ from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums
 from lamella_checkpoint._formats.dcp_open import dcp_directory
 from lamella_checkpoint._formats.dcp_read import check_place, too_large
-from lamella_checkpoint._formats.dcp_write import WRITTEN_BY
 from lamella_checkpoint._formats.items import Expected, ItemRead, check_object, check_tensors
-from lamella_checkpoint._formats.metadata import Item, StoredMetadata
+from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadata
 
 
 def verify(

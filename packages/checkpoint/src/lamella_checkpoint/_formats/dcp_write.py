@@ -36,11 +36,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lamella_checkpoint._base.directories import METADATA_FILE
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
+from lamella_checkpoint._formats.metadata import WRITTEN_BY
 from lamella_checkpoint._state.shares import Item
 from lamella_layout import Chunk
-
-WRITTEN_BY: Final = "lamella_checkpoint"
-"""What a checkpoint's metadata carries if it should hold `lamella.json` as well."""
 
 _NUM_THREADS: Final = 4
 _SPLIT_NBYTES: Final = 64 << 20  # A second file, and a thread for it, pays from about here on.

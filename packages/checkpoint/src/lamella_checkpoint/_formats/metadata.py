@@ -19,6 +19,9 @@ from lamella_checkpoint._base.small_files import file_size, read_bytes
 from lamella_checkpoint._base.source import TensorInfo
 from lamella_layout import Chunk
 
+WRITTEN_BY: Final = "lamella_checkpoint"
+"""The metadata of a checkpoint that `save` wrote has this module's name, and `lamella.json` lies beside it."""
+
 T = TypeVar("T")
 
 _KNOWN_TYPES: Final = frozenset(

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint._base.manifest import Manifest, OptimizerKind, check_extra
+from lamella_checkpoint._base.manifest import Manifest, check_extra
 from lamella_checkpoint._base.names import in_model
 from lamella_checkpoint._base.ranks import num_ranks
 from lamella_checkpoint._state.model import LiveModel
-from lamella_checkpoint._state.optimizer import LiveOptimizer
+from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
 
 Ranks = tuple[int, ...]
 """Ranks of the default group, in order."""
@@ -63,7 +63,7 @@ class Contents:
             aliases |= {f"optimizer.{alias}": f"optimizer.{name}" for alias, name in further_names.items()}
             for name, param, _ in of_optimizer.params():
                 params |= {f"optimizer.state.{name}.{slot}": param for slot in of_optimizer.slots(param)}
-        kind = None if optimizer is None else OptimizerKind.of(optimizer)
+        kind = None if optimizer is None else kind_of(optimizer)
         return cls(
             values=values,
             aliases=aliases,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from lamella_checkpoint._base.manifest import OptimizerKind
 from lamella_checkpoint._base.pickles import is_plain
 from lamella_checkpoint._state.model import LiveModel
 
@@ -97,3 +99,24 @@ def _storable_slot(name: str, slot: object, value: object) -> object:
             f"{slot!r} of {name!r}. State that spans parameters, as LBFGS keeps it, cannot be resharded."
         )
     return value
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
+    """The class and the declared options of a live optimizer."""
+    kind = type(optimizer)
+    return OptimizerKind(
+        class_name=f"{kind.__module__}.{kind.__qualname__}",
+        options=frozenset(optimizer.defaults),
+        local_slots=frozenset(_local_slots(optimizer)),
+    )
+
+
+def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    for param, slots in optimizer.state.items():
+        if not isinstance(param, DTensor):
+            continue
+        has_all = param._local_tensor.shape == param.shape  # Then the whole shape does not tell.
+        for slot, value in slots.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and value.ndim and (has_all or value.shape != param.shape):
+                yield str(slot)

@@ -7,8 +7,9 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint._base.boxes import boxes_beside, is_placed_by, local_boxes, whole_box
+from lamella_checkpoint._base.boxes import whole_box
 from lamella_checkpoint._base.errors import NameDifference, OptionConflict
+from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, local_boxes
 from lamella_checkpoint._base.source import Source, Wanted
 from lamella_checkpoint._state.optimizer import LiveOptimizer, options
 

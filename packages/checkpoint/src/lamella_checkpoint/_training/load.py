@@ -8,20 +8,18 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from lamella_checkpoint._base.boxes import local_boxes
 from lamella_checkpoint._base.errors import CheckpointMismatch, Differences, NameDifference, OptionConflict
-from lamella_checkpoint._base.manifest import Manifest, OptimizerKind
+from lamella_checkpoint._base.live_boxes import local_boxes
+from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.opened import ForLive, Opened
 from lamella_checkpoint._base.ranks import everywhere, exchange, on_device_of
 from lamella_checkpoint._base.sections import LiveNames
-from lamella_checkpoint._base.source import Source, Wanted
+from lamella_checkpoint._base.source import Source, Translate, Wanted
 from lamella_checkpoint._formats.dcp_open import open_dcp
 from lamella_checkpoint._state.model import LiveModel
-from lamella_checkpoint._state.optimizer import LiveOptimizer
+from lamella_checkpoint._state.optimizer import LiveOptimizer, kind_of
 from lamella_checkpoint._state.optimizer_load import OptimizerLoad
 from lamella_checkpoint._training.copies import await_copies
-
-Translate = Callable[[Source], Source]
 
 Openable = str | os.PathLike[str] | Source | Callable[[], Source]
 """The path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
@@ -317,13 +315,13 @@ def _shape(source: Source, full_name: str) -> str:
 def _local_slots(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """The slots that an optimizer of this class kept as plain tensors of a rank's elements."""
     saved = None if manifest is None else manifest.optimizer
-    is_same = saved is not None and saved.class_name == OptimizerKind.of(optimizer).class_name
+    is_same = saved is not None and saved.class_name == kind_of(optimizer).class_name
     return saved.local_slots if saved is not None and is_same else frozenset()
 
 
 def _different_kinds(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     saved = None if manifest is None else manifest.optimizer
-    here = OptimizerKind.of(optimizer)
+    here = kind_of(optimizer)
     if saved is None or saved.can_resume(here):
         return None
     return saved.class_name, here.class_name

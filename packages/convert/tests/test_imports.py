@@ -1,0 +1,35 @@
+"""Every public name is there, and those that read files import nothing that only live models need."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lamella_checkpoint
+import lamella_convert
+
+HEAVY = ("torch.distributed.tensor", "torch.distributed.checkpoint", "sympy")
+OF_FILES = [
+    "lamella_convert.inspect",
+    "lamella_convert.verify",
+    "lamella_convert.open_checkpoint",
+    "lamella_convert.diff",
+    "lamella_convert.open_both",
+    "lamella_checkpoint.verify",
+    "lamella_checkpoint.Correspondence",
+]
+
+
+@pytest.mark.parametrize("package", [lamella_checkpoint, lamella_convert], ids=lambda package: package.__name__)
+def test_every_name_that_is_listed_is_there(package):
+    assert all(getattr(package, name) is not None for name in dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        package.absent  # noqa: B018
+
+
+@pytest.mark.parametrize("name", OF_FILES)
+def test_readers_of_files_need_no_live_tensors(name):
+    package, attribute = name.split(".")
+    program = f"import sys\nfrom {package} import {attribute}\nprint(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in found and not {*HEAVY} & {*found}
