@@ -21,7 +21,7 @@ from lamella_checkpoint.sources import rename
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import convert, diff, open_both, save_safetensors
 from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
-from lamella_convert._tools.plan import SIDE_FILES
+from lamella_convert._tools.published import SIDE_FILES
 from lamella_testing.bits import random_bits, same_bits
 
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from lamella_checkpoint import load, save
-from lamella_convert import open_checkpoint, save_safetensors
+from lamella_convert import MegatronOptions, open_checkpoint, save_safetensors
 from lamella_convert._tools.convert import convert
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
@@ -85,7 +86,7 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_p
 
     train_a_step(model, optimizer)
     save(tmp_path / "trained", model=model, optimizer=optimizer)
-    ways = {"dialect": dialect, "tensor_parallel_size": tensor_parallel_size, "like": files}
+    ways = {"megatron": MegatronOptions(dialect=dialect, tensor_parallel_size=tensor_parallel_size), "like": files}
     there = convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
     back = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     # Norms that are stored around one lose a bit here and there around zero: kept beside, it comes back.
@@ -105,7 +106,7 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_p
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_go_straight_from_hugging_face_to_megatron_and_back(kind, dtype, tmp_path):
     make_model(kind).to(dtype).save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", dialect="bridge")
+    convert(tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", megatron=MegatronOptions(dialect="bridge"))
     convert(tmp_path / "megatron", tmp_path / "back", to="hf")
     # Under the names that were published, where experts are one by one.
     assert_same(*(load_file(tmp_path / way / "model.safetensors") for way in ("back", "hf")))
@@ -122,7 +123,9 @@ def test_what_megatron_trained_does_not_come_back_as_it_was(dtype, tmp_path):
     (tmp_path / "hf").mkdir()
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config_of("dense")))
-    there = convert(tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", dialect="bridge")
+    there = convert(
+        tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", megatron=MegatronOptions(dialect="bridge")
+    )
     assert f"model.{name}" in there.originals and not there.inexact
     kept = load_file(tmp_path / "megatron" / "hf" / "lamella_originals.safetensors")
     assert torch.equal(kept[f"model.{name}"], weights[name])
@@ -165,12 +168,17 @@ def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed, t
     save_file(weights, file, {"format": "pt"})
     convert(tmp_path / "hf", tmp_path / "native", to="dcp")
     for way, source in (("straight", "hf"), ("trained", "native")):
-        convert(tmp_path / source, tmp_path / way, to="fsdp_dtensor", dialect="bridge", mtp_layer="transformer_layer")
+        convert(
+            tmp_path / source,
+            tmp_path / way,
+            to="fsdp_dtensor",
+            megatron=MegatronOptions(dialect="bridge", mtp_layer="transformer_layer"),
+        )
         assert "module.mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3_w" in dcp_load(tmp_path / way)
         convert(tmp_path / way, tmp_path / f"{way}-back", to="hf")
         assert_same(load_file(tmp_path / f"{way}-back" / "model.safetensors"), weights)
     with pytest.raises(ValueError, match="`mtp_layer` to be one of .*, got 'mtp'"):
-        convert(tmp_path / "hf", tmp_path / "no", to="fsdp_dtensor", mtp_layer="mtp")
+        convert(tmp_path / "hf", tmp_path / "no", to="fsdp_dtensor", megatron=MegatronOptions(mtp_layer="mtp"))
 
 
 @pytest.mark.usefixtures("family")
@@ -182,8 +190,12 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, t
     load(open_checkpoint(files), model=model)
     train_a_step(model, optimizer)
     save(tmp_path / "trained", model=model, optimizer=optimizer)
-    ways = {"tensor_parallel_size": tensor_parallel_size, "like": files}
-    convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", padded_vocabulary=72, **ways)
+    ways = {"megatron": MegatronOptions(tensor_parallel_size=tensor_parallel_size), "like": files}
+
+    def padded(num_rows):
+        return ways | {"megatron": replace(ways["megatron"], padded_vocabulary=num_rows)}
+
+    convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **padded(72))
     stored = dcp_load(tmp_path / "megatron")
     for name, weight in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
         tensor = stored[f"module.{name}.weight"]
@@ -201,11 +213,11 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, t
     assert told.inexact == {"model.lm_head.weight": "2 of 8 rows of padding that are cut off are not zero"}
     assert load_file(tmp_path / "cut" / "model.safetensors")["lm_head.weight"].shape == (64, 32)
     with pytest.raises(ValueError, match=r"vocabulary \(64\) rows, and padded vocabulary to be no less, got 64 and 63"):
-        convert(files, tmp_path / "less", to="fsdp_dtensor", padded_vocabulary=63, **ways)
+        convert(files, tmp_path / "less", to="fsdp_dtensor", **padded(63))
     with pytest.raises(ValueError, match="with to='fsdp_dtensor' only"):
-        convert(files, tmp_path / "less", to="hf", padded_vocabulary=72)
+        convert(files, tmp_path / "less", to="hf", megatron=MegatronOptions(padded_vocabulary=72))
     with pytest.raises(ValueError, match="from other names than Megatron's"):
-        convert(tmp_path / "megatron", tmp_path / "less", to="fsdp_dtensor", padded_vocabulary=80, **ways)
+        convert(tmp_path / "megatron", tmp_path / "less", to="fsdp_dtensor", **padded(80))
 
 
 @pytest.mark.usefixtures("family")
@@ -238,7 +250,7 @@ def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
         save_safetensors(tmp_path / "published", model=model, like=tmp_path / "hf")
 
     run_ranks(train, 2)
-    ways = {"dialect": "release-0.19", "tensor_parallel_size": 2, "like": tmp_path / "hf"}
+    ways = {"megatron": MegatronOptions(dialect="release-0.19", tensor_parallel_size=2), "like": tmp_path / "hf"}
     convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
     convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     run_ranks(resume, 3)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lamella_convert._formats.open import OpenCheckpoint as OpenCheckpoint
     from lamella_convert._formats.open import open_checkpoint as open_checkpoint
     from lamella_convert._formats.untrained import keep_published as keep_published
+    from lamella_convert._tools.between import MegatronOptions as MegatronOptions
     from lamella_convert._tools.convert import Conversion as Conversion
     from lamella_convert._tools.convert import convert as convert
     from lamella_convert._tools.diff import Diff as Diff
@@ -50,6 +51,7 @@ _LATER: Final = {
     "lamella_convert._formats.megatron_files": ("MegatronCheckpoint", "open_megatron"),
     "lamella_convert._formats.open": ("Format", "OpenCheckpoint", "open_checkpoint"),
     "lamella_convert._formats.untrained": ("keep_published",),
+    "lamella_convert._tools.between": ("MegatronOptions",),
     "lamella_convert._tools.convert": ("Conversion", "convert"),
     "lamella_convert._tools.open_both": ("open_both",),
     "lamella_convert._tools.diff": ("Diff", "Difference", "diff"),

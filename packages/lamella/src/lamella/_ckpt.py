@@ -155,6 +155,12 @@ def _convert(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype is None else getattr(torch, DTYPES[_one_of("--dtype", arguments.dtype, DTYPES)])
     dialect = _one_of("--dialect", arguments.dialect or DIALECTS[0], DIALECTS)
     mtp_layer = cast("MtpLayer", _one_of("--mtp-layer", arguments.mtp_layer or MTP_LAYERS[0], MTP_LAYERS))
+    megatron = lamella_convert.MegatronOptions(
+        dialect=dialect,
+        mtp_layer=mtp_layer,
+        tensor_parallel_size=_tensor_parallel_size(arguments),
+        padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
+    )
     size = _nbytes(arguments.max_shard_size)
     with _config_folder(arguments.config) as like, _Bar("writing") as bar:
         done = lamella_convert.convert(
@@ -165,10 +171,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             dtype=dtype,
             float8=arguments.float8,
             like=like,
-            dialect=dialect,
-            mtp_layer=mtp_layer,
-            tensor_parallel_size=_tensor_parallel_size(arguments),
-            padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
+            megatron=megatron,
             max_shard_nbytes=size,
             replace=arguments.force,
             on_progress=bar.to,

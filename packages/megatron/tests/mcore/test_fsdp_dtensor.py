@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import Source, Wanted
-from lamella_convert import convert, open_megatron
+from lamella_convert import MegatronOptions, convert, open_megatron
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 
@@ -212,8 +212,7 @@ def test_what_is_written_is_read_by_megatron(tmp_path: Path) -> None:
         native,
         written,
         to="fsdp_dtensor",
-        dialect="release-0.19",
-        tensor_parallel_size=2,
+        megatron=MegatronOptions(dialect="release-0.19", tensor_parallel_size=2),
         translate=lambda source: source,
     )
 

@@ -1,6 +1,5 @@
 """`convert`: a checkpoint of one format written in another, piece by piece, by one process."""
 
-import dataclasses
 import errno
 import os
 import shutil
@@ -23,28 +22,15 @@ from lamella_convert._formats.open import OpenCheckpoint, find_files, open_check
 from lamella_convert._formats.safetensors_write import MAX_SHARD_NBYTES
 from lamella_convert._formats.untrained import ORIGINALS_FILE
 from lamella_convert._formats.write_source import write_safetensors, write_safetensors_file, write_torch
-from lamella_convert._tools.plan import (
-    KEPT,
-    MEGATRONS,
-    SIDE_FILES,
-    Between,
-    Plan,
-    Published,
-    Shapes,
-    Target,
-    Wish,
-    beside_of,
-    dtypes_of,
-    extra_of,
-    plan_of,
-)
-from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer
+from lamella_convert._tools.between import Between, Convention, MegatronOptions, convention_of
+from lamella_convert._tools.plan import KEPT, Plan, Target, Wish, dtypes_of, extra_of, plan_of
+from lamella_convert._tools.published import SIDE_FILES, Published, Shapes, beside_of
 from lamella_convert._translation.translate import Translated
 
 OnProgress = Callable[[int, int], None]
 """Told the bytes of tensors written so far, and all."""
 
-_DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
+_RELEASE: Final = MegatronOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +75,7 @@ def convert(
     dtype: torch.dtype | None = None,
     float8: bool | Callable[[str, TensorInfo], bool] | None = None,
     like: str | os.PathLike[str] | None = None,
-    dialect: str = RELEASE_0_19.name,
-    mtp_layer: MtpLayer = RELEASE_0_19.mtp_layer,
-    tensor_parallel_size: int | None = None,
-    padded_vocabulary: int | None = None,
+    megatron: MegatronOptions = _RELEASE,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     buffer_nbytes: int = BUFFER_NBYTES,
     replace: bool = False,
@@ -123,13 +106,7 @@ def convert(
             Face, and makes numbers of it elsewhere.
         like: A Hugging Face directory whose side files come along instead of the source's own. Of a directory of
             `keep_published`, what was not trained comes along as well.
-        dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
-        mtp_layer: What `fsdp_dtensor` calls the layer inside one that predicts further tokens: "mtp_model_layer", or
-            "transformer_layer" as newer releases of megatron-core. Both are read.
-        tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
-        padded_vocabulary: The rows that Megatron is to have for tokens, zeros behind the configuration's. None for as
-            many as the configuration has. From Megatron, rows behind these are always left out, and told where not
-            zero.
+        megatron: Facts about a Megatron run, and the spelling of `fsdp_dtensor` to write.
         max_shard_nbytes: About how much one file holds.
         buffer_nbytes: How much is held of tensors, unless a single row is more.
         replace: Whether a checkpoint at `dst` gives way to the new one, once that is whole. Folders in it that are not
@@ -147,29 +124,19 @@ def convert(
         FormatUnknown: `src` is no checkpoint.
         ModelUnknown: No package has rules for the configuration's model type, and they are needed.
         OSError: There is not enough room on the disk, which is looked at first, or it cannot be written to.
-        SizeUnknown: `tensor_parallel_size`, or a configuration, is needed.
+        SizeUnknown: `megatron.tensor_parallel_size`, or a configuration, is needed.
         TypeError: The format lacks a dtype.
         ValueError: Arguments contradict each other, nothing is left to write, or the names cannot be translated.
 
     Effects: no collective; waits until all is on the disk.
     """
-    _check_arguments(to, float8, dialect, mtp_layer)
-    if padded_vocabulary is not None and to != "fsdp_dtensor":
-        raise ValueError(f"Expected `padded_vocabulary` with to='fsdp_dtensor' only, got to={to!r}.")
+    _check_arguments(to, float8, megatron)
     path = find(Path(os.path.realpath(src)))
     own = beside_of(path)
     beside = own if like is None else Path(like)
-    config = None if beside is None else read_config(beside)
-    written = dataclasses.replace(_DIALECTS[dialect], mtp_layer=mtp_layer)
-    between = Between(
-        config=config,
-        dialect=written,
-        tensor_parallel_size=tensor_parallel_size,
-        padded_vocabulary=padded_vocabulary,
-    )
+    between = Between(config=None if beside is None else read_config(beside), megatron=megatron)
     opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
-    if padded_vocabulary is not None and opened.format in MEGATRONS:
-        raise ValueError(f"Expected `padded_vocabulary` from other names than Megatron's, got {str(opened.path)!r}.")
+    _check_padding(opened, megatron)
     published = Published.of(opened, own, beside)
     wish = Wish(to=to, translate=translate, dtype=dtype, float8=float8)
     plan = plan_of(opened, wish, between, published)
@@ -329,12 +296,15 @@ def _progress(on_progress: OnProgress, total: int) -> OnBytes:
     return on_bytes
 
 
-def _check_arguments(to: str, float8: object, dialect: str, mtp_layer: str) -> None:
+def _check_arguments(to: str, float8: object, megatron: MegatronOptions) -> None:
     if to not in KEPT:
         raise ValueError(f"Expected `to` to be one of {tuple(KEPT)}, got {to!r}.")
     if float8 and to != "hf":
         raise ValueError(f"Expected `float8` with to='hf' only, which has scales for it, got to={to!r}.")
-    if dialect not in _DIALECTS:
-        raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {dialect!r}.")
-    if mtp_layer not in MTP_LAYERS:
-        raise ValueError(f"Expected `mtp_layer` to be one of {MTP_LAYERS}, got {mtp_layer!r}.")
+    if megatron.padded_vocabulary is not None and to != "fsdp_dtensor":
+        raise ValueError(f"Expected `padded_vocabulary` with to='fsdp_dtensor' only, got to={to!r}.")
+
+
+def _check_padding(opened: OpenCheckpoint, megatron: MegatronOptions) -> None:
+    if megatron.padded_vocabulary is not None and convention_of(opened) is Convention.MEGATRON:
+        raise ValueError(f"Expected `padded_vocabulary` from other names than Megatron's, got {str(opened.path)!r}.")

@@ -1,7 +1,8 @@
 """Two checkpoints of any formats, opened under names that they can be compared by."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,10 @@ from lamella_checkpoint.files import find
 from lamella_checkpoint.sources import rename
 from lamella_convert._formats.float8 import Dequantised, block_of, is_quantised
 from lamella_convert._formats.hf_files import read_config
-from lamella_convert._formats.open import Format, OpenCheckpoint, open_checkpoint
-from lamella_convert._tools.plan import (
-    MEGATRONS,
-    Between,
-    Published,
-    beside_of,
-    completed,
-    of_sections,
-)
-from lamella_convert._translation.megatron import RELEASE_0_19
+from lamella_convert._formats.open import OpenCheckpoint, open_checkpoint
+from lamella_convert._tools.between import Between, Convention, MegatronOptions, convention_of, layers_along, route
+from lamella_convert._tools.plan import of_sections
+from lamella_convert._tools.published import Published, beside_of
 
 
 def open_both(
@@ -57,39 +52,53 @@ def open_both(
     Effects: reads metadata and small files.
     """
     paths = [find(Path(os.path.realpath(each))) for each in (a, b)]
-    given = None if like is None else Path(like)
     besides = [beside_of(path) for path in paths]
-    folders = [(beside, given, *besides) for beside in besides]
-    betweens = [
-        Between(config=_first_config(each), dialect=RELEASE_0_19, tensor_parallel_size=tensor_parallel_size)
-        for each in folders
+    given = None if like is None else Path(like)
+    megatron = MegatronOptions(tensor_parallel_size=tensor_parallel_size)
+    sides = [
+        _Side.open(path, (beside, given, *besides), megatron, trust=trust, verify=verify)
+        for path, beside in zip(paths, besides, strict=True)
     ]
-    opened = [
-        open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
-        for path, between in zip(paths, betweens, strict=True)
-    ]
-    publisheds = [
-        Published.of(each, of_each[0], next((folder for folder in of_each if folder is not None), None))
-        for each, of_each in zip(opened, folders, strict=True)
-    ]
-    are_megatrons = all(each.format in MEGATRONS for each in opened)
-    are_quantised = all(is_quantised(each.raw) for each in opened)
+    are_megatrons = all(convention_of(side.opened) is Convention.MEGATRON for side in sides)
+    are_quantised = all(is_quantised(side.opened.raw) for side in sides)
+    first, second = (side.read(are_megatrons=are_megatrons, are_quantised=are_quantised) for side in sides)
+    return first, second
 
-    def read(each: OpenCheckpoint, between: Between, published: Published) -> Source:
-        source = each.source
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """One of the two checkpoints, and the names that it came with."""
+
+    opened: OpenCheckpoint
+    between: Between
+    published: Published
+
+    @classmethod
+    def open(
+        cls, path: Path, folders: Sequence[Path | None], megatron: MegatronOptions, *, trust: bool, verify: bool
+    ) -> "_Side":
+        """Open a checkpoint; the first of the folders is its own, and the first with a configuration counts."""
+        between = Between(config=_first_config(folders), megatron=megatron)
+        opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
+        beside = next((folder for folder in folders if folder is not None), None)
+        return cls(opened=opened, between=between, published=Published.of(opened, folders[0], beside))
+
+    def read(self, *, are_megatrons: bool, are_quantised: bool) -> Source:
+        """The checkpoint under the names of modules; under Megatron's where both sides have these."""
+        source = self.opened.source
         if is_quantised(source) and not are_quantised:
-            source = Dequantised(source, block=block_of(between.config or {}))
-        if each.format in MEGATRONS:
-            if are_megatrons:
-                return source
-            return rename(between.translate(source, "left", published.originals), of_sections)
-        if each.format is not Format.SAFETENSORS:
-            if not between.is_part(source, published.shapes) and published.untrained is None:
-                return source
-            source = completed(between.as_published(source, published.shapes), published.untrained)
-        return between.modules(source, published.shapes)
+            source = Dequantised(source, block=block_of(self.between.config or {}))
+        if are_megatrons:
+            return source
+        for layer in layers_along(source, self._route(source), self.between, self.published):
+            source = layer
+        return rename(source, of_sections) if convention_of(self.opened) is Convention.MEGATRON else source
 
-    return read(opened[0], betweens[0], publisheds[0]), read(opened[1], betweens[1], publisheds[1])
+    def _route(self, source: Source) -> list[tuple[Convention, Convention]]:
+        """A text model joins the rest of a published model under the published names."""
+        start, published = convention_of(self.opened), self.published
+        is_part = published.untrained is not None or self.between.is_part(source, published.shapes)
+        return route(start, Convention.MODULES, by_published=start is Convention.MODULES and is_part)
 
 
 def _first_config(folders: Iterable[Path | None]) -> dict[str, Any] | None:

@@ -1,0 +1,201 @@
+"""Names of tensors in three conventions, and the rules that lead from each to the next."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any, Final
+
+from lamella_checkpoint import Correspondence, Source
+from lamella_checkpoint.sources import Renamed, Side
+from lamella_convert._errors import ModelUnknown
+from lamella_convert._formats.open import Format, OpenCheckpoint
+from lamella_convert._tools.published import Published, Shapes, completed
+from lamella_convert._translation.families import PADDED_VOCABULARY, Family, find_family, known_model_types
+from lamella_convert._translation.megatron import BRIDGE, MTP_LAYERS, RELEASE_0_19, Dialect, MtpLayer
+from lamella_convert._translation.megatron import write_fsdp_dtensor as with_fsdp_dtensor_names
+from lamella_convert._translation.translate import Translated, parameter_shapes
+from lamella_convert._translation.translate import translate as translated
+
+_DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in (RELEASE_0_19, BRIDGE)}
+
+
+class Convention(IntEnum):
+    """A convention for names, in the order in which rules lead from one to the next."""
+
+    PUBLISHED = 0
+    """Hugging Face's files."""
+    MODULES = 1
+    """transformers' modules: a run's own checkpoints."""
+    MEGATRON = 2
+    """Megatron's canonical names."""
+
+
+_OF_FORMAT: Final = {
+    Format.SAFETENSORS: Convention.PUBLISHED,
+    Format.FSDP_DTENSOR: Convention.MEGATRON,
+    Format.TORCH_DIST: Convention.MEGATRON,
+}
+
+
+def convention_of(opened: OpenCheckpoint) -> Convention:
+    """The convention of an open checkpoint's native names."""
+    return _OF_FORMAT.get(opened.format, Convention.MODULES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions:
+    """Facts about a Megatron run that a checkpoint does not tell, and the spelling of `fsdp_dtensor` to write.
+
+    Attributes:
+        dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
+        mtp_layer: The name in `fsdp_dtensor` of the layer inside one that predicts further tokens: "mtp_model_layer",
+            or "transformer_layer" as in newer releases of megatron-core. Both are read.
+        tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
+        padded_vocabulary: Rows that Megatron is to have for tokens, zeros behind the configuration's. None for as many
+            as the configuration has. From Megatron, rows behind these are always left out, and listed in `inexact`
+            where they are not zero.
+
+    Raises:
+        ValueError: The dialect or the name is none of these.
+    """
+
+    dialect: str = RELEASE_0_19.name
+    mtp_layer: MtpLayer = RELEASE_0_19.mtp_layer
+    tensor_parallel_size: int | None = None
+    padded_vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dialect not in _DIALECTS:
+            raise ValueError(f"Expected `dialect` to be one of {tuple(_DIALECTS)}, got {self.dialect!r}.")
+        if self.mtp_layer not in MTP_LAYERS:
+            raise ValueError(f"Expected `mtp_layer` to be one of {MTP_LAYERS}, got {self.mtp_layer!r}.")
+
+    @property
+    def written(self) -> Dialect:
+        """The dialect to write."""
+        return dataclasses.replace(_DIALECTS[self.dialect], mtp_layer=self.mtp_layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """What it takes to go from Hugging Face's names to Megatron's and back."""
+
+    config: Mapping[str, Any] | None
+    megatron: MegatronOptions
+
+    def write(self, source: Source) -> Renamed:
+        """From Megatron's canonical names to those of `fsdp_dtensor`."""
+        return with_fsdp_dtensor_names(source, self.megatron.written, sizes=self.sizes())
+
+    def modules(self, source: Source, published: Shapes) -> Translated:
+        """From the names in Hugging Face's files to those of modules, where a family's differ."""
+        return translated(source, self._matched(self.config, published), to="right")
+
+    def as_published(self, source: Source, published: Shapes) -> Translated:
+        """Back from the names of modules: of the whole model, or of the text model in it."""
+        return translated(source, self._matched(self._config_of(source, published), published), to="left")
+
+    def names_of_published(self, source: Source, published: Shapes) -> set[str]:
+        """What the names that were published are in the source, which has those of modules."""
+        found = self._matched(self._config_of(source, published), published)
+        taken = {name for each in found for name in each.left}
+        return {name for each in found for name in each.right} | (set(published) - taken)
+
+    def is_part(self, source: Source, published: Shapes) -> bool:
+        """Whether a source with the names of modules is the text model of one that has further parts."""
+        return self._config_of(source, published) is not self.config
+
+    def _config_of(self, source: Source, published: Shapes) -> Mapping[str, Any] | None:
+        text = None if self.config is None else _text_config(self.config)
+        held = parameter_shapes(source)
+        is_text = text is not None and any(
+            all(name in held for name in each.right) for each in self._matched(text, published)
+        )
+        return text if is_text else self.config
+
+    @staticmethod
+    def _matched(config: Mapping[str, Any] | None, published: Shapes) -> list[Correspondence]:
+        """What corresponds between files (left) and the modules of a configuration (right)."""
+        family = None if config is None else find_family(str(config.get("model_type")))
+        return [] if family is None or config is None else family.modules(config).match(published, "left")
+
+    def translate(self, source: Source, to: Side, originals: Source | None = None) -> Translated:
+        """Between modules' names (left) and Megatron's canonical ones (right)."""
+        if self.config is None:
+            raise ValueError(
+                f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
+                f"names and Megatron's, got none. Pass `like` (on the command line --config), or `translate`."
+            )
+        family = self._family()
+        if family is None:
+            raise ModelUnknown(str(self.config.get("model_type")), known_model_types())
+        rules = family.megatron(self.config)
+        if self.megatron.padded_vocabulary is not None:
+            rules = dataclasses.replace(
+                rules, sizes={**rules.sizes, PADDED_VOCABULARY: self.megatron.padded_vocabulary}
+            )
+        found = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
+        return translated(source, found, to=to, originals=originals)
+
+    def _family(self) -> Family | None:
+        return None if self.config is None else find_family(str(self.config.get("model_type")))
+
+    def sizes(self) -> Mapping[str, int]:
+        """What Megatron's rank-major tensors are made of, as far as it is known."""
+        family, tp = self._family(), self.megatron.tensor_parallel_size
+        if family is None or self.config is None or tp is None:
+            return {} if tp is None else {"tp": tp}
+        return family.megatron_sizes(self.config, tensor_parallel_size=tp)
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the text model in a model of several parts; None for that of a text model."""
+    text = config.get("text_config")
+    # The outer configuration decides on ties: the inner value may be a library's default.
+    return {**text, "tie_word_embeddings": bool(config.get("tie_word_embeddings"))} if isinstance(text, dict) else None
+
+
+def route(start: Convention, goal: Convention, *, by_published: bool) -> list[tuple[Convention, Convention]]:
+    """The steps between two conventions, each between neighbours; first to the published names if asked."""
+    stops = [start, *([Convention.PUBLISHED] if by_published else []), goal]
+    return [step for each in pairwise(stops) for step in _steps(*each)]
+
+
+def _steps(start: Convention, goal: Convention) -> Iterator[tuple[Convention, Convention]]:
+    towards = 1 if goal > start else -1
+    return pairwise(map(Convention, range(start, goal + towards, towards)))
+
+
+def layers_along(
+    source: Source, steps: Iterable[tuple[Convention, Convention]], between: Between, published: Published
+) -> Iterator[Source]:
+    """The layers of a route, each over the one before.
+
+    Raises:
+        ModelUnknown: No package has rules for the configuration's model type.
+        ValueError: There is no configuration, or names cannot be translated.
+    """
+    for step in steps:
+        for layer in _LAYERS[step]:
+            yield (source := layer(source, between, published))
+
+
+_Layer = Callable[[Source, Between, Published], Source]
+
+_LAYERS: Final[Mapping[tuple[Convention, Convention], tuple[_Layer, ...]]] = {
+    (Convention.MEGATRON, Convention.MODULES): (
+        lambda source, between, published: between.translate(source, "left", published.originals),
+    ),
+    (Convention.MODULES, Convention.PUBLISHED): (
+        lambda source, between, published: between.as_published(source, published.shapes),
+        lambda source, _, published: completed(source, published.untrained),
+    ),
+    (Convention.PUBLISHED, Convention.MODULES): (
+        lambda source, between, published: between.modules(source, published.shapes),
+    ),
+    (Convention.MODULES, Convention.MEGATRON): (
+        lambda source, between, published: between.translate(source, "right", published.originals),
+    ),
+}
