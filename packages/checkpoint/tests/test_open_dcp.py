@@ -1,5 +1,6 @@
 """`load` takes the path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
 
+import pickle
 import warnings
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lamella_checkpoint import CheckpointFailed, FormatUnknown, check, load, save, verify
+from lamella_checkpoint import CheckpointFailed, CheckpointMismatch, FormatUnknown, check, load, save, verify
 from lamella_checkpoint.sources import Opened
 from lamella_checkpoint.testing import MemorySource
 from lamella_testing import run_ranks
@@ -130,3 +131,13 @@ def test_a_folder_with_its_list_absent_is_damaged_and_not_another_format(tmp_pat
     (tmp_path / "a" / ".metadata").unlink()
     with pytest.raises(ValueError, match="damaged file .*.metadata"):
         load(tmp_path / "a", model=nn.Linear(1, 1))
+
+
+def test_names_of_another_program_are_refused_with_the_way_out(tmp_path):
+    path = dcp_save({"model": {"decoder.weight": torch.ones(1, 1)}}, tmp_path / "a")
+    with pytest.raises(CheckpointMismatch, match="Megatron's names: pass lamella_convert.open_checkpoint") as info:
+        load(path, model=nn.Linear(1, 1))
+    assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
+    with pytest.raises(CheckpointMismatch) as info:
+        load(save(tmp_path / "own", model=nn.Linear(2, 2)), model=nn.Linear(1, 1))
+    assert "open_checkpoint" not in str(info.value)

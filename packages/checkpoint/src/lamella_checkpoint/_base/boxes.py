@@ -12,12 +12,12 @@ _MAX_NUMEL: Final = 1 << 58  # torch counts bytes in 63 bits, of elements of up 
 
 
 def whole_box(shape: Sequence[int]) -> Chunk:
-    """The box that is all of a tensor. Effects: none."""
+    """The box that is all of a tensor."""
     return Chunk((0,) * len(shape), tuple(shape))
 
 
 def are_sizes(sizes: Iterable[object]) -> bool:
-    """Whether torch could make a tensor of such sizes, of any dtype, as far as counting goes. Effects: none."""
+    """Whether torch could make a tensor of such sizes, of any dtype, as far as counting goes."""
     numel = 1
     for size in sizes:
         if type(size) is not int or size < 0:
@@ -27,21 +27,21 @@ def are_sizes(sizes: Iterable[object]) -> bool:
 
 
 def box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """A box of a tensor, as a view. Effects: none."""
+    """A box of a tensor, as a view."""
     if tuple(tensor.shape) == chunk.sizes:
         return tensor
     return tensor[tuple(slice(along.start, along.stop) for along in chunk.ranges)]
 
 
 def places_in_memory(region: Region) -> list[Chunk]:
-    """Where each of a region's chunks lies in the local tensor, in the order of `region.chunks`. Effects: none."""
+    """Where each of a region's chunks lies in the local tensor, in the order of `region.chunks`."""
     return [Chunk.of(ranges) for ranges in product(*map(_places_along, region.runs))]
 
 
 def first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Two chunks that share an element, if there are any.
 
-    Effects: none. Takes time in proportion to the chunks that lie beside each other along dim 0, squared.
+    Takes time in proportion to the chunks that lie beside each other along dim 0, squared.
     """
     beside: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.numel):

@@ -87,17 +87,21 @@ class Differences:
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint of another model, or of this one with another optimizer. Nothing has been loaded."""
+    """A checkpoint of another model, or of this one with another optimizer. Nothing has been loaded.
 
-    def __init__(self, path: str, differences: Differences) -> None:
-        super().__init__(path, differences)
+    `way_out` is a further one than to load the names that fit.
+    """
+
+    def __init__(self, path: str, differences: Differences, way_out: str = "") -> None:
+        super().__init__(path, differences, way_out)
         self.path = path
         self.differences = differences
+        self.way_out = way_out
 
     def __str__(self) -> str:
         return (
             f"Expected the checkpoint {self.path!r} to hold this model, got these differences:\n"
-            f"{self.differences}\nTo load what fits and leave the rest, pass strict=False."
+            f"{self.differences}\nTo load what fits and leave the rest, pass strict=False. {self.way_out}".rstrip()
         )
 
     @property

@@ -25,8 +25,6 @@ def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
 
     Raises:
         ValueError: The local tensor does not have the sizes that its placements leave to this rank.
-
-    Effects: none; no collective.
     """
     if not isinstance(tensor, DTensor):
         return [LocalBox(whole_box(tensor.shape), tensor)]
@@ -49,7 +47,7 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
     Raises:
         ValueError: It is none of these.
 
-    Effects: none.
+
     """
     if not isinstance(param, DTensor) or slot.ndim == 0:
         return False
@@ -73,7 +71,7 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
 def boxes_beside(param: DTensor, slot: torch.Tensor) -> list[LocalBox]:
     """What this rank holds of a slot that its parameter places (`is_placed_by`), as `local_boxes`.
 
-    Effects: none; no collective. The boxes are views.
+    The boxes are views.
     """
     local = slot._local_tensor if isinstance(slot, DTensor) else slot
     return _boxes_in(param, local.detach().view(param._local_tensor.shape))
@@ -85,7 +83,7 @@ def cut_order(tensor: DTensor) -> tuple[int, ...] | None:
     Megatron-FSDP marks its meshes: tensor parallelism cuts first there, though its axis is the last, and placements do
     not say it. Taken at their word, they would place a rank's part among another's rows. A strided shard does say it.
 
-    Effects: none.
+
     """
     told = getattr(tensor.device_mesh, "_shard_order", None)
     if told is None or any(isinstance(placement, _StridedShard) for placement in tensor.placements):

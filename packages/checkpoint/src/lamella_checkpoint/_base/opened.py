@@ -22,6 +22,7 @@ class Opened:
         stripped: Keys and prefixes of the stored names that the native names lack.
         manifest: The manifest of a checkpoint that `save` wrote.
         identity: Differs between two saves to the same path; None where the format has no such mark.
+        way_out: A sentence for the error if the names are not the model's.
     """
 
     source: Source
@@ -29,6 +30,7 @@ class Opened:
     stripped: tuple[str, ...] = ()
     manifest: Manifest | None = None
     identity: str | None = None
+    way_out: str = ""
 
     @property
     def path(self) -> Path:

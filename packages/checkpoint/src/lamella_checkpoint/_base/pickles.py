@@ -104,7 +104,7 @@ def read_pickle(content: bytes, *, knows: Callable[[str, str], bool], trust: boo
         UnknownType: Such a type, without `trust`.
         Exception: Anything, where the file is no pickle.
 
-    Effects: none without `trust`, see Note [Nothing runs].
+    Effects: with `trust`, imports and calls of whatever the pickle names; see Note [Nothing runs].
     """
     _check_memo(content)
     result = _Unpickler(content, knows, trust).load()

@@ -47,11 +47,11 @@ class Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors by name, in the order in which they are stored. Effects: none; nothing is read."""
+        """The tensors by name, in the order in which they are stored."""
 
     @property
     def objects(self) -> Sequence[str]:
-        """The names of values that are no tensors. Effects: none; nothing is read."""
+        """The names of values that are no tensors."""
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill the given memory.

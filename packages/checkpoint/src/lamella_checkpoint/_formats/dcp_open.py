@@ -1,7 +1,9 @@
 """A DCP checkpoint, opened by its path; any other format is refused, with the way out."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from lamella_checkpoint._base.directories import METADATA_FILE, find
 from lamella_checkpoint._base.errors import FormatUnknown
@@ -9,6 +11,8 @@ from lamella_checkpoint._base.manifest import MANIFEST_FILE
 from lamella_checkpoint._base.opened import Opened, native
 from lamella_checkpoint._base.sections import LiveNames
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
+
+_WAY_OUT: Final = "lamella-convert opens {}: pass lamella_convert.open_checkpoint(path) in place of the path."
 
 
 def open_dcp(
@@ -30,7 +34,10 @@ def open_dcp(
 
     Effects: reads metadata and small files, and no tensor; no collective.
     """
-    return opened_dcp(StoredCheckpoint(dcp_directory(path), trust=trust, verify=verify), live)
+    opened = opened_dcp(StoredCheckpoint(dcp_directory(path), trust=trust, verify=verify), live)
+    if opened.manifest is not None:
+        return opened
+    return replace(opened, way_out=_WAY_OUT.format("checkpoints with Megatron's names"))
 
 
 def opened_dcp(stored: StoredCheckpoint, live: LiveNames | None = None) -> Opened:
@@ -54,7 +61,7 @@ def dcp_directory(path: str | os.PathLike[str]) -> Path:
         str(found),
         "a directory without one" if found.is_dir() else "a file",
         expected="a checkpoint of torch DCP",
-        way_out="lamella-convert opens other formats: pass lamella_convert.open_checkpoint(path) in place of the path.",
+        way_out=_WAY_OUT.format("other formats"),
     )
 
 

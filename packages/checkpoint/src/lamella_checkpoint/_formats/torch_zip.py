@@ -1,4 +1,9 @@
-"""Where the numbers of a tensor lie in what `torch.save` wrote of it: a zip archive that stores them as they are."""
+"""The place of a tensor's elements in a file of `torch.save`: a zip archive that stores them uncompressed.
+
+`zipfile` lists the archive, and has no calls for two things that are done by hand here. The byte at which a record
+starts follows from the record's local header, and boxes are read from there without the rest of the record. `seal`
+writes the checksums of records whose elements were filled in place after torch had written the archive without them.
+"""
 
 import io
 import os

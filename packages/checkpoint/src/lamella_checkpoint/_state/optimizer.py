@@ -31,7 +31,7 @@ class LiveOptimizer:
         Raises:
             ValueError: A parameter is not the model's.
 
-        Effects: none.
+
         """
         groups = []
         for index, group in enumerate(optimizer.param_groups):

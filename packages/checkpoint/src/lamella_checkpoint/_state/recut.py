@@ -25,7 +25,7 @@ def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
     Raises:
         NotImplementedError: A slot of another shape belongs to a tensor that is cut; a tied tensor is cut; a shift.
 
-    Effects: none. Items are views of the live tensors.
+    Items are views of the live tensors.
     """
     if not correspondences:
         return share

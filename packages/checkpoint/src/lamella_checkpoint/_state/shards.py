@@ -129,8 +129,6 @@ class LiveCut:
             name: The live tensor's.
             shard: Of the parameter that the tensor is, or belongs to.
             data: As `LiveShard.local` takes it.
-
-        Effects: none; no collective.
         """
         local = shard.local(data, name)
         if name not in self._pieces:
@@ -211,7 +209,7 @@ def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[LiveShard, torch.Te
     Returns:
         By the checkpoint's names. The same names on every rank that has the same live names.
 
-    Effects: none; no collective, and the values are views.
+    The values are views.
     """
     pieces: dict[str, list[LivePiece]] = {}
     shapes: dict[str, tuple[int, ...]] = {}

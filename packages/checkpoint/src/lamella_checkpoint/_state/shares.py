@@ -136,7 +136,7 @@ class Share:
             ValueError: A DTensor is partial, its local tensor is not what its placements say, or a slot has neither as
                 many elements as its parameter nor as many as this rank's part of it.
 
-        Effects: none; no collective. Items are views of the live tensors.
+        Items are views of the live tensors.
         """
         held: dict[Ranks, list[Item]] = {}
         for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
@@ -162,10 +162,7 @@ class Share:
 
 
 def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
-    """The sets of ranks that hold different lists, given the digests of all ranks in order.
-
-    Effects: none.
-    """
+    """The sets of ranks that hold different lists, given the digests of all ranks in order."""
     sets = {ranks for of_rank in digests for ranks in of_rank}
     return frozenset(ranks for ranks in sets if len({digests[rank].get(ranks) for rank in ranks}) > 1)
 

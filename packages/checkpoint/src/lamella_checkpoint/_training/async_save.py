@@ -67,7 +67,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended: the checkpoint is there, or `wait` raises. Effects: none; no collective."""
+        """Whether the save has ended: the checkpoint is there, or `wait` raises."""
         return self._saver._settle(self, timeout=0.0)
 
     @property

@@ -27,7 +27,7 @@ class CheckpointDirectory(Closing):
             root: On storage that every rank sees.
             keep: How many of the newest complete checkpoints survive a save; None keeps all.
 
-        Effects: none; the first `save` creates the directory.
+        The first `save` creates the directory.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"Expected to keep at least one checkpoint, got keep={keep!r}. None keeps all.")

@@ -264,7 +264,7 @@ def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool
         load = None if kinds else found.without(unfit)
     differences = Differences(names=tuple(names), conflicts=conflicts, kinds=kinds)
     if strict and differences:
-        raise CheckpointMismatch(str(opened.path), differences)
+        raise CheckpointMismatch(str(opened.path), differences, opened.way_out)
     return _Plan(
         source=source,
         live=live.model,

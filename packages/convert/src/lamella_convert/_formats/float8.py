@@ -27,12 +27,12 @@ _LEFT_ALONE: Final = ("embed", "head", "norm", "router")
 
 
 def is_quantised(source: Source) -> bool:
-    """Whether a source has weights with a scale a block. Effects: none."""
+    """Whether a source has weights with a scale a block."""
     return any(name + _SUFFIX in source.tensors for name in source.tensors)
 
 
 def is_scale(source: Source, name: str) -> bool:
-    """Whether a tensor has the scales of another. Effects: none."""
+    """Whether a tensor has the scales of another."""
     return name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in source.tensors
 
 
@@ -227,7 +227,7 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, box: Chunk, block: tupl
 def quantised_config(
     config: Mapping[str, Any], left_alone: Iterable[str], block: tuple[int, int] = BLOCK
 ) -> dict[str, Any]:
-    """A model's configuration that says how its weights are quantised. Effects: none."""
+    """A model's configuration that says how its weights are quantised."""
     quantisation = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -239,7 +239,7 @@ def quantised_config(
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration for weights that are numbers. Effects: none."""
+    """A model's configuration for weights that are numbers."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 

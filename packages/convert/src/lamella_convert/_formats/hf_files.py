@@ -103,7 +103,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A configuration, and those inside it, that says another dtype wherever it says one. Effects: none."""
+    """A configuration, and those inside it, that says another dtype wherever it says one."""
     name = str(dtype).removeprefix("torch.")
     return {
         key: name if key in _DTYPE_KEYS else with_dtype(value, dtype) if isinstance(value, dict) else value

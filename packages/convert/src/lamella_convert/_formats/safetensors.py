@@ -1,8 +1,15 @@
 """Safetensors files, one or many with an index, as a source of tensors.
 
-Read without the `safetensors` library, on purpose. The format is eight bytes, a JSON object and the tensors row by row.
-The library maps whole files into memory, copies what it reads once more to where it is wanted, and writes a file from
-one process that has all of it. The tests hold files against it, in both directions.
+Note [Safetensors without its library]
+    The format is eight bytes, a JSON object, and the tensors row by row. The `safetensors` library maps a file and
+    copies slices out of the map; here boxes are read straight into the memory of shards. A file that is truncated
+    under a map, or a disk that fails, ends the process by SIGBUS; a read raises an error that names the file. Writes
+    are in place, by many ranks or piece by piece, and the library writes whole files from one process.
+
+    Measured on two cores, 768 MiB in six tensors, files in the page cache: whole tensors raise the peak of resident
+    memory by 2 MiB, and by 771 MiB through the library's map, for the same 0.09 s of CPU time. Half of each row costs
+    0.40 s of CPU time here (gaps below 32 KiB are read over) and 0.05 s there. The tests hold files of each side
+    against the other's reader.
 """
 
 import json
@@ -95,7 +102,7 @@ class SafetensorsSource:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files with the tensors, in the order of the index. Effects: none."""
+        """The files with the tensors, in the order of the index."""
         return tuple(self._files)
 
     def read(self, wanted: Sequence[Wanted]) -> None:

@@ -1,9 +1,10 @@
 """Safetensors files as Hugging Face has them: planned from names and shapes, made in full length, filled anywhere.
 
 Note [Files that many write]
-    A safetensors file is flat: once its header is planned, every element has its place. So files are made first, and
-    whoever holds a box of a tensor writes it there, rows or columns, whatever the order: a conversion piece by piece,
-    or each rank its shards, without sending anything to anybody.
+    A safetensors file is flat: once its header is planned, every element has its place. Files are made first, and each
+    holder of a box writes the box there, rows or columns, in any order: a conversion piece by piece, or each rank its
+    shards, without communication. The `safetensors` library cannot: it writes a file from one process that holds all
+    of its tensors.
 """
 
 import json
@@ -64,7 +65,7 @@ def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_N
         TypeError: The format lacks a tensor's dtype.
         ValueError: There are no tensors, or one has the name that the format keeps for its metadata.
 
-    Effects: none. Equal on every rank that has the same names, shapes and dtypes.
+    Equal on every rank that has the same names, shapes and dtypes.
     """
     if not tensors:
         raise ValueError("Expected tensors to write, got none.")

@@ -1,8 +1,8 @@
-"""Weights that a run does not train: kept beside the configuration, and published again with those that it trains.
+"""Weights that a run does not train: kept beside the configuration, published again with the trained weights.
 
 A published model may have more than the modules that train: a layer that predicts further tokens, a vision tower. Their
-weights are no part of a run's checkpoints, which would store them again and again. They are kept once, with the
-configuration and the names that everything was published with, and `convert` puts them back.
+weights are not in a run's checkpoints, where each save would store them again. One file beside the configuration keeps
+them, with the published names of all weights, and `convert` puts them back.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,23 +19,23 @@ from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.write_source import write_safetensors_file
 
 UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
-"""Beside a configuration: weights that were published and are not trained, by their names there."""
+"""Beside a configuration: published weights that the run does not train, by published name."""
 
 ORIGINALS_FILE: Final = "lamella_originals.safetensors"
-"""Beside a checkpoint: values that it cannot hold exactly, under the native names that they had where it came from."""
+"""Beside a checkpoint: exact values of tensors that it holds rounded, under the native names of its source."""
 
 
 def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype: torch.dtype) -> None:
-    """Keep what it takes to publish again what is trained from a Hugging Face directory.
+    """Keep the files that are needed to publish a model trained from a Hugging Face directory.
 
-    That is what lies beside the weights (configuration, tokenizer), the names and shapes of all of them, and the values
-    of those that are not trained. `convert(like=to)` finds them.
+    These are the side files (configuration, tokenizer), the names and shapes of all weights, and the values of weights
+    that the run does not train. `convert(like=to)` finds them.
 
     Args:
-        directory: The Hugging Face directory. Weights in float8 are kept as the numbers that they are, in fp32.
-        to: A directory that exists. What it has of these files is replaced.
+        directory: The Hugging Face directory. Float8 weights are dequantised to fp32.
+        to: A directory that exists. Files of the same names in it are replaced.
         untrained: Names in the directory's files.
-        dtype: Of the weights that are trained: what the configuration will say.
+        dtype: The dtype of the trained weights, for the configuration.
 
     Raises:
         CheckpointDamaged: A file is absent, unreadable or not what it should be, or a link leads outside; it is named.
@@ -57,7 +57,7 @@ def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype
 
 
 def kept_in(folder: Path | None, file: str) -> Source | None:
-    """The weights that are kept in a file of a folder; None where there is none.
+    """The weights in a file of a folder; None if the file is absent.
 
     Raises:
         CheckpointDamaged: The file is damaged.
@@ -68,7 +68,7 @@ def kept_in(folder: Path | None, file: str) -> Source | None:
 
 
 class Completed(Over):
-    """A `Source` under the names of a Hugging Face directory, with the weights of another that it lacks.
+    """A `Source` under published names, completed with weights of another source.
 
     Attributes:
         added: The names that came from the other, as `model.<name>`.

@@ -80,31 +80,31 @@ class MegatronOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Between:
-    """What it takes to go from Hugging Face's names to Megatron's and back."""
+    """The rules between Hugging Face's names and Megatron's, for one configuration."""
 
     config: Mapping[str, Any] | None
     megatron: MegatronOptions
 
     def write(self, source: Source) -> Renamed:
-        """From Megatron's canonical names to those of `fsdp_dtensor`."""
+        """`fsdp_dtensor`'s names over Megatron's canonical names."""
         return with_fsdp_dtensor_names(source, self.megatron.written, sizes=self.sizes())
 
     def modules(self, source: Source, published: Shapes) -> Translated:
-        """From the names in Hugging Face's files to those of modules, where a family's differ."""
+        """Names of modules over the names in Hugging Face's files."""
         return translated(source, self._matched(self.config, published), to="right")
 
     def as_published(self, source: Source, published: Shapes) -> Translated:
-        """Back from the names of modules: of the whole model, or of the text model in it."""
+        """Published names over the names of modules: of the whole model, or of its text model."""
         return translated(source, self._matched(self._config_of(source, published), published), to="left")
 
     def names_of_published(self, source: Source, published: Shapes) -> set[str]:
-        """What the names that were published are in the source, which has those of modules."""
+        """The names of modules for all published tensors."""
         found = self._matched(self._config_of(source, published), published)
         taken = {name for each in found for name in each.left}
         return {name for each in found for name in each.right} | (set(published) - taken)
 
     def is_part(self, source: Source, published: Shapes) -> bool:
-        """Whether a source with the names of modules is the text model of one that has further parts."""
+        """Whether a source with the names of modules is the text model of a larger model."""
         return self._config_of(source, published) is not self.config
 
     def _config_of(self, source: Source, published: Shapes) -> Mapping[str, Any] | None:
@@ -117,12 +117,12 @@ class Between:
 
     @staticmethod
     def _matched(config: Mapping[str, Any] | None, published: Shapes) -> list[Correspondence]:
-        """What corresponds between files (left) and the modules of a configuration (right)."""
+        """Correspondences of files (left) and the modules of a configuration (right)."""
         family = None if config is None else find_family(str(config.get("model_type")))
         return [] if family is None or config is None else family.modules(config).match(published, "left")
 
     def translate(self, source: Source, to: Side, originals: Source | None = None) -> Translated:
-        """Between modules' names (left) and Megatron's canonical ones (right)."""
+        """Translate between the names of modules (left) and Megatron's canonical names (right)."""
         if self.config is None:
             raise ValueError(
                 f"Expected a config.json that says which model {str(source.path)!r} is, to go between Hugging Face's "
@@ -143,7 +143,7 @@ class Between:
         return None if self.config is None else find_family(str(self.config.get("model_type")))
 
     def sizes(self) -> Mapping[str, int]:
-        """What Megatron's rank-major tensors are made of, as far as it is known."""
+        """Known sizes of the parts of Megatron's rank-major tensors."""
         family, tp = self._family(), self.megatron.tensor_parallel_size
         if family is None or self.config is None or tp is None:
             return {} if tp is None else {"tp": tp}

@@ -42,7 +42,7 @@ _OF_TARGET: Final[Mapping[Target, Convention]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the caller wants written; as `convert` has it."""
+    """The arguments of `convert` that decide names, dtypes and encodings of the target."""
 
     to: Target
     translate: Callable[[Source], Source] | None
@@ -51,20 +51,20 @@ class Wish:
 
     @property
     def wants_numbers(self) -> bool:
-        """Whether what is float8 is to be numbers."""
+        """Whether float8 weights are dequantised."""
         return self.float8 is False or (self.float8 is None and self.to != "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A source under the target's names; which of its tensors are written, and as what.
+    """A source under the target's names; the tensors to write, and their dtypes.
 
     Attributes:
-        source: What is read.
-        dtypes: What is written of it.
+        source: The tensors and objects to read.
+        dtypes: The tensors to write, by name.
         ties: Further names of tensors.
-        left: Names of the source that are not.
-        layers: What is on the way, one over the other.
+        left: Names of the source that are not written.
+        layers: Sources between the checkpoint and `source`, each over the one before.
         absent: Published names that are not written.
         config: The configuration that goes with the tensors, if there is one.
     """
@@ -79,13 +79,13 @@ class Plan:
 
     @property
     def untrained(self) -> tuple[str, ...]:
-        """The published names of what came from where it was kept."""
+        """Published names of weights that a run did not train, and that come from its side files."""
         added = [name for layer in self.layers if isinstance(layer, Completed) for name in layer.added]
         return tuple(map(own_name, added))
 
     @property
     def inexact(self) -> dict[str, str]:
-        """What cannot be brought back, as far as is known; of values, once they have been read."""
+        """Names of tensors that cannot be brought back exactly, and why; for values, known once they are read."""
         return {
             name: why for layer in self.layers if isinstance(layer, Translated) for name, why in layer.inexact.items()
         }
@@ -117,7 +117,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
 
 
 def _stored(opened: OpenCheckpoint, wish: Wish) -> Source:
-    """Native names; float8 weights of safetensors as stored, where they are to stay float8."""
+    """Native names; float8 weights of safetensors as stored if they stay float8."""
     keeps_float8 = opened.format is Format.SAFETENSORS and not wish.wants_numbers
     return rename(opened.raw, in_model) if keeps_float8 else opened.source
 
@@ -125,7 +125,7 @@ def _stored(opened: OpenCheckpoint, wish: Wish) -> Source:
 def _without_ties(
     source: Source, ties: Mapping[str, str], wish: Wish, published: Published
 ) -> tuple[Source, Mapping[str, str]]:
-    """One name of each tensor where names are about to change, or the target has no ties; and the ties that remain."""
+    """One name for each tensor if names are about to change or the target has no ties; and the remaining ties."""
     if wish.translate is None and wish.to in ("dcp", "torch") and published.untrained is None:
         return source, ties
     return rename(source, lambda name: None if name in ties else name), {}
@@ -161,14 +161,14 @@ def _translations(
 
 
 def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tuple[Convention, Convention]]:
-    """Weights that a run does not train join under the published names; between two Megatron formats nothing does."""
+    """Weights that a run does not train join under the published names, except between two Megatron formats."""
     start, goal = convention_of(opened), _OF_TARGET[wish.to]
     joins = published.untrained is not None and not start == goal == Convention.MEGATRON
     return route(start, goal, by_published=joins)
 
 
 def _left(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:
-    """Names that the target has no place for; random states of the processes that wrote Megatron's checkpoints."""
+    """Names without a place in the target; random states of the processes that wrote a Megatron checkpoint."""
     beside = extra_of(opened) if wish.to == "dcp" else {}
     is_megatrons = convention_of(opened) is Convention.MEGATRON and isinstance(opened.source, Renamed)
     dropped = cast(Renamed, opened.source).left_over if is_megatrons else ()
@@ -184,14 +184,14 @@ def _absent(source: Source, wish: Wish, published: Published, ties: Mapping[str,
 def _told_dtype(
     opened: OpenCheckpoint, wish: Wish, source: Source, dtypes: Mapping[str, torch.dtype]
 ) -> torch.dtype | None:
-    """The dtype that the configuration will say; None leaves it as it is."""
+    """The dtype to write into the configuration; None keeps the present one."""
     if opened.format is Format.SAFETENSORS:
         return wish.dtype
     return wish.dtype or _most_common(source, dtypes)
 
 
 def of_sections(name: str) -> str | None:
-    """A name of the model or its optimizer, and of nothing else."""
+    """The name, if it is of the model or its optimizer; else None."""
     return name if name.startswith((MODEL, "optimizer.")) else None
 
 
@@ -205,11 +205,11 @@ KEPT: Final[Mapping[Target, Callable[[str], str | None]]] = {
     "hf": _of_model,
     "fsdp_dtensor": lambda name: name,
 }
-"""What each format calls a native name; None where it has no place for it."""
+"""The name of a native name in each format; None if the format has no place for the value."""
 
 
 def dtypes_of(source: Source, names: Iterable[str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """What each tensor is written as: weights are cast, and neither their scales nor optimizer state."""
+    """The dtype of each tensor in the target: weights are cast; scales and optimizer state are not."""
     infos = {name: source.tensors[name] for name in names}
     return {
         name: info.dtype if name.startswith("optimizer.") or is_scale(source, name) else stored_dtype(info.dtype, dtype)
@@ -218,7 +218,7 @@ def dtypes_of(source: Source, names: Iterable[str], dtype: torch.dtype | None) -
 
 
 def _most_common(source: Source, dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """What most weights are, of those that are numbers: trained ones are fp32, whatever was published."""
+    """The dtype of most elements, float8 aside: trained weights are fp32, whatever the published dtype."""
     numels: dict[torch.dtype, int] = {}
     for name, dtype in dtypes.items():
         if dtype.is_floating_point and dtype.itemsize > 1:
@@ -238,7 +238,7 @@ def _config_of(source: Source, config: Mapping[str, Any] | None, dtype: torch.dt
 
 
 def extra_of(opened: OpenCheckpoint) -> dict[str, Any]:
-    """What lay beside the sections, as far as it is plain."""
+    """Values beside the sections that JSON can hold."""
     return {name: value for name, value in opened.extra.items() if _is_plain(name, value)}
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face directory that a checkpoint came from, as far as it was kept; and names that share a tensor."""
+"""The Hugging Face directory behind a checkpoint, from its side files; and names that share a tensor."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from lamella_convert._formats.torch_file import TorchFile
 from lamella_convert._formats.untrained import ORIGINALS_FILE, UNTRAINED_FILE, Completed, kept_in
 
 SIDE_FILES: Final = "hf"
-"""The folder of a checkpoint that keeps what lay beside the weights in a Hugging Face directory."""
+"""The folder of a checkpoint with the side files of a Hugging Face directory: configuration, tokenizer."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def beside_of(path: Path) -> Path | None:
-    """Where a checkpoint keeps what lay beside the weights in a Hugging Face directory."""
+    """The folder of a checkpoint's side files; None if there is none."""
     if (path / SIDE_FILES).is_symlink():
         raise CheckpointDamaged(str(path / SIDE_FILES), f"it leads outside, to {str((path / SIDE_FILES).resolve())!r}")
     if (path / SIDE_FILES).is_dir():
@@ -34,12 +34,12 @@ def beside_of(path: Path) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What is known of the Hugging Face directory that a checkpoint came from.
+    """The Hugging Face directory behind a checkpoint.
 
     Attributes:
-        shapes: Of its weights by name; none where nobody kept them.
-        untrained: Those of its weights that were kept because the checkpoint is without them.
-        originals: Values that the checkpoint cannot hold exactly, from where it came.
+        shapes: Shapes of its weights by name; empty if they were not kept.
+        untrained: Weights that the checkpoint lacks, because the run did not train them.
+        originals: Exact values of tensors that the checkpoint holds rounded.
     """
 
     shapes: Shapes
@@ -48,7 +48,13 @@ class Published:
 
     @classmethod
     def of(cls, opened: OpenCheckpoint, own: Path | None, beside: Path | None) -> "Published":
-        """Of a checkpoint with a folder of its own perhaps, by the folder that counts."""
+        """Read the side files of a checkpoint.
+
+        Args:
+            opened: The checkpoint.
+            own: Its own folder of side files, if there is one.
+            beside: The folder that counts: `own`, or one that the caller names.
+        """
         weights: Source | None = opened.raw if opened.format is Format.SAFETENSORS else None
         untrained = kept_in(beside, UNTRAINED_FILE) if weights is None else None
         originals = kept_in(own, ORIGINALS_FILE) or kept_in(beside, ORIGINALS_FILE)
@@ -62,15 +68,18 @@ class Published:
 
 
 def completed(source: Source, untrained: Source | None) -> Source:
-    """With what was kept because nobody trained it."""
+    """The source, and the weights that the run did not train."""
     return source if untrained is None else Completed(source, untrained)
 
 
 def ties_of(opened: OpenCheckpoint, published: Container[str]) -> dict[str, str]:
-    """Names of tensors that lie where another lies, by that other's name.
+    """Names that share their tensor's place in the files with another name, and the other name.
 
-    Of this package's own checkpoints, and of files of `torch.save`; other formats cannot tell.
-    The other is the one that was published, if either was: `published` are its names for what was.
+    Found in checkpoints of `save` and in files of `torch.save`; other formats store no ties.
+
+    Args:
+        opened: The checkpoint.
+        published: Native names of published tensors: of two tied names, the published one is the other name.
     """
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}
@@ -83,7 +92,7 @@ def ties_of(opened: OpenCheckpoint, published: Container[str]) -> dict[str, str]
 
 
 def _places(opened: OpenCheckpoint) -> dict[str, object]:
-    """Where each tensor lies in the files, by its native name, in formats in which two can lie in one place."""
+    """The place of each tensor in the files, by native name, in formats that store ties."""
     stored = opened.raw
     if opened.format is Format.LAMELLA and isinstance(stored, StoredCheckpoint):
         return {

@@ -61,7 +61,7 @@ def from_megatron_model(
         dialect: Of `fsdp_dtensor`, whose prefixes `write_fsdp_dtensor` adds. None for canonical names.
         first_expert: Which of all experts the first one of this rank is: Note [Experts of a rank].
 
-    Effects: none.
+
     """
     rules: list[Rule] = [*(RANK_MAJOR_GATED if dialect is None else RANK_MAJOR_HALVES)]
     if dialect is None or dialect.splits_gdn:

@@ -151,7 +151,7 @@ class Rules:
         Raises:
             ValueError: A size that is needed is not known or does not fit, or numbers are missing in a stack.
 
-        Effects: none.
+
         """
         names = _Names(shapes)
         taken: set[str] = set()
