@@ -1,4 +1,4 @@
-"""What lies beside the weights in a Hugging Face directory: configuration, tokenizer, code. Copied, never run."""
+"""Side files of a Hugging Face directory: configuration, tokenizer, code. Copied, never run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CONFIG_FILE: Final = "config.json"
 _PUBLISHED_FILE: Final = "lamella_published.json"
 """In a checkpoint's folder of side files: the weights' names in the Hugging Face directory, with their shapes."""
 _OWN_FILES: Final = frozenset({_PUBLISHED_FILE, METADATA_FILE, MANIFEST_FILE, CHECKSUMS_FILE})
-"""What makes a checkpoint of a directory: copied, a directory of another format would be taken for one."""
+"""Files by which a directory is recognised as a checkpoint; copies in another format would mislead readers."""
 _WEIGHTS: Final = frozenset(
     {".bin", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 )
@@ -26,10 +26,10 @@ _DTYPE_KEYS: Final = frozenset({"dtype", "torch_dtype"})
 
 
 def side_files(directory: Path) -> Iterator[Path]:
-    """The files of a directory that are neither weights nor a list of such, by name; folders are left out.
+    """The files of a directory in the order of names, without weights, indices of weights and folders.
 
     Raises:
-        CheckpointDamaged: A link leads outside: copied, it would publish whatever it leads to.
+        CheckpointDamaged: A link leads outside; a copy would publish its target.
 
     Effects: reads the directory.
     """
@@ -46,10 +46,10 @@ def side_files(directory: Path) -> Iterator[Path]:
 
 
 def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
-    """Copy them, over those that are there, and wait until they are on the disk.
+    """Copy side files over files of the same names, and wait until the copies are on the disk.
 
     Returns:
-        Their names.
+        The names of the files.
 
     Raises:
         CheckpointDamaged: As `side_files`.
@@ -65,20 +65,20 @@ def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """The model's configuration; None where the directory has none.
+    """The model's configuration; None without a `config.json`.
 
     Raises:
-        CheckpointDamaged: It is no JSON object.
+        CheckpointDamaged: The file holds no JSON object.
     """
     file = directory / CONFIG_FILE
     return cast(dict[str, Any], _read(file, dict)) if file.exists() else None
 
 
 def read_published(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that weights were published with; none where nobody kept them.
+    """Published names and shapes of weights; empty if they were not kept.
 
     Raises:
-        CheckpointDamaged: The file is something else.
+        CheckpointDamaged: The file holds something else.
     """
     file = directory / _PUBLISHED_FILE
     content = cast(dict[str, list[int]], _read(file, dict)) if file.exists() else {}
@@ -93,17 +93,17 @@ def read_published(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def write_published(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Keep them, and wait until they are on the disk."""
+    """Keep published names and shapes, and wait until the file is on the disk."""
     _write(directory / _PUBLISHED_FILE, shapes)
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write the model's configuration, over what is there, and wait until it is on the disk."""
+    """Write or replace the model's configuration, and wait until the file is on the disk."""
     _write(directory / CONFIG_FILE, config)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A configuration, and those inside it, that says another dtype wherever it says one."""
+    """A configuration with another dtype in place of every dtype in it."""
     name = str(dtype).removeprefix("torch.")
     return {
         key: name if key in _DTYPE_KEYS else with_dtype(value, dtype) if isinstance(value, dict) else value

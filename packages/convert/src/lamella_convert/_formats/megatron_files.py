@@ -1,7 +1,7 @@
-"""Megatron's and Megatron-Bridge's directories: which checkpoint is in them, and what the files beside it say.
+"""Directories of Megatron and Megatron-Bridge: the newest checkpoint in them, and the files beside it.
 
-`args` is an object of Megatron's own making, pickled. Only its numbers are wanted, and they are read without making
-anything of it, see Note [Nothing runs].
+`args` is a pickled object of Megatron's. Only its numbers are needed, and they are read without making the object: see
+Note [Nothing runs].
 """
 
 import io
@@ -46,14 +46,14 @@ _MAX_TRACKER_NBYTES: Final = 1 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronCheckpoint:
-    """A checkpoint of Megatron, of any of its formats that hold named tensors.
+    """A checkpoint of Megatron, in a format of named tensors.
 
     Attributes:
-        format: Of its files.
-        dialect: Of `fsdp_dtensor`, where its names show one.
-        counters: How far training was, and what the checkpoint does not say of it.
-        sizes: What rank-major tensors are read with.
-        make_source: What `source` is made by.
+        format: The format of its files.
+        dialect: The dialect of `fsdp_dtensor`, if names show one.
+        counters: The progress of training, and counters that the checkpoint lacks.
+        sizes: The sizes by which rank-major tensors are read.
+        make_source: Makes `source`.
     """
 
     format: Literal["fsdp_dtensor", "torch_dist"]
@@ -67,7 +67,7 @@ class MegatronCheckpoint:
         """Under canonical names.
 
         Raises:
-            ValueError: As for `read_fsdp_dtensor`. Its names as stored can be listed without what that needs.
+            ValueError: As for `read_fsdp_dtensor`. Stored names can be listed without its sizes.
         """
         return self.make_source()
 
@@ -75,12 +75,12 @@ class MegatronCheckpoint:
 def open_megatron(
     path: Path, *, sizes: Mapping[str, int] | None = None, trust: bool = False, verify: bool = True
 ) -> MegatronCheckpoint:
-    """Open a checkpoint that Megatron-LM, Megatron-Bridge or a converter of theirs wrote.
+    """Open a checkpoint of Megatron-LM, Megatron-Bridge or one of their converters.
 
     Args:
-        path: The directory of one iteration, or the one that holds iterations and says which is the newest.
-        sizes: As for `read_fsdp_dtensor`, where the checkpoint does not tell them itself (its `args`, or Bridge's
-            `run_config.yaml`); they count before what it tells.
+        path: The directory of one iteration, or of several with a file that names the newest.
+        sizes: As for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them. Given sizes
+            take precedence over both.
         trust: As for `StoredCheckpoint`.
         verify: As for `StoredCheckpoint`.
 
@@ -94,7 +94,7 @@ def open_megatron(
 
 
 def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | None = None) -> MegatronCheckpoint:
-    """The same of a checkpoint whose metadata has been read."""
+    """As `open_megatron`, with metadata that has been read."""
     common = _common(stored)
     beside = train_state(stored.path)
     args = _plain_object(stored, "args") if common is None else common.get("args")
@@ -117,10 +117,10 @@ def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | 
 
 
 def is_torch_dist(stored: StoredCheckpoint) -> bool:
-    """Whether a checkpoint of torch DCP's files is Megatron's `torch_dist`.
+    """Whether a DCP checkpoint is Megatron's `torch_dist`.
 
     Raises:
-        CheckpointDamaged: The file that says which format it is cannot be read.
+        CheckpointDamaged: The file that names the format cannot be read.
     """
     if _is_there(stored.path, COMMON) or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
         return True
@@ -129,10 +129,10 @@ def is_torch_dist(stored: StoredCheckpoint) -> bool:
 
 
 def iteration_directory(path: Path) -> Path:
-    """The directory of the newest iteration in `path`, if it says one; else `path`.
+    """The directory of the newest iteration, if a file in `path` names one; else `path`.
 
     Raises:
-        CheckpointDamaged: What it says is not there, or leads elsewhere.
+        CheckpointDamaged: The named iteration is absent, or a link leads outside.
     """
     if _is_there(path, TRACKER):
         file, told = TRACKER, read_text(path / TRACKER, _MAX_TRACKER_NBYTES).strip()
@@ -153,10 +153,10 @@ def iteration_directory(path: Path) -> Path:
 
 
 def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
-    """Megatron-Bridge's counters; empty where it left none.
+    """Megatron-Bridge's counters; empty without its file.
 
     Raises:
-        CheckpointDamaged: The file is not what torch saves of plain data.
+        CheckpointDamaged: The file is not an archive of plain data.
     """
     if not _is_there(directory, file):
         return {}
@@ -174,9 +174,9 @@ def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
 
 
 def run_config_sizes(directory: Path) -> dict[str, int]:
-    """The sizes that Megatron-Bridge's `run_config.yaml` has numbers for; empty where there is none.
+    """Sizes in Megatron-Bridge's `run_config.yaml`; empty without that file.
 
-    Only whole numbers are looked for, by the names that `args` has; a name that has two values counts for nothing.
+    Only whole numbers under the names of `args` are read; a name with two values is ignored.
     """
     if not _is_there(directory, RUN_CONFIG):
         return {}
@@ -188,14 +188,14 @@ def run_config_sizes(directory: Path) -> dict[str, int]:
 
 
 def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, Any]:
-    """What `torch.save` wrote of nested plain data; objects are dicts of their attributes, tensors are None.
+    """Nested plain data from a file of `torch.save`; objects are dicts of their attributes, tensors are None.
 
     Args:
-        file: A file of torch's archive format.
-        name: For messages; the file's own if it has one.
+        file: An archive of `torch.save`.
+        name: The name for messages; None for the file's own.
 
     Raises:
-        CheckpointDamaged: It is no such file.
+        CheckpointDamaged: The file is not such an archive.
     """
     try:
         with file.open("rb") if isinstance(file, Path) else nullcontext(file) as archive:
@@ -219,7 +219,7 @@ def _plain(value: object) -> object:
 
 
 def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
-    """What `torch_dist` keeps of everything that is not sharded, in a file or in an object; None for other formats."""
+    """Values of `torch_dist` that are not sharded, from a file or an object; None for other formats."""
     if _is_there(stored.path, COMMON):
         return plain_contents(stored.path / COMMON)
     held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
@@ -229,7 +229,7 @@ def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
 
 
 def _plain_object(stored: StoredCheckpoint, name: str) -> dict[str, Any] | None:
-    """The plain values in an object of nested data; None where the checkpoint has none of this name."""
+    """The plain values in an object; None if the checkpoint has no object of this name."""
     if name not in stored.objects:
         return None
     item = stored.metadata.items[name, None]
@@ -242,7 +242,7 @@ def _is_there(directory: Path, file: str) -> bool:
     """Whether a directory has a file.
 
     Raises:
-        CheckpointDamaged: It has something else by that name, or a link that leads outside.
+        CheckpointDamaged: The name belongs to something else than a file, or to a link that leads outside.
     """
     if not os.path.lexists(directory / file):
         return False

@@ -38,19 +38,19 @@ class Conversion:
     """What a conversion did.
 
     Attributes:
-        source: What was read.
-        target: What was written.
-        to: Its format.
-        num_tensors: How many tensors were written.
-        nbytes: Their bytes.
-        left: Names of the source that the format has no place for: optimizer state in safetensors, say.
-        untrained: Names, in the files that were published, of weights that the source lacks and that came along from
-            where they were kept.
-        absent: With safetensors, names that were published and that the target lacks.
-        inexact: Names of tensors that cannot be brought back exactly from what was written, and why.
-        originals: Names, in the source, of tensors that lose bits in what was written: norms stored around zero that
-            were stored around one. Their values are kept beside it, and come back from there where nothing has changed.
-        side_files: Names of the files that came along.
+        source: The checkpoint that was read.
+        target: The checkpoint that was written.
+        to: The target's format.
+        num_tensors: Tensors that were written.
+        nbytes: Bytes of these tensors.
+        left: Names of the source without a place in the format: optimizer state in safetensors, say.
+        untrained: Published names of weights that the source lacks, and that its side files kept.
+        absent: Published names that the target lacks; of safetensors only.
+        inexact: Names of tensors that the target does not hold exactly, and why.
+        originals: Names, in the source, of tensors that lose bits in the target: norms stored around zero that were
+            stored around one. Their values are kept beside the target. On the way back they return for elements that
+            have not changed.
+        side_files: Names of the side files that were copied.
     """
 
     source: Path
@@ -83,52 +83,50 @@ def convert(
     trust: bool = False,
     verify: bool = True,
 ) -> Conversion:
-    """Write a checkpoint in another format, holding no more of it than a buffer.
+    """Write a checkpoint in another format, piece by piece through a buffer.
 
-    What lies beside the weights in a Hugging Face directory (configuration, tokenizer) comes along: into the folder
-    `hf` of a checkpoint, and from there into the next Hugging Face directory. A tied tensor is stored once.
+    The side files of a Hugging Face directory (configuration, tokenizer) are copied into the folder `hf` of a
+    checkpoint, and from there into the next Hugging Face directory. A tied tensor is stored once.
 
     The target appears whole or not at all.
 
     Args:
-        src: A checkpoint of any format that `open_checkpoint` knows: of this package, torch's DCP or `torch.save`, a
-            Hugging Face directory or safetensors file, Megatron's `fsdp_dtensor` and `torch_dist`.
+        src: A checkpoint of any format that `open_checkpoint` knows.
         dst: A directory; for "torch" a file. It must not exist, or be an empty directory, without `replace`.
-        to: "dcp" is a checkpoint as `save` writes it, "hf" safetensors, "torch" one file of `torch.save`,
-            "fsdp_dtensor" Megatron's.
-        translate: What gives the source other names and cuts (`lamella_checkpoint.translate`): those of the target's
-            model, as `model.<name>`, in Megatron's canonical names for "fsdp_dtensor". None translates between Hugging
+        to: "dcp" is a checkpoint as of `save`, "hf" safetensors, "torch" one file of `torch.save`, "fsdp_dtensor"
+            Megatron's.
+        translate: Gives the source other names and cuts (`lamella_convert.translate`): the names of the target's model,
+            as `model.<name>`, in Megatron's canonical spelling for "fsdp_dtensor". None translates between Hugging
             Face's and Megatron's names by the rules that an installed package has for the configuration's
             `model_type`, and leaves other names as they are.
-        dtype: To cast weights of floating point to, other than float8; None keeps each tensor's own.
-        float8: Whether weights are to be float8 with a scale a block of 128 by 128: those of linear layers, or those of
-            which a function of name and `TensorInfo` says so. None keeps what is float8 from Hugging Face to Hugging
-            Face, and makes numbers of it elsewhere.
-        like: A Hugging Face directory whose side files come along instead of the source's own. Of a directory of
-            `keep_published`, what was not trained comes along as well.
+        dtype: The dtype of floating-point weights in the target, other than float8; None keeps each tensor's own.
+        float8: True encodes the weights of linear layers in float8, with a scale for each block of 128 by 128; a
+            function of name and `TensorInfo` chooses others. None keeps float8 weights between two Hugging Face
+            directories, and dequantises them elsewhere.
+        like: A Hugging Face directory whose side files are copied in place of the source's own. From a directory of
+            `keep_published`, weights that the run did not train are written too.
         megatron: Facts about a Megatron run, and the spelling of `fsdp_dtensor` to write.
-        max_shard_nbytes: About how much one file holds.
-        buffer_nbytes: How much is held of tensors, unless a single row is more.
-        replace: Whether a checkpoint at `dst` gives way to the new one, once that is whole. Folders in it that are not
-            a checkpoint's are never removed, nor is `src`.
-        on_progress: Is told how far it is, piece by piece.
-        trust: Whether types that a checkpoint pickles are made that are neither plain data nor torch's own, which can
-            run anything.
-        verify: Whether all that has a checksum is held against it, which reads large chunks once more.
+        max_shard_nbytes: The size of one file, approximately.
+        buffer_nbytes: The size of the buffer; a single row may be larger.
+        replace: Replace a checkpoint at `dst`, once the new one is whole. Folders in it that are no part of a
+            checkpoint are never removed, nor is `src`.
+        on_progress: Called with the bytes written so far, and all, piece by piece.
+        trust: Allow arbitrary unpickling. **Unsafe: can execute code.**
+        verify: Verify checksums while reading; large chunks are read once more.
 
     Raises:
-        CheckpointDamaged: A file is absent or unreadable or not what it should be; it is named.
-        CheckpointUntrusted: The checkpoint holds other types, without `trust`.
+        CheckpointDamaged: A file is absent, unreadable or damaged; the error names the file.
+        CheckpointUntrusted: The checkpoint holds types that may run code, without `trust`.
         FileExistsError: `dst` holds something, and with `replace` something else than a checkpoint of its kind.
         FileNotFoundError: `src` is absent.
         FormatUnknown: `src` is no checkpoint.
-        ModelUnknown: No package has rules for the configuration's model type, and they are needed.
-        OSError: There is not enough room on the disk, which is looked at first, or it cannot be written to.
-        SizeUnknown: `megatron.tensor_parallel_size`, or a configuration, is needed.
+        ModelUnknown: No package has rules for the configuration's model type, and the conversion needs them.
+        OSError: The disk has not enough room, checked before anything is written, or a write fails.
+        SizeUnknown: The conversion needs `megatron.tensor_parallel_size`, or a configuration.
         TypeError: The format lacks a dtype.
-        ValueError: Arguments contradict each other, nothing is left to write, or the names cannot be translated.
+        ValueError: Arguments contradict each other, no tensor is left to write, or names cannot be translated.
 
-    Effects: no collective; waits until all is on the disk.
+    Effects: no collective; waits until all files are on the disk.
     """
     _check_arguments(to, float8, megatron)
     path = find(Path(os.path.realpath(src)))
