@@ -117,7 +117,17 @@ def load(
     """
     await_copies()
     with on_device_of(model.parameters()):
-        plan = _find(source, model, optimizer, strict=strict, trust=trust, verify=verify, translate=translate)
+        plan = _find(
+            _Request(
+                source=source,
+                model=model,
+                optimizer=optimizer,
+                strict=strict,
+                trust=trust,
+                verify=verify,
+                translate=translate,
+            )
+        )
         everywhere("read its state", plan.run)
     if strict:
         return plan.extra
@@ -157,7 +167,7 @@ def check(
     """
     with on_device_of(model.parameters()):
         return _find(
-            source, model, optimizer, strict=True, trust=trust, verify=True, translate=translate, allow_meta=True
+            _Request(source=source, model=model, optimizer=optimizer, trust=trust, translate=translate, allow_meta=True)
         ).extra
 
 
@@ -216,25 +226,36 @@ class _Live(NamedTuple):
         return LiveNames(model={*self.model.tensors, *self.model.aliases}, optimizer=of_optimizer)
 
 
-def _find(
-    source: Openable,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    strict: bool,
-    trust: bool,
-    verify: bool,
-    translate: Translate | None = None,
-    allow_meta: bool = False,
-) -> _Plan:
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of `load`, or of `check` (`allow_meta`: the model may have no memory yet)."""
+
+    source: Openable
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    strict: bool = True
+    trust: bool = False
+    verify: bool = True
+    translate: Translate | None = None
+    allow_meta: bool = False
+
+    def live(self) -> _Live:
+        """The names of the model and the optimizer."""
+        return _Live.of(self.model, self.optimizer, allow_meta=self.allow_meta)
+
+
+def _find(request: _Request) -> _Plan:
     """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
-    live = everywhere("name its state", lambda: _Live.of(model, optimizer, allow_meta=allow_meta))
-    opened = everywhere("open the checkpoint", lambda: _open(source, live.names, trust=trust, verify=verify))
+    live = everywhere("name its state", request.live)
+    opened = everywhere("open the checkpoint", lambda: _open(request, live.names))
     _check_same_everywhere(opened)
-    return everywhere("find its state in the checkpoint", lambda: _plan(opened, live, translate, strict))
+    return everywhere(
+        "find its state in the checkpoint", lambda: _plan(opened, live, request.translate, request.strict)
+    )
 
 
-def _open(source: Openable, live: LiveNames, *, trust: bool, verify: bool) -> Opened:
+def _open(request: _Request, live: LiveNames) -> Opened:
+    source, trust, verify = request.source, request.trust, request.verify
     if isinstance(source, str | os.PathLike):
         return open_dcp(source, trust=trust, verify=verify, live=live)
     if trust or not verify:
