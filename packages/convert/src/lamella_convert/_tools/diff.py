@@ -11,20 +11,20 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lamella_checkpoint import CheckpointUntrusted, Place, Source, Translate, Wanted
+from lamella_checkpoint import CheckpointUntrusted, Place, Source, Wanted
 from lamella_checkpoint.files import printable, short
 from lamella_checkpoint.sources import pieces
 from lamella_convert._formats.open import open_checkpoint
 
 OnProgress = Callable[[int, int], None]
-"""Is told how many bytes have been compared, and how many there are."""
+"""Called with the bytes compared so far, and all."""
 
 _BUFFER_NBYTES: Final = 64 << 20
 _LINES_SHOWN: Final = 20
 
 
 class Difference(NamedTuple):
-    """One name that two checkpoints do not have alike. A side is None where it lacks the name, else told as text."""
+    """A name that two checkpoints do not have alike: each side as text, None if the side lacks the name."""
 
     name: str
     a: str | None
@@ -39,13 +39,13 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """What two checkpoints do not share; false when they are equal.
+    """The differences of two checkpoints; false when they are equal.
 
     Attributes:
-        a: The one path.
-        b: The other.
-        differences: In the order of `a`, then what only `b` has. `what` is "name", "shape", "dtype", "value" or
-            "object"; a tensor of another dtype is compared by value, too.
+        a: The first path.
+        b: The second path.
+        differences: Names in the order of `a`, then the names of `b` alone. `what` is "name", "shape", "dtype", "value"
+            or "object"; a tensor of another dtype is compared by value, too.
         num_equal: Names with equal values on both sides.
     """
 
@@ -84,8 +84,6 @@ def diff(
     values: bool = True,
     rtol: float = 0.0,
     atol: float = 0.0,
-    translate_a: Translate | None = None,
-    translate_b: Translate | None = None,
     trust: bool = False,
     verify: bool = True,
     on_progress: OnProgress = lambda done, total: None,
@@ -93,16 +91,14 @@ def diff(
     """Compare two checkpoints of any formats, under native names.
 
     Args:
-        a: The one checkpoint: its path, or what has been made of it.
-        b: The other.
-        values: Whether values are compared, too: of tensors and objects. Else nothing is read of them.
-        rtol: How far apart values may be in relation to those of `b`. Integers too, where it is not 0.
-        atol: How far apart values may be besides. Not-a-number equals itself.
-        translate_a: Makes of `a`'s names those to compare by: an adapter's rules.
-        translate_b: The same of `b`'s.
-        trust: As for `open_checkpoint`. Objects that would need it are compared by name alone without.
+        a: A checkpoint: its path, or a source with the names to compare by, `translate(open_checkpoint(path), ...)`.
+        b: The other checkpoint.
+        values: Compare values of tensors and objects. False reads no values.
+        rtol: The tolerance relative to the values of `b`, for integers too. With 0, values must be equal.
+        atol: The absolute tolerance, added to the relative one. Not-a-number equals itself.
+        trust: As for `open_checkpoint`. Without it, objects of types that may run code are compared by name alone.
         verify: As for `open_checkpoint`.
-        on_progress: Is told how far it is.
+        on_progress: Called with the bytes compared so far, and all.
 
     Raises:
         CheckpointDamaged: As for `open_checkpoint`, or a tensor cannot be read.
@@ -110,10 +106,7 @@ def diff(
 
     Effects: holds 64 MiB of each at most; no collective, no accelerator.
     """
-    sources = []
-    for given, translate in ((a, translate_a), (b, translate_b)):
-        source = _opened(given, trust=trust, verify=verify)
-        sources.append(source if translate is None else translate(source))
+    sources = [_opened(given, trust=trust, verify=verify) for given in (a, b)]
     comparison = _Comparison(*sources, values=values, rtol=rtol, atol=atol, on_progress=on_progress)
     differences = tuple(comparison.run())
     return Diff(a=sources[0].path, b=sources[1].path, differences=differences, num_equal=comparison.num_equal)
@@ -149,7 +142,7 @@ class _Comparison:
         return a is not None and b is not None and tuple(a.shape) == tuple(b.shape)
 
     def _of_name(self, name: str) -> Iterator[Difference]:
-        """What differs but for values."""
+        """Differences of a name other than its values."""
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None and b is None:
             yield from self._of_object(name) if self._with_values else ()
