@@ -188,7 +188,7 @@ def check_quantisable(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def scale_name(name: str) -> str:
-    """What the scales of a weight are called."""
+    """The name of a weight's scales."""
     return name + _SUFFIX
 
 
@@ -265,7 +265,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 def _in_pieces(
     wanted: Sequence[Wanted], names: set[str], max_numel: int = PIECE_NUMEL
 ) -> Iterator[tuple[str, Chunk, torch.Tensor]]:
-    """What is wanted of some tensors, a bounded box at a time, with the part of the memory that it fills."""
+    """Requests cut into bounded boxes, each with the part of the memory that it fills."""
     for each in wanted:
         for piece in pieces(each.chunk, max_numel) if each.name in names else ():
             yield each.name, piece, each.into.detach()[_slices(piece.relative_to(each.chunk))]

@@ -3,7 +3,7 @@
 Note [Blocks across borders]
     A block's scale is of its largest magnitude, and where ranks' boxes meet inside a block nobody holds all of it. So
     each rank finds the maxima of the blocks that its boxes touch, and tells those of blocks that it has a part of.
-    Blocks that lie whole in a box need nothing from others. What is told is 12 bytes a block along the borders: of a
+    Blocks that lie whole in a box need nothing from others. Ranks exchange 12 bytes a block along the borders: of a
     matrix of 4096 columns, cut between rows for 8 ranks, 32 blocks at each of 7 borders at most.
 """
 
@@ -65,7 +65,7 @@ def chosen_of(blanks: Mapping[str, Blank], which: Which) -> frozenset[str]:
 
 
 def with_scales(blanks: Mapping[str, Blank], chosen: frozenset[str]) -> dict[str, Blank]:
-    """What the files hold: float8 for what was chosen, and its scales behind it."""
+    """The contents of the files: chosen weights in float8, each followed by its scales."""
     found: dict[str, Blank] = {}
     for name, blank in blanks.items():
         found[name] = blank._replace(dtype=FLOAT8) if name in chosen else blank

@@ -116,7 +116,7 @@ def make_files(directory: Path, files: Iterable[PlannedFile]) -> None:
 
 
 def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
-    """Say which tensor is in which file, where there are several."""
+    """Write the index of tensors by file, if there are several files."""
     if len(files) == 1:
         return
     index = {

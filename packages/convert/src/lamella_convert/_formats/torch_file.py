@@ -86,7 +86,7 @@ class TorchFile:
         return tuple(self._values)
 
     def place(self, name: str) -> object:
-        """What two tensors have in common that are one: the bytes, the shape, and the order in it."""
+        """The identity of a tensor in the file: its bytes, shape and strides. Tied tensors share it."""
         held = self._held[name]
         if isinstance(held, StoredTensor):
             return held

@@ -5,7 +5,7 @@ Each function writes into a directory or a file that nobody sees yet, and waits 
 
 Note [An archive that is filled]
     `torch.save` can leave the bytes of tensors out (`skip_data`) and pickle tensors that have no memory (fake ones).
-    What that makes is a whole archive, sparse, in which every element has its place; those are filled box by box. The
+    The result is a whole archive, sparse, in which every element has its place; boxes are filled one by one. The
     CRC-32 of its tensors is written last, for which they are read once more: torch's readers do not compare it, those
     of this package do.
 """

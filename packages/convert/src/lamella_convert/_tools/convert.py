@@ -35,7 +35,7 @@ _RELEASE: Final = MegatronOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a conversion did.
+    """The report of a conversion.
 
     Attributes:
         source: The checkpoint that was read.
@@ -172,7 +172,7 @@ def convert(
 
 
 class _Options(TypedDict):
-    """What every format's writer takes."""
+    """Options of every format's writer."""
 
     buffer_nbytes: int
     on_bytes: OnBytes
@@ -225,13 +225,13 @@ def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tupl
 
 
 def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
-    """What a converted checkpoint says about itself: what the source said, as far as it still holds."""
+    """The manifest of a converted checkpoint: the source's, as far as it still holds."""
     kind = None if opened.manifest is None else opened.manifest.optimizer
     return Manifest(extra=extra_of(opened), num_ranks=1, optimizer=kind, side_files=side_files)
 
 
 def _check_replaceable(source: Path, to: Target, target: Path) -> None:
-    """What is replaced is deleted: it must be a checkpoint, and hold nothing else that is known of."""
+    """Refuse to replace, and thereby delete, anything but a checkpoint with nothing else in it."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     problem = None

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a tree: for people, and as JSON."""
+"""The contents of a checkpoint as a tree: for people, and as JSON."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -30,13 +30,13 @@ class Inspection:
     """The contents of a checkpoint, without the values.
 
     Attributes:
-        path: Of the file or directory; of one iteration, where there are several.
-        format: Of its files.
-        entries: In the order in which they are stored: tensors, then objects.
+        path: The file or directory; the directory of one iteration, if there are several.
+        format: The format of its files.
+        entries: Tensors, then objects, in the order of the files.
         files: Sizes in bytes, by name.
         extra: Plain values that are beside the tensors.
-        stripped: Keys and prefixes of the stored names that the native ones lack.
-        lacking: What a resumed run of the program that wrote it would miss.
+        stripped: Keys and prefixes of the stored names that native names lack.
+        lacking: Values that a resumed run of the program that wrote it would miss.
     """
 
     path: Path

@@ -28,9 +28,9 @@ def open_both(
 ) -> tuple[Source, Source]:
     """Two checkpoints of any formats under names that they can be compared by.
 
-    Those of Hugging Face's files are read as those of the model's modules, by the rules that an installed package has
-    for the configuration's `model_type`; so are Megatron's where only one side has them, and then what lies beside the
-    model and the optimizer is left out. Weights in float8 are read as numbers unless both sides have them.
+    Names in Hugging Face's files are read as names of modules, by the rules that an installed package has for the
+    configuration's `model_type`. So are Megatron's names if only one side has them; then values beside the model and
+    the optimizer are left out. Float8 weights are dequantised unless both sides have them.
 
     Args:
         a: As `src` of `convert`.

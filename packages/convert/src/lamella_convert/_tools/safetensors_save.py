@@ -111,7 +111,7 @@ def save_safetensors(
 
 
 def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Blank], list[Item]]:
-    """What the files hold, in one order on all ranks; and what this rank writes into them.
+    """The contents of the files, in one order on all ranks; and the items that this rank writes.
 
     Ranks have the same names, unless they have different parts of a model: they tell rank 0 what it lacks.
     """

@@ -36,11 +36,11 @@ class MegatronSizes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a package knows of the checkpoints of its models.
+    """The rules of a package for the checkpoints of its models.
 
     Attributes:
-        megatron: Between the names of transformers' modules (left) and Megatron's canonical ones (right). What has a
-            row for each token is padded there to the size "padded vocabulary", where one is given.
+        megatron: Between the names of transformers' modules (left) and Megatron's canonical ones (right). Tensors
+            with a row for each token are padded there to the size "padded vocabulary", if one is given.
         megatron_sizes: For tensor-parallel ranks of a given number.
         modules: Between the names in Hugging Face's files (left) and those of transformers' modules (right), where they
             differ: files of another spelling, or of a larger model that this one is a part of. Names that no rule takes

@@ -82,7 +82,7 @@ OLDER_MAMBA: Final = _mamba_conv(".")
 """Convolutions of Mamba mixers that are modules."""
 
 FUSED: Final = (*GDN, *MAMBA_IN, *MAMBA)
-"""What tensor-parallel ranks of megatron-core 0.19 hold rank-major, but for gated layers."""
+"""Tensors that tensor-parallel ranks of megatron-core 0.19 hold rank-major, gated layers aside."""
 
 _MLA: Final = "**.self_attention."
 FUSED_MLA: Final = (
@@ -126,7 +126,7 @@ SEQUENTIAL_EXPERTS: Final = tuple(
 
 DialectName = Literal["release-0.19", "bridge"]
 MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
-"""What Megatron's releases call the layer inside one that predicts further tokens."""
+"""Names, in Megatron's releases, of the layer inside one that predicts further tokens."""
 
 MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 
@@ -166,7 +166,7 @@ BRIDGE: Final = Dialect(name="bridge", splits_gdn=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What a checkpoint of Megatron says of how far training was, and what it does not say.
+    """The progress of training in a checkpoint of Megatron, and the counters that it lacks.
 
     `found` are plain values by name; `lacking` are names that a resumed run would look for.
     """
@@ -223,7 +223,7 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
     Returns:
         The checkpoint as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`;
         other entries under their own names. A step that is an option (fused optimizers have it there) is a slot.
-        `_extra_state` is dropped. What is dropped of the processes that wrote it (`rng_state`, `rerun_state_machine`:
+        `_extra_state` is dropped. State of the processes that wrote it (`rng_state`, `rerun_state_machine`:
         objects that a reader would have to run, for as many ranks as wrote them) is in `left_over`.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Live models of Megatron: what their tensors are in a checkpoint, and a checkpoint as a rank's tensors.
+"""Live models of Megatron: their tensors by a checkpoint's names, and a checkpoint as a rank's tensors.
 
 Note [Experts of a rank]
     A model counts the experts of its rank from 0 on, and a checkpoint counts them through. So ranks have different
-    tensors under one name, and each has to say which of the experts its first one is. What a checkpoint has of other
-    ranks' experts is none of a rank's concern.
+    tensors under one name, and each has to say which of the experts its first one is. Experts of
+    other ranks are left out when a rank loads.
 """
 
 import re
@@ -52,7 +52,7 @@ def from_megatron_model(
     dialect: Dialect | None = None,
     first_expert: int = 0,
 ) -> list[Correspondence]:
-    """What a live model's tensors are in a checkpoint: the left side is the checkpoint's, the right the model's.
+    """Correspondences of a checkpoint's tensors (left) with a live model's (right).
 
     Args:
         shapes: Global, of the model's own names, wrappers removed. Global means all tensor-parallel ranks' parts.

@@ -13,7 +13,7 @@ Note [Two ways to make one whole]
         )
 
 Note [Once for all layers]
-    What a rule makes of tensors depends on their shapes, and not on the numbers in their names. So it is worked out
+    The result of a rule depends on the shapes of tensors, not on the numbers in their names. So it is worked out
     once for all layers and experts of the same shapes, under templates of their names, and the numbers are filled in.
 """
 
@@ -141,7 +141,7 @@ class Rules:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def match(self, shapes: Mapping[str, tuple[int, ...]], side: Side = "left") -> list[Correspondence]:
-        """What these tensors of one side are on the other.
+        """The correspondences of these tensors of one side with tensors of the other.
 
         Args:
             shapes: By name. A rule of which a name is absent does not apply; what no rule takes is in no
@@ -288,7 +288,7 @@ def _correspondence(
     shift: float,
     side: Side,
 ) -> Correspondence:
-    """What tensors of known shapes are on the other side, under templates: Note [Once for all layers]."""
+    """The correspondence of tensors of known shapes, under templates: Note [Once for all layers]."""
     if isinstance(near, str) and isinstance(far, str):
         left, right = (near, far) if side == "left" else (far, near)
         return Correspondence.rename(left, right, known[near], shift=shift)
@@ -312,7 +312,7 @@ def _correspondence(
 
 
 def _pieces(left: _Made, right: _Made) -> Iterator[Piece]:
-    """What two ways to make one whole have in common."""
+    """The pieces at which two ways to make one whole meet."""
     left_boxes, right_boxes = [box for _, box in left.boxes], [box for _, box in right.boxes]
     for mine, theirs, shared in meetings(left_boxes, right_boxes):
         places = (
@@ -502,7 +502,7 @@ _NUMBERS: Final = re.compile(r"[0-9]+")
 
 @cache
 def _look(template: str) -> str | re.Pattern[str]:
-    """What the names that a template fits look like with a 0 for each number; a pattern where it leaves text open."""
+    """The look of names that fit a template, with a 0 for each number; a pattern if the template leaves text open."""
     is_open = template.startswith("**.") or "*}" in template
     numbered = _PLACEHOLDER.sub(lambda match: "0" if match[1] and not match[2] else match[0], template)
     look = _NUMBERS.sub("0", numbered)

@@ -3,7 +3,7 @@
 Note [What becomes of optimizer state]
     Correspondences speak of parameters. A slot with its parameter's shape is cut as the parameter. A scalar (`step`)
     and an option belong to all parts: each gets a copy, and on the way back they must agree. A slot of another shape
-    goes with a parameter that is renamed, and is left over where the parameter is cut. What a part lacks is not
+    goes with a parameter that is renamed, and is left over where the parameter is cut. No value is
     invented: a slot that not all parts have is left over.
     A shift moves weights, so it applies to slots that are weights (`WEIGHT_SLOTS`), and not to moments.
 """
@@ -57,7 +57,7 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the target's names are made of, and which of the source's names were used for that."""
+    """The origins of the target's names, and the names of the source that were used."""
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     made_of: dict[str, _Same | _Cut] = field(default_factory=dict)
@@ -349,7 +349,7 @@ def _claim(plan: _Plan, name: str, made_of: Iterable[str]) -> None:
 
 
 def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
-    """What is made of the source's first tensors comes first, so that reading along the names runs along the files."""
+    """The order of the source's tensors, so that reads along the names run along the files."""
     positions = {name: position for position, name in enumerate([*source.tensors, *source.objects])}
 
     def first(made_of: _Same | _Cut) -> int:
@@ -381,8 +381,8 @@ def _fill_alike(want: Wanted, names: Sequence[str], copies: Sequence[torch.Tenso
 
 def _disagree(name: str, first: str, value: object, second: str, other: object) -> ValueError:
     return ValueError(
-        f"Expected one value for {name!r}, got {value!r} of {first!r} and {other!r} of {second!r}. What becomes one "
-        f"parameter has one step and one set of options."
+        f"Expected one value for {name!r}, got {value!r} of {first!r} and {other!r} of {second!r}. One parameter has "
+        f"one step and one set of options."
     )
 
 
