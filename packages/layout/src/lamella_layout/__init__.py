@@ -1,4 +1,4 @@
-"""Who owns which elements: layouts of sharded tensors as arithmetic on integers.
+"""Ownership of the elements of sharded tensors: layouts as arithmetic on integers, without process groups.
 
 Placements are imported when they are first used: `torch.distributed.tensor` takes seconds, and chunks need none of it.
 """

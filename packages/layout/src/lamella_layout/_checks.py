@@ -1,4 +1,4 @@
-"""The checks at the public edge, so that every layout refuses the same input in the same words."""
+"""Argument checks at the public edge: every layout refuses the same input with the same message."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -8,12 +8,12 @@ Shape = tuple[int, ...]
 
 
 def as_shapes(shapes: Iterable[Sequence[int]]) -> tuple[Shape, ...]:
-    """Freeze shapes (lists, `torch.Size`) into tuples of int, so that layouts compare and hash by value."""
+    """Freeze shapes (lists, `torch.Size`) into tuples of int: layouts compare and hash by value."""
     return tuple(tuple(int(size) for size in shape) for shape in shapes)
 
 
 def check_shapes(shapes: Sequence[Shape]) -> None:
-    """Refuse what cannot be cut: a tensor without dims, or a negative size."""
+    """Refuse 0-D tensors, which have no dim to cut, and negative sizes."""
     for index, shape in enumerate(shapes):
         if not shape:
             raise ValueError(
@@ -31,24 +31,24 @@ def check_at_least_one(name: str, value: int) -> None:
 
 
 def check_rank(rank: int, num_shards: int) -> None:
-    """Refuse a rank that the layout has no shard for; a negative one would silently count from the end."""
+    """Refuse ranks outside `0..num_shards - 1`: a negative rank would silently count from the end."""
     if not 0 <= rank < num_shards:
         raise ValueError(f"Expected a rank in 0..{num_shards - 1} (num_shards={num_shards}), got {rank!r}.")
 
 
 def check_dim(dim: int, shape: Sequence[int]) -> None:
-    """Refuse a dim that the tensor does not have."""
+    """Refuse dims outside `0..len(shape) - 1`."""
     if not 0 <= dim < len(shape):
         raise ValueError(f"Expected a dim of a tensor of shape {tuple(shape)!r}, got {dim!r}.")
 
 
 def per_tensor(name: str, values: Sequence[T], num_tensors: int) -> tuple[T, ...]:
-    """Refuse a list that does not name one value a tensor; a short one would drop tensors without an error."""
+    """Refuse any number of values but one per tensor: a short list would silently drop tensors."""
     if len(values) != num_tensors:
         raise ValueError(f"Expected one {name} a tensor ({num_tensors} tensors), got {len(values)}.")
     return tuple(values)
 
 
 def normal_dim(dim: int, num_dims: int) -> int:
-    """Count a negative dim from the last; one out of range is left as it is, for the error that names it."""
+    """Count negative dims from the last. Dims out of range stay unchanged, for `check_dim` to name."""
     return dim + num_dims if -num_dims <= dim < 0 else dim

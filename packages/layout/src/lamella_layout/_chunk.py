@@ -1,4 +1,4 @@
-"""Boxes inside a tensor: what a checkpoint calls a chunk, and what `Shard(dim)` cuts."""
+"""Boxes inside a tensor: the chunks of `Shard(dim)` and of checkpoints."""
 
 from collections.abc import Iterable
 from math import prod
@@ -8,9 +8,9 @@ from lamella_layout._range import Range
 
 
 class Chunk(NamedTuple):
-    """The box of a tensor that starts at `offsets` and spans `sizes`, one entry a dim.
+    """The box of a tensor from `offsets`, spanning `sizes`; one entry per dim.
 
-    A size may be 0: the rank owns nothing, and the chunk must not be written anywhere.
+    A size of 0 marks an empty chunk: the rank owns no elements, and checkpoints must not write the chunk.
     """
 
     offsets: tuple[int, ...]
@@ -18,13 +18,13 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, ranges: Iterable[Range]) -> "Chunk":
-        """Make the box that spans one range of indices along each dim."""
+        """Make a box from one range of indices per dim."""
         along = tuple(ranges)
         return cls(tuple(indices.start for indices in along), tuple(indices.numel for indices in along))
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """Return the range of indices that the box spans along each dim."""
+        """Return the box's range of indices along each dim."""
         return tuple(Range(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
@@ -33,9 +33,9 @@ class Chunk(NamedTuple):
         return prod(self.sizes)
 
     def intersection(self, other: "Chunk") -> "Chunk":
-        """Return the box in both; where they do not meet, an empty box at the nearer end of this one."""
+        """Return the common box; for disjoint boxes an empty box at the end of `self` nearer to `other`."""
         offsets, sizes = [], []
-        # As `Range.intersection`, written out: tables of ten thousands of tensors are made of these.
+        # `Range.intersection` inlined: tables of tens of thousands of tensors call this method for every chunk.
         for start, size, theirs, span in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             first = min(max(start, theirs), start + size)
             offsets.append(first)
@@ -43,6 +43,6 @@ class Chunk(NamedTuple):
         return Chunk(tuple(offsets), tuple(sizes))
 
     def relative_to(self, origin: "Chunk") -> "Chunk":
-        """Return the same elements in the coordinates of `origin`, as if its first element were at 0."""
+        """Return the same elements in coordinates counted from the first element of `origin`."""
         offsets = tuple(mine - theirs for mine, theirs in zip(self.offsets, origin.offsets, strict=True))
         return Chunk(offsets, self.sizes)

@@ -1,4 +1,4 @@
-"""The even layout: every tensor is chunked along one dim as torch's `Shard(dim)` does."""
+"""The even layout: every tensor chunked along one dim by the rule of torch's `Shard(dim)`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from lamella_layout._region import Region, region_of
 
 @dataclass(frozen=True, kw_only=True)
 class EvenLayout:
-    """A group of tensors in two flat buffers, each tensor chunked along its dim as `torch.chunk` chunks it.
+    """A group of tensors in two flat buffers, each tensor chunked along one dim by the rule of `torch.chunk`.
 
-    Shards are plain `Shard(dim)` chunks, so a `DTensor` over them is right without private metadata. Both buffers
-    are tensor by tensor, never rank by rank: the unsharded tensor lies in one piece, and each is gathered into its
-    own slot by its own (grouped) call, with nothing to copy afterwards. Two tensors on two ranks, aligned to 3:
+    Shards are plain `Shard(dim)` chunks: a `DTensor` over a shard needs no private metadata. Both buffers are ordered
+    by tensor, not by rank: each unsharded tensor is contiguous, and one (grouped) all-gather per tensor writes straight
+    into the tensor's slot, with no copy afterwards. Two tensors on two ranks, aligned to 3:
 
-        rank 0     aaaa..bbb          sharded: one slot a tensor, at the same place on every rank
+        rank 0     aaaa..bbb          sharded: one slot per tensor, at the same offset on every rank
         rank 1     aaa-..bbb          '-' slack: a chunk shorter than rank 0's; '.' alignment
-        unsharded  aaaaaaa-.bbbbbb    each tensor in one piece, its slack behind it
+        unsharded  aaaaaaa-.bbbbbb    each tensor in one piece, slack at its end
 
-    All numbers are elements. Build one with `EvenLayout.build`, which also accepts lists and negative dims.
+    All numbers are elements. `EvenLayout.build` also accepts lists and negative dims.
 
     Attributes:
-        shapes: Of the whole tensors.
-        dims: Dim that each tensor is sharded along, counted from the first.
-        num_shards: Ranks that share each tensor.
-        alignment: Elements that every slot start is a multiple of, in both buffers.
+        shapes: Shapes of the unsharded tensors.
+        dims: Sharded dim of each tensor, counted from the first.
+        num_shards: Number of ranks along the sharded axis.
+        alignment: Every slot starts at a multiple of this number of elements, in both buffers.
     """
 
     shapes: tuple[Shape, ...]
@@ -59,17 +59,15 @@ class EvenLayout:
         """Lay tensors out in the order given.
 
         Args:
-            shapes: Shape of each whole (unsharded) tensor, at least one dim each.
-            num_shards: Ranks that share each tensor.
-            dims: Dim that each tensor is sharded along; negative ones count from the last. None means 0 for all.
-            alignment: Elements that every slot start is a multiple of, in both buffers. 256 elements are at least
-                256 bytes for every dtype, so one layout serves all dtypes that a group is cast to.
+            shapes: Shape of each unsharded tensor, at least one dim each.
+            num_shards: Number of ranks along the sharded axis.
+            dims: Sharded dim of each tensor; negative dims count from the last. None means 0 for all.
+            alignment: Every slot starts at a multiple of this number of elements, in both buffers. 256 elements are
+                at least 256 bytes in every dtype, so one layout serves every dtype of a group's casts.
 
         Raises:
-            ValueError: a tensor is 0-D or has a negative size, a dim is out of range, `dims` does not name one dim
-                a tensor, or `num_shards` or `alignment` is below 1.
-
-        Effects: none.
+            ValueError: A tensor is 0-D or has a negative size, a dim is out of range, `dims` and `shapes` differ in
+                length, or `num_shards` or `alignment` is below 1.
         """
         frozen = as_shapes(shapes)
         given = per_tensor("dim", [0] * len(frozen) if dims is None else dims, len(frozen))
@@ -87,7 +85,7 @@ class EvenLayout:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # of many numbers; layouts are keys of what is kept for them
+    def _hash(self) -> int:  # computed once: layouts hold thousands of numbers and serve as keys of caches
         return hash((self.shapes, self.dims, self.num_shards, self.alignment))
 
     @property
@@ -97,92 +95,66 @@ class EvenLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of the whole sharded buffer of one rank, equal on every rank."""
+        """Elements of one rank's sharded buffer, equal on every rank."""
         return self._shard_slots[-1].stop if self.shapes else 0
 
     @cached_property
     def full_numel(self) -> int:
-        """Elements of the whole unsharded buffer."""
+        """Elements of the unsharded buffer."""
         return self._full_slots[-1].stop if self.shapes else 0
 
     def slot_numel(self, index: int) -> int:
-        """Return the padded elements of tensor `index` on one rank: what each rank sends in its gather.
-
-        Effects: none.
-        """
+        """Return the elements, slack included, that each rank sends when tensor `index` is gathered."""
         return self._slot_numels[index]
 
     def shard_slot(self, index: int) -> Range:
-        """Return where tensor `index` lies in every rank's sharded buffer: the rank's chunk first, slack last.
-
-        Effects: none.
-        """
+        """Return the slot of tensor `index` in every rank's sharded buffer: the rank's chunk first, slack last."""
         return self._shard_slots[index]
 
     def full_slot(self, index: int) -> Range:
-        """Return where tensor `index` lies in the unsharded buffer: the tensor first, slack last.
+        """Return the slot of tensor `index` in the unsharded buffer: the tensor first, slack last.
 
         Returns:
-            `num_shards * slot_numel(index)` elements, so that equal pieces from every rank fit.
-
-        Effects: none.
+            `num_shards * slot_numel(index)` elements: room for equal pieces from every rank.
         """
         return self._full_slots[index]
 
     def tensor_range(self, index: int) -> Range:
-        """Return where tensor `index` lies in the unsharded buffer: `full_slot` without the slack.
-
-        Effects: none.
-        """
+        """Return the range of tensor `index` in the unsharded buffer: `full_slot` without the slack."""
         return Range(0, prod(self.shapes[index])).shift(self._full_slots[index].start)
 
     @property
     def wire_slots(self) -> tuple[Range, ...]:
-        """Return what travels of a rank's sharded buffer: every slot, as a payload of its own."""
+        """Return the ranges of the sharded buffer to communicate, one payload each: every tensor's slot."""
         return self._shard_slots
 
     @property
     def wire_full_slots(self) -> tuple[Range, ...]:
-        """Return where each payload of all ranks lies in the unsharded buffer."""
+        """Return the range of each gathered payload in the unsharded buffer."""
         return self._full_slots
 
     def full_shard(self, index: int, rank: int) -> Range:
-        """Return the part of the unsharded buffer that `rank` fills when tensor `index` is gathered in place.
-
-        Effects: none.
-        """
+        """Return the range of the unsharded buffer filled by `rank` when tensor `index` is gathered in place."""
         check_rank(rank, self.num_shards)
         numel = self._slot_numels[index]
         start = self._full_slots[index].start + rank * numel
         return Range(start, start + numel)
 
     def local_slot(self, index: int, rank: int) -> Range:
-        """Return where the elements that `rank` owns lie in its sharded buffer: `shard_slot` without the slack.
-
-        Effects: none.
-        """
+        """Return the range of `rank`'s chunk of tensor `index` in its sharded buffer, without slack."""
         start = self._shard_slots[index].start
         return Range(start, start + prod(self.shard_shape(index, rank)))
 
     def shard_shape(self, index: int, rank: int) -> Shape:
-        """Return the sizes of `rank`'s chunk of tensor `index`, without slack; may hold a 0.
-
-        Effects: none.
-        """
+        """Return the sizes of `rank`'s chunk of tensor `index`, without slack; one may be 0."""
         return self.chunk(index, rank).sizes
 
     def shard_offsets(self, index: int, rank: int) -> Shape:
-        """Return where `rank`'s chunk of tensor `index` starts in it, one offset a dim.
-
-        Effects: none.
-        """
+        """Return the offsets of `rank`'s chunk within tensor `index`, one per dim."""
         return self.chunk(index, rank).offsets
 
     def chunk(self, index: int, rank: int) -> Chunk:
-        """Return the box of tensor `index` that `rank` owns, as torch's `Shard(dim)` places it.
-
-        Effects: none.
-        """
+        """Return the box of tensor `index` owned by `rank`, by the rule of torch's `Shard(dim)`."""
         check_rank(rank, self.num_shards)
         shape, dim = self.shapes[index], self.dims[index]
         rows = torch_chunk(shape[dim], self.num_shards, rank)
@@ -190,50 +162,39 @@ class EvenLayout:
         return Chunk(offsets, (*shape[:dim], rows.numel, *shape[dim + 1 :]))
 
     def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
-        """Return what `rank` owns of tensor `index`, ready for further cuts.
+        """Return the region of tensor `index` owned by `rank`, ready for further cuts.
 
         Args:
-            index: Of the tensor.
-            rank: Of the axis that this layout shards over.
-            inside: What the tensor is of a global one when outer axes (TP, EP) cut it first. None: it is whole.
+            index: Index of the tensor.
+            rank: Rank along the sharded axis.
+            inside: Region of the global tensor left by outer axes (TP, EP); its shape is the tensor's. None means
+                no outer axis cuts the tensor.
 
         Raises:
-            ValueError: `inside` has another shape than the tensor.
-
-        Effects: none.
+            ValueError: `inside` and the tensor differ in shape.
         """
         return region_of(self.chunk(index, rank), self.shapes[index], inside)
 
     def chunks(self, index: int, rank: int, *, inside: Region | None = None) -> tuple[Chunk, ...]:
-        """Return the global boxes of tensor `index` that `rank` owns; none when it owns nothing.
-
-        Takes the arguments of `region`. Effects: none.
-        """
+        """Return the boxes of the global tensor owned by `rank`, possibly none. Arguments as for `region`."""
         return self.region(index, rank, inside=inside).chunks
 
     def is_contiguous(self, index: int) -> bool:
-        """Tell whether the ranks' slots laid one after another are the tensor: it is gathered with no staging.
+        """True when the ranks' slots, one after another, form the tensor: an all-gather then needs no staging buffer.
 
-        True along dim 0, along any dim when the dims before it are 1, and when one chunk holds the whole tensor.
-
-        Effects: none.
+        True along dim 0, along any dim preceded only by dims of size 1, and when one chunk holds the whole tensor.
         """
         return self._contiguous[index]
 
     def divides(self, index: int) -> bool:
-        """Tell whether every rank's chunk of tensor `index` has the same size: its slots hold no slack.
-
-        Effects: none.
-        """
+        """True when every rank's chunk of tensor `index` has the same size: no slot holds slack."""
         return self._divides[index]
 
     def owned(self, index: int, rank: int) -> Range:
-        """Return the elements of the flattened tensor `index` that `rank` owns; may be empty.
+        """Return the range of the flattened tensor `index` owned by `rank`; may be empty.
 
         Raises:
-            ValueError: the chunk is not one run of the flattened tensor (`is_contiguous` is false); use `chunk`.
-
-        Effects: none.
+            ValueError: The chunk is not one run of the flattened tensor (`is_contiguous` is false); use `chunk`.
         """
         if not self.is_contiguous(index):
             raise ValueError(
@@ -246,10 +207,10 @@ class EvenLayout:
 
     @cached_property
     def in_equal_chunks(self) -> tuple[bool, ...]:
-        """Tell of each tensor whether it is its ranks' chunks, of the same size, laid one after another."""
+        """True for each tensor formed by chunks of equal size, one after another: contiguous and without slack."""
         return tuple(self.divides(i) and self.is_contiguous(i) for i in range(self.num_tensors))
 
-    # Asked of every tensor at every gather and reduction.
+    # Computed once: every gather and reduction reads these values for every tensor.
 
     @cached_property
     def _contiguous(self) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""The flat layout: a group packed into one buffer, cut into equal shards where blocks of rows end."""
+"""The flat layout: a group packed into one buffer and cut into equal shards between blocks of rows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,25 +20,26 @@ ANY_ROW = Rows(1)
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """A group of tensors in one flat buffer that is cut into `num_shards` equal shards.
+    """A group of tensors in one flat buffer, cut into `num_shards` equal shards.
 
-    The buffer is gathered by one collective, and each tensor lies in it in one piece. Cuts never break what has to
-    stay together, so a rank may own many rows of a tensor or none: these are not torch's `Shard(0)` chunks, and a
-    plain `DTensor` over them is wrong. Three tensors on three ranks, `b` kept whole, `a` cut between rows of 6:
+    One collective gathers the buffer, and each tensor is contiguous in the buffer. Cuts fall only between the blocks
+    named by `keep`, so a rank may own many rows of a tensor or none: shards differ from torch's `Shard(0)` chunks, and
+    a `DTensor` placed `Shard(0)` over a shard is wrong (see `placement`). Three tensors on three ranks, `b` kept whole,
+    `a` cut between rows of 6:
 
         rank 0  bbbbbbbbccc.aaaaaa    c fills the gap that the cut of a left
         rank 1  aaaaaaaaaaaaaaaaaa
         rank 2  aaaaaa............    '.' padding
 
-    All numbers are elements. `FlatLayout.build` packs; one made by hand or read from a file is checked just as well.
+    All numbers are elements. `FlatLayout.build` packs; layouts made by hand or read from a file pass the same checks.
 
     Attributes:
-        shapes: Of the whole tensors.
-        keep: What stays together, one a tensor.
-        num_shards: Ranks that share the buffer.
-        alignment: Elements that every start, and the shard's size, are multiples of.
+        shapes: Shapes of the unsharded tensors.
+        keep: Block of each tensor that stays on one rank.
+        num_shards: Number of ranks along the sharded axis.
+        alignment: Every start, and the shard's size, is a multiple of this number of elements.
         shard_numel: Elements of one shard, equal on every rank.
-        starts: Where each tensor starts in the whole buffer.
+        starts: Start of each tensor in the unsharded buffer.
     """
 
     shapes: tuple[Shape, ...]
@@ -59,23 +60,21 @@ class FlatLayout:
     ) -> "FlatLayout":
         """Pack tensors with little padding; the same arguments give the same layout on every rank.
 
-        Padding is at most one gap a cut, each smaller than the largest block (or the least common multiple of block
-        and alignment, when the alignment does not divide the block), plus what rounds the shard up to a multiple of
+        Padding is at most one gap per cut, each smaller than the largest block (or the least common multiple of block
+        and alignment, when the alignment does not divide the block), plus the rounding of the shard to a multiple of
         the blocks of tensors longer than a shard. Row sizes with large common multiples (4096 and 4097) therefore
-        cost memory when both span several ranks: put them into groups of their own.
+        cost memory when both tensors span several ranks: put such tensors into separate groups.
 
         Args:
-            shapes: Shape of each whole tensor, at least one dim each; the order does not decide who lies where.
-            num_shards: Ranks that share the buffer. With an outer axis that shards too (HFSDP), pass inner times
-                outer and see `merge_shards`.
-            keep: What stays on one rank, one for all tensors or one a tensor.
-            alignment: Elements that every start is a multiple of, in the whole buffer and in each shard.
+            shapes: Shape of each unsharded tensor, at least one dim each. Their order does not fix the order in memory.
+            num_shards: Number of ranks along the sharded axis. With a second sharding axis (HFSDP), the product of
+                both; see `merge_shards`.
+            keep: Block of a tensor that stays on one rank: one for all tensors, or one per tensor.
+            alignment: Every start is a multiple of this number of elements, in the unsharded buffer and in each shard.
 
         Raises:
-            ValueError: a tensor is 0-D or has a negative size, `keep` does not name one a tensor, or `num_shards` or
-                `alignment` is below 1.
-
-        Effects: none.
+            ValueError: A tensor is 0-D or has a negative size, `keep` and `shapes` differ in length, or `num_shards`
+                or `alignment` is below 1.
         """
         frozen = as_shapes(shapes)
         keeps = [keep] * len(frozen) if isinstance(keep, Rows | Whole) else keep
@@ -101,7 +100,7 @@ class FlatLayout:
         )
 
     def __post_init__(self) -> None:
-        """Prove the layout without trusting who made it."""
+        """Verify alignment, bounds, overlap and cuts independently of the packing."""
         check_at_least_one("num_shards", self.num_shards)
         check_at_least_one("alignment", self.alignment)
         check_shapes(self.shapes)
@@ -116,7 +115,7 @@ class FlatLayout:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # of many numbers; layouts are keys of what is kept for them
+    def _hash(self) -> int:  # computed once: layouts hold thousands of numbers and serve as keys of caches
         return hash((self.shapes, self.keep, self.num_shards, self.alignment, self.shard_numel, self.starts))
 
     @property
@@ -126,128 +125,102 @@ class FlatLayout:
 
     @property
     def full_numel(self) -> int:
-        """Elements of the whole buffer: all shards, one after another."""
+        """Elements of the unsharded buffer: all shards, one after another."""
         return self.num_shards * self.shard_numel
 
     @property
     def padding_numel(self) -> int:
-        """Elements of the whole buffer that belong to no tensor."""
+        """Elements of the unsharded buffer outside every tensor."""
         return self.full_numel - sum(prod(shape) for shape in self.shapes)
 
     def shard_range(self, rank: int) -> Range:
-        """Return where `rank`'s shard lies in the whole buffer.
-
-        Effects: none.
-        """
+        """Return the range of `rank`'s shard in the unsharded buffer."""
         check_rank(rank, self.num_shards)
         return Range(0, self.shard_numel).shift(rank * self.shard_numel)
 
     def tensor_range(self, index: int) -> Range:
-        """Return where tensor `index` lies in the whole buffer, in one piece and without padding.
-
-        Effects: none.
-        """
+        """Return the range of tensor `index` in the unsharded buffer, without padding."""
         return Range(0, prod(self.shapes[index])).shift(self.starts[index])
 
     def owned(self, index: int, rank: int) -> Range:
-        """Return the elements of the flattened tensor `index` that `rank` owns; may be empty.
-
-        Effects: none.
-        """
+        """Return the range of the flattened tensor `index` owned by `rank`; may be empty."""
         return self.tensor_range(index).intersection(self.shard_range(rank)).shift(-self.starts[index])
 
     def local_slot(self, index: int, rank: int) -> Range:
-        """Return where the elements of tensor `index` that `rank` owns lie in its shard; may be empty.
-
-        Effects: none.
-        """
+        """Return the range within `rank`'s shard of the elements of tensor `index`; may be empty."""
         shard = self.shard_range(rank)
         return shard.intersection(self.tensor_range(index)).shift(-shard.start)
 
     def chunk(self, index: int, rank: int) -> Chunk:
-        """Return the rows of tensor `index` that `rank` owns, as a box. Cuts fall between rows, so it is exact.
-
-        Effects: none.
-        """
+        """Return the rows of tensor `index` owned by `rank`, as a box. The box is exact: cuts fall between rows."""
         shape = self.shapes[index]
         row_numel = max(1, prod(shape[1:]))
         owned = self.owned(index, rank)
         rows = Range(owned.start // row_numel, ceil_div(owned.stop, row_numel))
-        if not prod(shape):  # there are no elements that somebody could own: the first rank has the rows
+        if not prod(shape):  # a tensor without elements: `owned` tells no ranks apart, so rank 0 gets all rows
             rows = Range(0, shape[0]) if rank == 0 else Range(shape[0], shape[0])
         elif not owned.numel:
             rows = Range(rows.start, rows.start)
         return Chunk.of([rows, *(Range(0, size) for size in shape[1:])])
 
     def shard_shape(self, index: int, rank: int) -> Shape:
-        """Return the sizes of what `rank` owns of tensor `index`; may hold a 0.
-
-        Effects: none.
-        """
+        """Return the sizes of `rank`'s chunk of tensor `index`; one may be 0."""
         return self.chunk(index, rank).sizes
 
     def placement(self, index: int, *, stride: int = 1) -> RaggedShard:
-        """Return how tensor `index` lies along the axis that this layout shards over.
+        """Return the placement of tensor `index` along the sharded axis.
 
         Args:
-            index: Of the tensor.
+            index: Index of the tensor.
             stride: See `RaggedShard`.
-
-        Effects: none.
         """
         starts = (self.chunk(index, rank).offsets[0] for rank in range(self.num_shards))
         return RaggedShard((*starts, self.shapes[index][0]), stride)
 
     @property
     def wire_slots(self) -> tuple[Range, ...]:
-        """Return what travels of a rank's sharded buffer: all of it, as one payload."""
+        """Return the ranges of the sharded buffer to communicate, one payload each: the whole shard."""
         return (Range(0, self.shard_numel),)
 
     @property
     def wire_full_slots(self) -> tuple[Range, ...]:
-        """Return where the payload of all ranks lies in the whole buffer."""
+        """Return the range of each gathered payload in the unsharded buffer: all of the buffer."""
         return (Range(0, self.full_numel),)
 
     @cached_property
     def gaps(self) -> tuple[Range, ...]:
-        """Return the parts of the whole buffer that belong to no tensor, in order."""
+        """Return the ranges of the unsharded buffer outside every tensor, in order."""
         taken = sorted(lies for index in range(self.num_tensors) if (lies := self.tensor_range(index)).numel)
         edges = [Range(0, 0), *taken, Range(self.full_numel, self.full_numel)]
         return tuple(Range(a.stop, b.start) for a, b in pairwise(edges) if b.start > a.stop)
 
     def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
-        """Return what `rank` owns of tensor `index`, ready for further cuts.
+        """Return the region of tensor `index` owned by `rank`, ready for further cuts.
 
         Args:
-            index: Of the tensor.
-            rank: Of the axis that this layout shards over.
-            inside: What the tensor is of a global one when outer axes (TP, EP) cut it first. None: it is whole.
+            index: Index of the tensor.
+            rank: Rank along the sharded axis.
+            inside: Region of the global tensor left by outer axes (TP, EP); its shape is the tensor's. None means
+                no outer axis cuts the tensor.
 
         Raises:
-            ValueError: `inside` has another shape than the tensor.
-
-        Effects: none.
+            ValueError: `inside` and the tensor differ in shape.
         """
         return region_of(self.chunk(index, rank), self.shapes[index], inside)
 
     def chunks(self, index: int, rank: int, *, inside: Region | None = None) -> tuple[Chunk, ...]:
-        """Return the global boxes of tensor `index` that `rank` owns; none when it owns nothing.
-
-        Takes the arguments of `region`. Effects: none.
-        """
+        """Return the boxes of the global tensor owned by `rank`, possibly none. Arguments as for `region`."""
         return self.region(index, rank, inside=inside).chunks
 
     def merge_shards(self, num_merged: int) -> "FlatLayout":
         """Return the same buffer shared by fewer ranks, each with `num_merged` consecutive shards.
 
-        HFSDP shards over the inner axis, then each inner shard over the outer one: build for inner * outer shards,
-        where shard `inner_rank * num_outer + outer_rank` is what a rank keeps, and merge by `num_outer` for the
-        layout in which parameters are gathered.
+        HFSDP shards over the inner axis, then each inner shard over the outer axis. Build the layout for
+        num_inner * num_outer shards: a rank keeps shard `inner_rank * num_outer + outer_rank`. Merging by `num_outer`
+        gives the layout of the parameter gathers along the inner axis.
 
         Raises:
             ValueError: `num_merged` does not divide `num_shards`.
-
-        Effects: none.
         """
         check_at_least_one("num_merged", num_merged)
         if self.num_shards % num_merged:
@@ -255,9 +228,9 @@ class FlatLayout:
         return replace(self, num_shards=self.num_shards // num_merged, shard_numel=self.shard_numel * num_merged)
 
     def _check_alignment(self) -> None:
-        for what, value in (("shard_numel", self.shard_numel), *((f"start {i}", s) for i, s in enumerate(self.starts))):
+        for name, value in (("shard_numel", self.shard_numel), *((f"start {i}", s) for i, s in enumerate(self.starts))):
             if value % self.alignment:
-                raise ValueError(f"Expected {what} at a multiple of alignment={self.alignment}, got {value!r}.")
+                raise ValueError(f"Expected {name} at a multiple of alignment={self.alignment}, got {value!r}.")
 
     def _check_bounds(self) -> None:
         for index in range(self.num_tensors):
@@ -272,7 +245,7 @@ class FlatLayout:
                 raise ValueError(f"Expected tensors apart, got {left_index} in {left!r} and {right_index} in {right!r}")
 
     def _check_cuts(self) -> None:
-        """Prove that shard boundaries break no block. Shards tile the buffer, so every element has one owner."""
+        """Check that no shard boundary falls inside a block. Shards tile the buffer: every element has one owner."""
         for index, (shape, keep) in enumerate(zip(self.shapes, self.keep, strict=True)):
             lies = self.tensor_range(index)
             if not lies.numel:

@@ -1,4 +1,4 @@
-"""Chunk tables of a tensor on a mesh: who holds which boxes, for any placements and any order of the cuts."""
+"""Chunk tables of a tensor on a mesh: the boxes of each rank, for any placements and any order of the cuts."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -21,27 +21,25 @@ def mesh_region(
     *,
     order: Sequence[int] | None = None,
 ) -> Region:
-    """Return what the rank at `coordinate` of a mesh holds of a tensor.
+    """Return the region of a tensor held by the rank at `coordinate` of a mesh.
 
     Args:
-        shape: Of the global tensor.
-        mesh_shape: Ranks along each axis of the mesh.
-        placements: One an axis: `Shard`, `_StridedShard`, `RaggedShard`, of which the last goes with none of the
-            others; `Replicate` and `Partial` cut nothing.
-        coordinate: Of the rank, one entry an axis.
-        order: Axes in the order in which they cut. None means left to right, as DTensor does. On a (dp, tp) mesh
-            (1, 0) puts TP outermost; on an (outer, inner) mesh it is HFSDP: inner first, then outer within the
-            inner shard.
+        shape: Shape of the global tensor.
+        mesh_shape: Number of ranks along each axis of the mesh.
+        placements: One per axis: `Shard`, `_StridedShard` or `RaggedShard`. `RaggedShard` combines with neither
+            `Shard` nor `_StridedShard`; `Replicate` and `Partial` cut nothing.
+        coordinate: Coordinate of the rank, one entry per axis.
+        order: Axes in their order of cutting. None means DTensor's order, left to right. On a (dp, tp) mesh (1, 0)
+            puts TP outermost; on an (outer, inner) mesh (1, 0) is HFSDP: inner first, then outer within the inner
+            shard.
 
     Returns:
         The region, equal to torch's own shards for every `placements` when `order` is None.
 
     Raises:
-        ValueError: lengths differ from the mesh's, a dim or coordinate is out of range, `order` is no permutation
-            of the axes, or it comes with a `_StridedShard`, which says the order already; a `RaggedShard` beside
-            another, or one of other rows than the tensor's or for another number of ranks than its axes have.
-
-    Effects: none.
+        ValueError: Lengths differ from the mesh's; a dim or coordinate is out of range; `order` is no permutation
+            of the axes, or comes with a `_StridedShard`, which fixes the order already; a `RaggedShard` is beside
+            `Shard` or `_StridedShard`, or differs from the tensor in rows or from its axes in ranks.
     """
     _check_mesh(mesh_shape, placements, order)
     _check_coordinate(mesh_shape, coordinate)
@@ -61,9 +59,9 @@ def mesh_chunks(
     *,
     order: Sequence[int] | None = None,
 ) -> tuple[tuple[Chunk, ...], ...]:
-    """Return the global boxes that each rank of a mesh holds, ranks in row-major order; none where it holds nothing.
+    """Return each rank's boxes of the global tensor, possibly none; ranks in row-major order of the mesh.
 
-    Takes the arguments of `mesh_region`. Effects: none.
+    Arguments and errors as for `mesh_region`.
     """
     _check_mesh(mesh_shape, placements, order)
     coordinates = product(*(range(num_ranks) for num_ranks in mesh_shape))
@@ -73,23 +71,21 @@ def mesh_chunks(
 def strided_placements(
     mesh_shape: Sequence[int], placements: Sequence[Placement], *, order: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Return placements with which DTensor, going left to right, cuts as `order` does.
+    """Return placements that make DTensor, cutting left to right, produce the cuts of `order`.
 
-    An axis becomes a `_StridedShard` when axes to its right cut the same dim before it; `split_factor` counts the
-    blocks they make. Exact when the dim divides by all its axes. Otherwise torch may differ from `order`: of 9 rows
-    on a (4, 2) mesh cut in order (1, 0), it gives row 8 to rank (3, 0), not (3, 1). Compare `mesh_chunks` of both
-    before wrapping a local tensor in a plain `DTensor`.
+    An axis becomes a `_StridedShard` when axes to its right cut the same dim earlier; `split_factor` is the number of
+    blocks made by the earlier axes. Exact when the number of ranks of all its axes divides the dim. Otherwise torch
+    may differ from `order`: of 9 rows on a (4, 2) mesh cut in order (1, 0), torch gives row 8 to rank (3, 0), not
+    (3, 1). Compare `mesh_chunks` of both before wrapping a local tensor in a plain `DTensor`.
 
     Args:
-        mesh_shape: Ranks along each axis of the mesh.
-        placements: One an axis, none of them `_StridedShard`.
-        order: Axes in the order in which they cut.
+        mesh_shape: Number of ranks along each axis of the mesh.
+        placements: One per axis, no `_StridedShard`.
+        order: Axes in their order of cutting.
 
     Raises:
-        ValueError: See `mesh_region`; or some dims are counted from the first and some from the last, which may or may
-            not be the same: only the tensor could tell.
-
-    Effects: none.
+        ValueError: See `mesh_region`. Also where some dims count from the first and some from the last: without the
+            tensor's number of dims, -1 and 1 cannot be compared.
     """
     _check_mesh(mesh_shape, placements, order)
     if len({placement.dim < 0 for placement in placements if isinstance(placement, Shard)}) > 1:
@@ -133,7 +129,7 @@ def _strided(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placemen
 
 
 def _check_dims(shape: Sequence[int], placements: Sequence[Placement]) -> None:
-    """Refuse dims in terms of the whole tensor, before the cuts change its shape."""
+    """Check dims against the global tensor, before the cuts change its shape."""
     for placement in placements:
         if isinstance(placement, Shard | _StridedShard):
             check_dim(normal_dim(placement.dim, len(shape)), shape)

@@ -1,22 +1,22 @@
-"""Pack tensors into one buffer that is cut into equal shards, where few places of a tensor may be cut.
+"""Pack tensors into one buffer of equal shards, cutting tensors only between their blocks.
 
-The buffer has to be one piece per tensor (it is gathered in place and used as it lies), so a tensor covers a run of
-elements and every shard boundary inside it must fall between two of its blocks. Two things waste memory:
+The buffer is gathered in place and used without a copy, so each tensor is contiguous and every shard boundary inside
+a tensor must fall between two of its blocks. Memory is lost in two ways:
 
-* at a boundary, the tensor that would be cut in a wrong place is moved on, which leaves a gap;
-* a tensor that covers a shard from end to end is cut at both ends, so the shard's size must be a multiple of its
-  block. Only tensors longer than a shard can do that.
+* at a shard boundary, a tensor whose blocks do not meet the boundary moves on and leaves a gap;
+* a tensor that covers a shard from end to end is cut at both ends, so the shard's size must be a multiple of the
+  tensor's block. Only tensors longer than a shard do so.
 
-Packing is the classic search for the smallest bin size: one pass tries a shard size, a bisection chooses the next.
-A pass goes through the tensors with large blocks first and puts each into the smallest gap that holds it, else at
-the head, moved on by what the next boundary needs. For tensors kept whole this is MULTIFIT with best fit.
+Packing is the classic search for the smallest bin size: a pass tries one shard size, a bisection chooses the next.
+A pass takes tensors with large blocks first. Each tensor goes into the smallest gap that fits, else to the head of the
+buffer, moved on as far as the next boundary needs. For tensors kept whole the search is MULTIFIT with best fit.
 
 Note [Packing bound]
-    Let `step` be the elements between two places where a tensor may be cut *and* both sides stay aligned. A pass
-    leaves at most one gap a boundary, smaller than the largest step. So it succeeds whenever the shard size is a
-    multiple of the steps of all tensors longer than it (so that they fit wherever they start), holds every whole
-    tensor, and num_shards times it is at least the aligned tensors plus (num_shards - 1) * (largest step -
-    alignment). `_safe_sizes` lists such sizes, and the search only ever goes down from the smallest of them.
+    Let `step` be the smallest distance between cuts that break no block and leave both sides aligned. A pass leaves
+    at most one gap per boundary, smaller than the largest step. A pass therefore succeeds when the shard size is a
+    multiple of the steps of all tensors longer than a shard (such tensors then fit at any start), holds every whole
+    tensor, and num_shards * shard size is at least the aligned tensors plus (num_shards - 1) * (largest step -
+    alignment). `_safe_sizes` lists such sizes, and the search only goes down from the smallest safe size.
 
 Source: E. G. Coffman, M. R. Garey, D. S. Johnson, "An application of bin-packing to multiprocessor scheduling", 1978.
 """
@@ -36,10 +36,10 @@ class Item:
     """One tensor to place.
 
     Attributes:
-        index: Of the tensor, in the order that the caller knows.
-        numel: Elements of it, at least 1.
-        kept_numel: Elements of one block; `numel` when the tensor must not be cut at all.
-        alignment: Elements that its start is a multiple of.
+        index: Index of the tensor in the caller's order.
+        numel: Elements of the tensor, at least 1.
+        kept_numel: Elements of one block; `numel` when the tensor must stay whole.
+        alignment: The tensor's start is a multiple of this number of elements.
     """
 
     index: int
@@ -49,23 +49,23 @@ class Item:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Tell that no boundary may fall inside."""
+        """True when no boundary may fall inside the tensor."""
         return self.kept_numel >= self.numel
 
     @cached_property
     def padded_numel(self) -> int:
-        """Count the elements until the next tensor may start."""
+        """Count the elements from the tensor's start to the next possible start."""
         return round_up(self.numel, self.alignment)
 
     @cached_property
     def step(self) -> int:
-        """Count the elements between two places where a cut breaks no block and leaves both sides aligned."""
+        """Count the elements between two cuts that break no block and leave both sides aligned."""
         return self.padded_numel if self.is_whole else lcm(self.kept_numel, self.alignment)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where everything lies: elements of one shard, and the start of each item in the whole buffer, by its index."""
+    """The result: elements of one shard, and the start of each item in the unsharded buffer, by item index."""
 
     shard_numel: int
     starts: dict[int, int]
@@ -75,17 +75,15 @@ def pack(items: Sequence[Item], num_shards: int) -> Packing:
     """Find a small shard size and a place for every item.
 
     Args:
-        items: Tensors that are not empty, all of one alignment.
-        num_shards: Equal shards of the buffer.
+        items: Non-empty tensors, all of one alignment.
+        num_shards: Number of equal shards of the buffer.
 
     Returns:
-        The same packing on every rank: it follows from the arguments alone.
-
-    Effects: none.
+        The same packing on every rank, a function of the arguments alone.
     """
     if not items:
         return Packing(shard_numel=0, starts={})
-    # Large blocks first: they have the fewest places to be cut at, and the gaps they leave take the small ones.
+    # Large blocks first: they allow the fewest cuts, and small blocks fill the gaps left behind.
     ordered = sorted(items, key=lambda item: (-item.step, -item.numel, item.index))
     safe_sizes = sorted(_safe_sizes(ordered, num_shards))
     best = _fit(ordered, num_shards, safe_sizes[0][0])
@@ -98,9 +96,9 @@ def pack(items: Sequence[Item], num_shards: int) -> Packing:
 
 
 def _search(items: Sequence[Item], num_shards: int, candidates: range) -> Packing | None:
-    """Look for a small candidate that fits: the lowest, which often does, then by bisection.
+    """Look for a small candidate that fits: first the lowest, a frequent hit, then by bisection.
 
-    That one size fits does not promise that all larger ones do, so this may miss the smallest.
+    Fitting is not monotonic in the shard size, so bisection may miss the smallest candidate.
     """
     best = None
     low = middle = 0
@@ -116,17 +114,16 @@ def _search(items: Sequence[Item], num_shards: int, candidates: range) -> Packin
 
 
 def _lowest_size(items: Sequence[Item], num_shards: int) -> int:
-    """Return a shard size below which nothing can fit: all items in equal parts, and the largest block in one."""
+    """Return a lower bound of the shard size: an equal part of all items, and at least the largest block."""
     equal_part = ceil_div(sum(item.padded_numel for item in items), num_shards)
     return round_up(max(equal_part, *(item.kept_numel for item in items)), items[0].alignment)
 
 
 def _safe_sizes(items: Sequence[Item], num_shards: int) -> Iterator[tuple[int, int]]:
-    """Yield shard sizes that a pass is sure to fill, each with the quantum that makes it so.
+    """Yield shard sizes at which a pass must succeed, each with its quantum; see Note [Packing bound].
 
-    See Note [Packing bound]. The quantum is a common multiple of the steps of tensors longer than the shard. A larger
-    shard is shorter than fewer tensors: go from "no tensor is longer" to "all may be", and stop where the quantum
-    alone exceeds a size already found.
+    The quantum is a common multiple of the steps of tensors longer than the shard. The walk goes from large shards (no
+    tensor is longer) to small shards (all may be longer), and stops when the quantum alone exceeds the first size.
     """
     alignment = items[0].alignment
     gaps = (num_shards - 1) * (max(item.step for item in items) - alignment)
@@ -137,7 +134,7 @@ def _safe_sizes(items: Sequence[Item], num_shards: int) -> Iterator[tuple[int, i
     first = round_up(max([enough, *(item.numel for item in cuttable[:1])]), alignment)
     quantum = alignment
     for item in cuttable:
-        if quantum % item.step:  # the last size that needs no more than this quantum still holds `item` whole
+        if quantum % item.step:  # the smallest size for the quantum so far still holds `item` whole
             yield round_up(max(enough, item.numel), quantum), quantum
             quantum = lcm(quantum, item.step)
         if quantum > first:
@@ -146,9 +143,9 @@ def _safe_sizes(items: Sequence[Item], num_shards: int) -> Iterator[tuple[int, i
 
 
 def _fit(items: Sequence[Item], num_shards: int, shard_numel: int) -> Packing | None:
-    """Place the items in the order given into shards of this size, if they fit."""
+    """Place the items, in the given order, into shards of `shard_numel`; None when an item does not fit."""
     starts: dict[int, int] = {}
-    gaps: list[tuple[int, int]] = []  # (numel, start), sorted: the smallest that holds an item is found by bisection
+    gaps: list[tuple[int, int]] = []  # (numel, start), sorted: bisection finds the smallest sufficient gap
     head = 0
     for item in items:
         smallest = bisect_left(gaps, (item.padded_numel, 0))
@@ -170,15 +167,15 @@ def _fit(items: Sequence[Item], num_shards: int, shard_numel: int) -> Packing | 
 
 
 def _split_at_boundary(gap: Range, shard_numel: int) -> list[Range]:
-    """Split a gap that reaches into the next shard: what is put into a gap must not be cut."""
+    """Split a gap at the shard boundary: items placed into gaps must not be cut."""
     boundary = gap.start - gap.start % shard_numel + shard_numel
     return [Range(gap.start, boundary), Range(boundary, gap.stop)] if gap.stop > boundary else [gap]
 
 
 def _next_start(item: Item, head: int, shard_numel: int) -> int | None:
-    """Return the first place at or after `head` where every boundary inside the item falls between its blocks.
+    """Return the first start at or after `head` from which no boundary inside the item cuts a block.
 
-    Looks no further than the next shard; None when neither it nor this one has such a place.
+    Searches the shard of `head` and the next shard; None when neither has such a start.
     """
     room = shard_numel - head % shard_numel
     if item.numel <= room:

@@ -1,4 +1,4 @@
-"""Layouts drawn in ASCII: memory from left to right, ranks from top to bottom, one letter a tensor."""
+"""Layouts drawn in ASCII: memory from left to right, ranks from top to bottom, one letter per tensor."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,19 @@ GAP, SLACK, STAGED, MANY = ".", "-", "~", "#"
 def picture(
     layout: EvenLayout | FlatLayout, *, names: Sequence[str] | None = None, width: int = 72, max_ranks: int = 16
 ) -> str:
-    """Draw who owns what.
+    """Draw the memory of each rank and the owners of each tensor.
 
-    A column stands for as many elements as the width makes necessary; where it holds several tensors it shows the
-    smallest, so that a bias beside a matrix is seen. Columns without any tensor are padding.
+    One column stands for ceil(numel / `width`) elements of the longest row. A column with several tensors shows the
+    smallest: a bias beside a matrix stays visible. Columns without any tensor are padding.
 
     Args:
-        layout: To draw.
-        names: One a tensor, for the legend.
-        width: Columns of the widest row of memory.
-        max_ranks: Rows of memory at most; ranks in the middle are left out beyond that.
+        layout: The layout to draw.
+        names: One per tensor, for the legend. None leaves names out.
+        width: Columns of the longest row of memory.
+        max_ranks: Largest number of rows of memory; the drawing omits middle ranks beyond `max_ranks`.
 
     Raises:
         ValueError: `names` does not name every tensor, or `width` or `max_ranks` is below 1.
-
-    Effects: none.
     """
     check_at_least_one("width", width)
     check_at_least_one("max_ranks", max_ranks)
@@ -44,12 +42,12 @@ def picture(
     return "\n".join(line.rstrip() for line in lines)
 
 
-Span = tuple[Range, str]  # elements of a buffer, and the glyph that they are drawn in
+Span = tuple[Range, str]  # elements of a buffer, and their glyph
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One row of memory; what no span covers is drawn in `blank`."""
+    """One row of memory; elements outside every span are drawn as `blank`."""
 
     label: str
     numel: int
@@ -58,7 +56,7 @@ class _Row:
 
     def draw(self, column_numel: int) -> str:
         columns = [self.blank] * ceil_div(self.numel, column_numel)
-        # Large first: a smaller tensor that shares a column is drawn over it. Slack never hides a tensor.
+        # Slack first, then tensors from large to small: later glyphs overwrite earlier glyphs of the same column.
         for where, glyph in sorted(self.spans, key=lambda span: (span[1] != SLACK, -span[0].numel)):
             if where.numel:
                 painted = slice(where.start // column_numel, ceil_div(where.stop, column_numel))
@@ -71,7 +69,7 @@ def _glyph(index: int) -> str:
 
 
 def _draw(rows: list[_Row], width: int, num_left_out: int = 0) -> Iterator[str]:
-    """Draw rows of equal buffers to one scale; what was left out lies before the last."""
+    """Draw rows of memory to one scale; a count of the omitted ranks precedes the last row."""
     column_numel = max(1, *(ceil_div(row.numel, width) for row in rows))
     label_width = max(len(row.label) for row in rows)
     lines = [f"{row.label:<{label_width}} |{row.draw(column_numel)}|" for row in rows]
@@ -81,7 +79,7 @@ def _draw(rows: list[_Row], width: int, num_left_out: int = 0) -> Iterator[str]:
 
 
 def _shown_ranks(num_ranks: int, max_ranks: int) -> list[int]:
-    """Return the ranks to draw: all, or the first ones and the last."""
+    """Return the ranks to draw: all, or the first `max_ranks - 1` and the last."""
     return list(range(num_ranks)) if num_ranks <= max_ranks else [*range(max_ranks - 1), num_ranks - 1]
 
 
@@ -135,7 +133,7 @@ def _unsharded_spans(layout: EvenLayout) -> list[Span]:
 
 
 def _source_spans(layout: EvenLayout) -> list[Span]:
-    """Say which rank's chunk each place is gathered from, by the last digit of the rank."""
+    """Mark each element of the unsharded buffer with the last digit of the rank that sends it."""
     spans = []
     for index in range(layout.num_tensors):
         if layout.is_contiguous(index):
@@ -166,7 +164,7 @@ def _even_legend(layout: EvenLayout, names: Sequence[str]) -> Iterator[str]:
 
 
 def _tensor_legend(layout: EvenLayout | FlatLayout, names: Sequence[str], kinds: Sequence[str]) -> Iterator[str]:
-    """Explain the letters; tensors beyond the alphabet are only counted."""
+    """Explain the letters; tensors beyond the alphabet appear as a count."""
     num_listed = min(layout.num_tensors, len(ascii_letters))
     table = [
         (_glyph(index), names[index], repr(layout.shapes[index]), kinds[index], _owners(layout, index))

@@ -1,4 +1,4 @@
-"""Sharded along dim 0 where torch's `Shard(0)` would not cut: how one tensor of a flat layout lies."""
+"""The placement of one tensor of a flat layout: sharded along dim 0 at explicit bounds."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from lamella_layout._range import Range
 
 
 class RaggedShard(Placement):
-    """Rows are cut at given bounds: `bounds[rank]` to `bounds[rank + 1] - 1` are the rank's, maybe none.
+    """Dim 0 sharded at given bounds: `rank` owns rows `bounds[rank]` to `bounds[rank + 1] - 1`, maybe none.
 
-    It answers False to `is_shard()`, since whoever hears True goes on to compute torch's chunks. DTensor itself refuses
-    to compute with a placement that it does not know; a tensor class has to bring what it can do.
+    `is_shard()` is False, because callers that see True go on to compute torch's even chunks. DTensor refuses to
+    compute with unknown placements: a tensor class has to implement its own operations.
 
     Args:
-        bounds: Indices of dim 0, one more than ranks: from 0 to the number of rows, none below the one before.
-        stride: How many ranks one step along the axis is. 1, unless several axes share the rows: an inner axis cuts
-            first, and with HFSDP's outer axis of N ranks one step along the inner one is N.
+        bounds: Indices of dim 0, in ascending order, from 0 to the number of rows: one more than ranks.
+        stride: Step in ranks between neighbours along the axis. 1, unless several axes share the rows: the inner axis
+            cuts first, so with HFSDP's outer axis of N ranks the inner axis has stride N.
 
     Raises:
-        ValueError: The bounds do not begin at 0 or go down, or `stride` is below 1.
+        ValueError: The bounds do not begin at 0 or descend, or `stride` is below 1.
     """
 
     def __init__(self, bounds: Sequence[int], stride: int = 1) -> None:
@@ -33,20 +33,17 @@ class RaggedShard(Placement):
 
     @property
     def num_shards(self) -> int:
-        """Count the ranks that share the rows, of all axes together."""
+        """Count the ranks that share the rows, over all axes together."""
         return len(self.bounds) - 1
 
     @property
     def owner(self) -> int | None:
-        """Return the one rank that has all rows; None where several share them, or there are none."""
+        """Return the single owner of all rows; None when several ranks share the rows or the tensor has none."""
         owners = [rank for rank in range(self.num_shards) if self.rows(rank).numel]
         return owners[0] if len(owners) == 1 else None
 
     def rows(self, rank: int) -> Range:
-        """Return the rows that `rank` owns.
-
-        Effects: none.
-        """
+        """Return the rows owned by `rank`."""
         check_rank(rank, self.num_shards)
         return Range(self.bounds[rank], self.bounds[rank + 1])
 
@@ -61,21 +58,19 @@ class RaggedShard(Placement):
         return f"RaggedShard({self.bounds!r}{stride})"
 
     def __reduce__(self) -> tuple[type["RaggedShard"], tuple[object, ...]]:
-        # The base class is not Python's, and pickles nothing of ours.
+        # Placement is a C++ class: default pickling would lose `bounds` and `stride`.
         return RaggedShard, (self.bounds, self.stride)
 
 
 def ragged_rows(placements: Sequence[Placement], coordinate: Sequence[int]) -> Range | None:
-    """Return the rows that the rank at `coordinate` of a mesh owns, None where no axis is ragged.
+    """Return the rows owned by the rank at `coordinate` of a mesh; None when no axis is ragged.
 
     Args:
-        placements: One an axis. Ragged ones cut the same rows at the same bounds, each with its own stride.
-        coordinate: Of the rank, one entry an axis.
+        placements: One per axis. Ragged placements share their bounds, each with its own stride.
+        coordinate: Coordinate of the rank, one entry per axis.
 
     Raises:
-        ValueError: Two axes have different bounds.
-
-    Effects: none.
+        ValueError: Two ragged axes have different bounds.
     """
     ragged = [(each, at) for each, at in zip(placements, coordinate, strict=True) if isinstance(each, RaggedShard)]
     if not ragged:

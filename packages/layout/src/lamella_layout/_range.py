@@ -1,4 +1,4 @@
-"""Half-open ranges of flat elements: the one unit in which every layout answers."""
+"""Half-open ranges of flat elements, the result type of every layout."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Range(NamedTuple):
     """Elements `start` to `stop - 1` of a flat buffer or of a flattened tensor.
 
-    Ask for emptiness with `numel == 0`: a tuple of two is always true, so `if range_:` would be too.
+    Test for emptiness with `numel == 0`: a tuple of two numbers is always true, empty range or not.
     """
 
     start: int
@@ -18,10 +18,10 @@ class Range(NamedTuple):
         return self.stop - self.start
 
     def intersection(self, other: "Range") -> "Range":
-        """Return the elements in both ranges; where they do not meet, an empty range at the nearer end of this one."""
+        """Return the common elements; for disjoint ranges an empty range at the end of `self` nearer to `other`."""
         start = min(max(self.start, other.start), self.stop)
         return Range(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, num_elements: int) -> "Range":
-        """Return the same elements counted from an origin `num_elements` earlier."""
+        """Return the same elements, counted from an origin `num_elements` earlier."""
         return Range(self.start + num_elements, self.stop + num_elements)

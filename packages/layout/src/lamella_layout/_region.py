@@ -1,8 +1,8 @@
-"""What a rank holds of a tensor after any number of cuts, in global coordinates.
+"""A rank's part of a tensor after any number of cuts, in global coordinates.
 
-A chunk of a chunk is a chunk, but DTensor's strided shards are not: they take a piece out of every block. Along one
-dim the result is a few runs of indices; over all dims, every combination of them. That product is closed under
-further cuts, so outer axes (TP, EP) and inner ones (FSDP, HFSDP) compose by cutting in their order.
+A chunk of a chunk is one box, but DTensor's strided shards take a piece out of every block. Along one dim a region is
+a few runs of indices; over all dims, the product of the runs. Products stay products under further cuts, so outer axes
+(TP, EP) and inner axes (FSDP, HFSDP) compose by cutting in order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,41 +19,36 @@ Runs = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a tensor: along each dim, runs of global indices in the order in which they lie in local memory.
+    """A part of a tensor: along each dim, runs of global indices in the order of local memory.
 
-    `Region.whole((8, 2)).shard(0, 2, 1).shard(0, 2, 0)` reads as it cuts: the first half of the second half.
+    `Region.whole((8, 2)).shard(0, 2, 1).shard(0, 2, 0)` is the first half of the second half of the rows.
     """
 
     runs: tuple[Runs, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Region":
-        """Start from all of a tensor.
-
-        Effects: none.
-        """
+        """Return the region of an uncut tensor."""
         return cls(tuple(_merge([Range(0, size)]) for size in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes of the local tensor that holds this part; may hold a 0."""
+        """Return the sizes of the local tensor; one may be 0."""
         return tuple(_numel(runs) for runs in self.runs)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Return the boxes that make up the part, in the order of local memory; none when it is empty."""
+        """Return the region's boxes in the order of local memory; none when the region is empty."""
         return tuple(Chunk.of(ranges) for ranges in product(*self.runs))
 
     def take(self, chunk: Chunk) -> "Region":
         """Keep one box of the local tensor.
 
         Args:
-            chunk: In coordinates of the local tensor, whose shape is `shape`.
+            chunk: Box in coordinates of the local tensor of shape `shape`.
 
         Raises:
-            ValueError: the box reaches outside the local tensor.
-
-        Effects: none.
+            ValueError: The box reaches outside the local tensor.
         """
         shape = self.shape
         within = Chunk((0,) * len(shape), shape)
@@ -62,19 +57,14 @@ class Region:
         return Region(tuple(_take(runs, indices) for runs, indices in zip(self.runs, chunk.ranges, strict=True)))
 
     def shard(self, dim: int, num_shards: int, rank: int) -> "Region":
-        """Keep what torch's `Shard(dim)` leaves to `rank` of an axis of `num_shards` ranks.
-
-        Effects: none.
-        """
+        """Keep `rank`'s chunk of torch's `Shard(dim)` on an axis of `num_shards` ranks."""
         return self.strided_shard(dim, num_shards, rank, split_factor=1)
 
     def strided_shard(self, dim: int, num_shards: int, rank: int, *, split_factor: int) -> "Region":
-        """Keep what torch's `_StridedShard(dim)` leaves to `rank`: chunk `rank` of each of `split_factor` blocks.
+        """Keep `rank`'s part of torch's `_StridedShard(dim)`: chunk `rank` of each of `split_factor` blocks.
 
-        DTensor applies placements from left to right. When an axis to the right has cut first (TP, with the
-        data-parallel axis to its left), that order is kept by cutting inside the blocks it will take.
-
-        Effects: none.
+        DTensor applies placements from left to right. When an axis to the right cuts first (TP, with the data-parallel
+        axis to its left), cutting inside each of that axis's blocks preserves the order.
         """
         check_at_least_one("num_shards", num_shards)
         check_at_least_one("split_factor", split_factor)
@@ -89,12 +79,12 @@ class Region:
 
 
 def region_of(chunk: Chunk, shape: Sequence[int], inside: Region | None) -> Region:
-    """Place a chunk of a local tensor in the global one.
+    """Map a chunk of a local tensor to the global tensor.
 
     Args:
-        chunk: What a layout leaves to a rank of the tensor it was given.
-        shape: Of that tensor.
-        inside: What that tensor is of the global one; None when it is the global tensor itself.
+        chunk: A rank's box of the local tensor.
+        shape: Shape of the local tensor.
+        inside: Region of the global tensor held by the local tensor; None when the two are the same.
     """
     if inside is None:
         return Region.whole(shape).take(chunk)
@@ -113,7 +103,7 @@ def _take(runs: Runs, wanted: Range) -> Runs:
     """Keep the indices at local positions `wanted`."""
     taken, position = [], 0
     for run in runs:
-        # Positions count from the first run's start, indices from 0: intersect in positions, answer in indices.
+        # Positions count from the start of the first run, indices from 0: intersect positions, return indices.
         offset = run.start - position
         taken.append(run.shift(-offset).intersection(wanted).shift(offset))
         position += run.numel
@@ -121,7 +111,7 @@ def _take(runs: Runs, wanted: Range) -> Runs:
 
 
 def _merge(runs: Iterable[Range]) -> Runs:
-    """Drop empty runs and join those that touch, so that equal regions compare equal."""
+    """Drop empty runs and join adjacent runs: equal regions then compare equal."""
     merged: list[Range] = []
     for run in runs:
         if merged and merged[-1].stop == run.start:
