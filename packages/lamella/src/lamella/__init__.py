@@ -1,6 +1,6 @@
 """Fully sharded training in thin layers: the command line, the training recipe and the names most code needs.
 
-A name is imported when it is first used: `lamella --help` needs no torch, and checkpoints need no transformers.
+Names are imported at first use: `lamella --help` needs no torch, and checkpoints need no transformers.
 """
 
 from importlib import import_module
@@ -46,7 +46,7 @@ _NAMES: Final = {
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOMES]
 
-if not TYPE_CHECKING:  # A type checker that saw it would take every name for one of the module's.
+if not TYPE_CHECKING:  # Hidden from type checkers: a module `__getattr__` makes every misspelt name type-check.
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

@@ -8,7 +8,7 @@ from lamella.cli import main as _main
 
 
 def main() -> int:
-    """Run the command line and leave; under torchrun without the interpreter's exit, see `run_as_worker`."""
+    """Run the command line; under torchrun end the process without the interpreter's exit, see `run_as_worker`."""
     code = _main()
     sys.stdout.flush()
     sys.stderr.flush()

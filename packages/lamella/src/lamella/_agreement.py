@@ -1,8 +1,9 @@
-"""What the ranks agree on outside of training's own collectives.
+"""Agreement among ranks on stop requests and errors, outside of training's own collectives.
 
 Note [All stop after the same step]
-    A signal reaches some ranks, or all at different times. So every rank tells the others in each step which signal it
-    has got, and one rank's is every rank's. The hosts exchange that beside the clipping and the optimizer's step.
+    A signal reaches some ranks, or all ranks at different times; ranks stopping after different steps would hang in
+    collectives. In each step the ranks therefore all-reduce the signals received, and a signal to one rank stops every
+    rank. The hosts exchange signals while gradient clipping and the optimizer step run.
 """
 
 import torch
@@ -10,26 +11,32 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """Asks all ranks once a step; see Note [All stop after the same step]."""
+    """Exchanges stop signals once per step; see Note [All stop after the same step]."""
 
     def __init__(self) -> None:
         self._signum = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def ask(self, signum: int) -> None:
-        """Tell the others which signal this rank has got; 0 for none. Effects: begins a collective of the host's."""
+        """Announce this rank's signal; 0 for none.
+
+        Effects: starts an asynchronous all-reduce of one int32 on the CPU; `answer` completes the all-reduce.
+        """
         self._signum.fill_(signum)
         self._work = dist.all_reduce(self._signum, op=dist.ReduceOp.MAX, async_op=True)
 
     def answer(self) -> int:
-        """A signal that some rank has got; 0 for none. The same on every rank. Effects: waits for the other hosts."""
+        """Return the largest signal announced by any rank, the same on every rank; 0 for none.
+
+        Effects: waits for the all-reduce of `ask`, and so for the hosts of all ranks.
+        """
         assert self._work is not None
         self._work.wait()
         return int(self._signum.item())
 
 
 def agreed_error(error: str | None) -> str | None:
-    """The first rank's error, on every rank. Effects: collective of the host's."""
+    """Return rank 0's error on every rank. Effects: collective broadcast of an object between hosts."""
     told = [error]
     dist.broadcast_object_list(told)
     return told[0]

@@ -1,4 +1,4 @@
-"""The configuration of a training run, and how values from files and the command line get into it."""
+"""The configuration of a training run, merged from files and the command line."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ from lamella._options import ConfigError, Option, check_fields, fields_of, neare
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained."""
+    """The model to train."""
 
     name: Annotated[
         str,
         Option(
-            "llama-small (the default), llama-1b, qwen3.5-tiny; or a transformers config.json, or its folder: weights "
-            "in there are started from.",
+            "llama-small (the default), llama-1b, qwen3.5-tiny; or a transformers config.json, or its folder: training "
+            "starts from weights in the folder.",
             name="model",
         ),
     ]
@@ -28,7 +28,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which text, and how it becomes sequences of tokens."""
+    """The text, and its sequences of tokens."""
 
     paths: Annotated[
         tuple[str, ...],
@@ -60,14 +60,14 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How many workers, on what, and how the model is sharded over them."""
+    """Workers, their device, and the sharding of the model."""
 
     ranks: Annotated[int | None, Option("Workers (default: one a GPU; 2 on CPU).", at_least=1)] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Option("Where the workers run; auto takes the GPUs if there are any.")
+        Literal["auto", "cpu", "cuda"], Option("Device of the workers; auto takes the GPUs if there are any.")
     ] = "auto"
     precision: Annotated[
-        Literal["auto", "fp32", "bf16"], Option("What the forward computes in; auto is bf16 on GPUs, else fp32.")
+        Literal["auto", "fp32", "bf16"], Option("Dtype of the forward; auto is bf16 on GPUs, else fp32.")
     ] = "auto"
     reshard_after_forward: Annotated[
         bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
@@ -79,10 +79,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run writes, and how often it reports, validates and saves."""
+    """The run's folder, and the intervals of reports, validations and checkpoints."""
 
     directory: Annotated[
-        str | None, Option("Where the run writes and resumes from (default: runs/<model>).", name="run-dir")
+        str | None, Option("Folder to write to and resume from (default: runs/<model>).", name="run-dir")
     ] = None
     resume: Annotated[
         bool | None, Option("Insist on a checkpoint to go on from, or on none (default: go on if there is one).")
@@ -103,7 +103,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run depends on but the machine and the text itself."""
+    """All settings of a run. Only the machine and the text itself are outside."""
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
@@ -125,10 +125,10 @@ Values = Mapping[str, Mapping[str, object]]
 
 
 def resolve(*layers: Values) -> Config:
-    """Merge settings, later layers over earlier ones, into a checked configuration.
+    """Merge settings, later layers over earlier layers, into a checked configuration.
 
     Raises:
-        ConfigError: A value does not fit its field, or no layer names a model.
+        ConfigError: A value has the wrong type or is out of bounds, or no layer names a model.
     """
     merged: dict[str, dict[str, object]] = {group: {} for group in GROUPS}
     for layer in layers:
@@ -141,10 +141,10 @@ def resolve(*layers: Values) -> Config:
 
 
 def read_file(path: str) -> Values:
-    """Settings of a TOML file, or of a run's config.json.
+    """Read settings from a TOML file, or from a run's config.json.
 
     Raises:
-        ConfigError: The file cannot be read, or names a group or field that does not exist.
+        ConfigError: The file cannot be read, or names an unknown group or field.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -173,16 +173,16 @@ def _known(group: str, values: object, path: str) -> Mapping[str, object]:
 
 
 def to_values(config: Config) -> dict[str, dict[str, object]]:
-    """The settings as plain values, ready for JSON and for `resolve`."""
+    """Return the settings as plain values for JSON and `resolve`."""
     return dataclasses.asdict(config)
 
 
 def to_toml(config: Config) -> str:
-    """The settings as a TOML document that `read_file` reads back; settings left open are left out."""
+    """Return the settings as a TOML document for `read_file`; settings of None are omitted."""
     return "\n".join(_table(group, values) for group, values in to_values(config).items())
 
 
 def _table(group: str, values: Mapping[str, object]) -> str:
-    # A JSON text, number, truth value or list of texts is also a TOML one.
+    # JSON strings, numbers, booleans and lists of strings are valid TOML too.
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
     return "\n".join([f"[{group}]", *lines])

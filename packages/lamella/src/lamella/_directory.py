@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and where."""
+"""The files of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,8 @@ from pathlib import Path
 class RunDirectory:
     """Paths inside a run's directory.
 
-    `model` has the shape of a transformers model folder (config.json, tokenizer.json), so that other tools open it. Of
-    a model that was published it has all but the weights that are trained: what `ckpt convert --config` puts back.
+    `model` has the shape of a transformers model folder (config.json, tokenizer.json), so other tools open the folder.
+    For a pretrained model, `model` holds everything but the trained weights, which `ckpt convert --config` adds.
     """
 
     root: Path
@@ -29,7 +29,7 @@ class RunDirectory:
 
     @property
     def tokens(self) -> Path:
-        """A folder: the text's tokens, which ranks map into memory."""
+        """The folder of the text's tokens, memory-mapped by the ranks."""
         return self.root / "tokens"
 
     @property
@@ -38,7 +38,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: a step, or a validation."""
+        """One JSON object per line: a step, or a validation."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -47,5 +47,5 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """Of the first rank: the trace, and what was made of it."""
+        """The folder of rank 0's profile: the trace and the overlap reports."""
         return self.root / "profile"

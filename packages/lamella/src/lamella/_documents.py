@@ -1,4 +1,4 @@
-"""What the documents of a text file are: the file itself; of JSON lines, each line's text or conversation."""
+"""The documents of a text file: the file itself, or the text or conversation on each of its JSON lines."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,19 +11,19 @@ from lamella._text import TextFile
 _SUFFIXES: Final = (".jsonl", ".ndjson")
 _CONVERSATIONS: Final = ("messages", "conversations")
 _ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-"""Roles as ShareGPT's files name them, and what chat templates name them."""
+"""ShareGPT's names of roles -> chat templates' names."""
 
 _PIECE_LENGTH: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A conversation, as chat templates take it.
+    """A conversation in the form of chat templates.
 
     Attributes:
         messages: Each with "role" and "content".
-        tools: What the conversation's tools are; None for none.
-        place: The file and line, for messages.
+        tools: The conversation's tools; None for none.
+        place: File and line, for error messages.
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -32,25 +32,25 @@ class Chat:
 
 
 class EndOfText(NamedTuple):
-    """Behind the last piece of a document's text."""
+    """Marks the end of a document's text."""
 
 
 Part = str | EndOfText | Chat
-"""A piece of a document's text, the end of that text, or a document that is a conversation."""
+"""A piece of a document's text, the end of a document's text, or a whole conversation."""
 
 
 def length_of(part: Part) -> int:
-    """About how many characters a part has."""
+    """Return the approximate number of characters of a part."""
     if isinstance(part, Chat):
         return sum(len(str(message.get("content"))) for message in part.messages)
     return len(part)
 
 
 def parts(files: Iterable[TextFile]) -> Iterator[Part]:
-    """The documents of all files, in order, in parts of bounded length.
+    """Yield the documents of all files, in order, in parts: text in bounded pieces, conversations whole.
 
     Raises:
-        ConfigError: A line of a file of JSON lines holds no document; names the line and what it holds.
+        ConfigError: A JSON line holds no document. Names the file, the line and the line's keys.
     """
     for file in files:
         if file.path.suffix.lower() in _SUFFIXES:
@@ -63,13 +63,13 @@ def parts(files: Iterable[TextFile]) -> Iterator[Part]:
 
 
 def first_chat(files: Iterable[TextFile]) -> Chat | None:
-    """The first conversation; None where all documents are text.
+    """Return the first conversation; None when all documents are text.
 
     Raises:
-        ConfigError: As `parts`, of any line of any file: a chat template is found missing, and a line damaged, before
-            hours of tokens.
+        ConfigError: As `parts`, for any line of any file. Parsing every line here finds damaged lines before hours of
+            tokenization.
 
-    Effects: reads all JSON lines.
+    Effects: reads all files of JSON lines.
     """
     lines = [file for file in files if file.path.suffix.lower() in _SUFFIXES]
     first = None
@@ -80,7 +80,7 @@ def first_chat(files: Iterable[TextFile]) -> Chat | None:
 
 
 def _place(file: TextFile, number: int) -> str:
-    # Of a file that is cut into two parts, the second does not know the lines before.
+    # The second part of a split file cannot number its lines: the number of earlier lines is unknown.
     return f"line {number} of {str(file.path)!r}" if file.start == 0 else f"{str(file.path)!r}"
 
 
@@ -119,7 +119,7 @@ def _chat(record: Mapping[str, object], name: str, place: str) -> Chat:
 
 
 def _message(given: object, name: str, place: str) -> Mapping[str, object]:
-    """A message with "role" and "content", of one that has these or ShareGPT's "from" and "value"."""
+    """Return a message with "role" and "content", converted from ShareGPT's "from" and "value" where necessary."""
     if isinstance(given, dict):
         if isinstance(given.get("role"), str) and ("content" in given or "tool_calls" in given):
             return given

@@ -1,4 +1,4 @@
-"""How a run ends early: errors of one line, requests to stop, and the exit code of each."""
+"""Early ends of a run: one-line errors, requests to stop, and their exit codes."""
 
 import signal
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from lamella._options import ConfigError
 
 
 class LossNotFiniteError(RuntimeError):
-    """The loss, the gradient or a weight is not finite. No such state has been saved. Every rank raises this error."""
+    """The loss, the gradient or a weight is not finite. No checkpoint holds the state. Raised on every rank."""
 
 
 class StorageError(RuntimeError):
-    """A checkpoint or a record cannot be written. Earlier checkpoints are whole. Every rank raises this error."""
+    """A checkpoint or a record cannot be written. Earlier checkpoints are whole. Raised on every rank."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was asked to stop, by Ctrl-C (SIGINT) or SIGTERM, and has stopped. The text names the step that is saved.
+    """Ctrl-C (SIGINT) or SIGTERM stopped the run. The message names the saved step.
 
-    A `KeyboardInterrupt`, so that no `except Exception` takes a stop for a failure.
+    A `KeyboardInterrupt`: `except Exception` must not treat a stop as a failure.
     """
 
     def __init__(self, signum: int, text: str = "") -> None:
@@ -27,13 +27,13 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal: shells and schedulers give that to a process ended by one, and tell it from a failure."""
+        """128 + the signal, the shells' and schedulers' code for a process ended by a signal."""
         return 128 + self.signum
 
 
 FAILED: Final = 1
 EXIT_CODES: Final[Mapping[type[Exception], int]] = {ConfigError: 2, LossNotFiniteError: 3, StorageError: 4}
-"""Errors of one line, the same on every rank, and their exit codes."""
+"""One-line errors, the same on every rank, and their exit codes."""
 
 EXIT_CODES_IN_WORDS: Final = """\
 exit codes:

@@ -1,19 +1,20 @@
-"""Workers of one host, started as processes: one that dies stops the others, and none outlives its parent.
+"""Worker processes of one host: a dead worker stops all workers, and no worker outlives its parent.
 
 Note [Who died first]
-    When a rank dies its peers' collectives fail too, a moment later, and their complaints hide the cause. Every
-    worker therefore leaves its traceback in a file of its own before its sockets close, and the oldest file is the
-    cause. A worker that dies without leaving one (a signal) comes first of all: exceptions are what its peers leave.
+    When a rank dies, its peers' collectives fail a moment later, and the peers' errors hide the cause. Every worker
+    therefore writes its traceback to its error file before its sockets close, and the oldest file is the cause. A
+    worker without an error file (killed by a signal) ranks first: peers of a dead rank end by exceptions.
 
-Note [Nobody stays behind]
-    A worker's standard input is a pipe that only the parent can write to. However the parent ends, the pipe closes,
-    and a thread in the worker sees that and leaves.
+Note [Workers end with their parent]
+    A worker's standard input is a pipe written only by the parent. However the parent ends, even by SIGKILL, the pipe
+    closes, and a thread in the worker reads end of file and ends the worker.
 
 Note [Signals wait for a worker]
-    A worker takes seconds to import what it needs, and a signal meanwhile would end it with a traceback of some import.
-    So it starts with SIGINT and SIGTERM blocked, and lets them through once it listens. It then leaves with 128 + the
-    signal when its last step is saved, as all ranks do, or with 192 + the signal at once, which stops the others too.
-    The parent passes a request on once all workers train. Before, there is nothing to save, and it stops them itself.
+    A worker imports for seconds, and a signal meanwhile would end the worker with the traceback of some import.
+    Workers therefore start with SIGINT and SIGTERM blocked, and unblock both signals once `listening` handles signals.
+    A worker then exits with 128 + the signal once all ranks have saved the step in progress, or with 192 + the signal
+    at once, upon which the parent stops the other workers. The parent forwards a signal once all workers train. Earlier
+    there is no step to save, and the parent kills the workers.
 """
 
 import os
@@ -36,14 +37,14 @@ from lamella._stop import SIGNALS, StopRequests, listening
 
 _ERROR_FILE_VARIABLE = "LAMELLA_ERROR_FILE"
 _POLL_S = 0.05
-# How long peers get to leave their own tracebacks, so that the oldest can be told.
+# Time for every dying worker to write its traceback. Without the wait, a peer's error could pass for the oldest.
 _GRACE_S = 0.3
 
-_AT_ONCE: Final = 192
+_AT_ONCE: Final = 192  # plus the signal: exit code of a worker that left without saving
 
 
 class WorkerError(RuntimeError):
-    """A worker died; the others have been stopped. The text holds its traceback."""
+    """A worker died, and all other workers have been stopped. The message holds the traceback."""
 
     def __init__(self, rank: int, report: str) -> None:
         super().__init__(f"Rank {rank} died, and the others have been stopped.\n{report.rstrip()}")
@@ -60,15 +61,15 @@ class _Worker:
         return self.process.poll() not in (None, 0) and not self.stopped_for()
 
     def is_training(self) -> bool:
-        """Whether it has something to save when it is asked to stop, or is about to."""
+        """True once the worker has reached its training loop: a stop request can wait for the end of a step."""
         return _training_file(self.error_file).exists()
 
     def stopped_for(self) -> int:
-        """The signal after which it has saved its last step; 0 for none."""
+        """Return the signal after which the worker saved its last step and exited; 0 for none."""
         return next((signum for signum in SIGNALS if self.process.returncode == 128 + signum), 0)
 
     def failure(self) -> BaseException:
-        """What became of it, once it has died."""
+        """Return the exception for a dead worker's exit code and error file."""
         code = self.process.returncode
         for signum in SIGNALS:
             if code in (-signum, _AT_ONCE + signum):
@@ -79,7 +80,7 @@ class _Worker:
         return WorkerError(self.rank, self.report())
 
     def died_at(self) -> int:
-        """When it failed, in ns since the epoch; 0 if it left no traceback."""
+        """Return the time of the failure in ns since the epoch; 0 without an error file, see Note [Who died first]."""
         return self.error_file.stat().st_mtime_ns if self.error_file.exists() else 0
 
     def report(self) -> str:
@@ -97,24 +98,27 @@ def run_workers(
     requests: StopRequests | None = None,
     descriptors: Sequence[int] = (),
 ) -> None:
-    """Run `command` once for each rank, with the variables torchrun sets, until all are done.
+    """Run `command` once per rank, with the rank variables of torchrun, until all workers are done.
 
     Args:
-        num_threads: Compute threads of each worker, unless OMP_NUM_THREADS says otherwise.
-        requests: What this process is asked; passed on to the workers.
-        descriptors: Open files that the workers inherit.
+        command: Program and arguments of a worker.
+        num_ranks: Number of workers.
+        num_threads: Compute threads of each worker; the variable OMP_NUM_THREADS takes precedence.
+        requests: Signals received by this process, forwarded to the workers.
+        descriptors: Open files inherited by the workers.
 
     Raises:
-        ConfigError, LossNotFiniteError, StorageError: What every worker has raised.
-        Stopped: The workers have been asked to stop, and have saved what there was.
+        ConfigError, LossNotFiniteError, StorageError: Raised by every worker.
+        Stopped: A signal stopped the workers; any step in progress has been saved.
         WorkerError: A worker died.
 
-    Effects: starts processes and waits; on any exception (Ctrl-C is one) all of them are gone when it returns.
+    Effects: starts `num_ranks` processes and waits for them. On any exception, `KeyboardInterrupt` included, all
+        workers are killed before the call ends.
     """
     with tempfile.TemporaryDirectory(prefix="lamella-") as folder:
         workers: list[_Worker] = []
         try:
-            # Appended one by one: an interruption meanwhile stops those that have started.
+            # Appended one by one, not in a comprehension: an interruption must find every started worker in the list.
             for rank in range(num_ranks):
                 worker = _start(command, rank, num_ranks, num_threads, Path(folder), descriptors)
                 workers.append(worker)
@@ -137,7 +141,7 @@ def _start(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads),
     }
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    # A session of its own: Ctrl-C reaches the parent alone, which then decides.
+    # A new session: Ctrl-C reaches only the parent, and the parent decides whether to forward the signal.
     with _signals_blocked():
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, start_new_session=True, pass_fds=descriptors
@@ -147,6 +151,7 @@ def _start(
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
+    # A child inherits the signal mask of the thread that starts it: see Note [Signals wait for a worker].
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -179,8 +184,8 @@ def _pass_on(signum: int, workers: Sequence[_Worker]) -> None:
 
 
 def say_stopping(signum: int) -> None:
-    """Tell whoever asked that the run has heard, and what it does about it."""
-    with suppress(OSError):  # Ctrl-C ends the reader of a pipe as well.
+    """Print to standard error that the run saves the step in progress and stops."""
+    with suppress(OSError):  # In a shell pipeline Ctrl-C also ends the reader of this process's standard error.
         name = signal.Signals(signum).name
         print(f"lamella: {name}: finishing the step and saving it. Once more, and it stops at once.", file=sys.stderr)
 
@@ -195,12 +200,12 @@ def _stop(workers: Sequence[_Worker]) -> None:
 
 
 def run_as_worker(work: Callable[[StopRequests], object]) -> NoReturn:
-    """Do a worker's work and leave; what it raises goes into its error file, or to standard error if it has none.
+    """Run `work` in a worker and end the process; errors go to the error file, or to standard error without one.
 
-    `work` is given what the worker is asked, from its `wait_from_now_on` on; before, a signal ends the worker at once.
+    `work` receives the stop requests. Before `work` calls `wait_from_now_on`, a signal ends the worker at once.
 
-    Effects: ends the process without running the interpreter's exit: threads of the process group that still want the
-        interpreter lock then can abort it (pytorch PR 179291).
+    Effects: ends the process without the interpreter's exit: threads of the process group that still want the
+        interpreter lock can abort the process during the exit (pytorch PR 179291).
     """
     if _ERROR_FILE_VARIABLE in os.environ:
         threading.Thread(target=_leave_with_parent, daemon=True).start()
@@ -215,7 +220,7 @@ def run_as_worker(work: Callable[[StopRequests], object]) -> NoReturn:
     except tuple(EXIT_CODES) as error:
         code = EXIT_CODES[type(error)]
         _report(f"{error}")
-    except BaseException:  # noqa: BLE001  SystemExit is a death too.
+    except BaseException:  # noqa: BLE001  SystemExit in a worker is a failure too.
         _report(traceback.format_exc())
     finally:
         with suppress(OSError):

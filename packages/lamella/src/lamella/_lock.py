@@ -1,9 +1,10 @@
 """One run at a time in a folder.
 
 Note [The lock dies with the run]
-    The lock is the system's, on an open file; the file's text only names the holder. Workers inherit the open file, so
-    the lock is held until the last worker is gone, also after their parent was killed. The file is removed before the
-    lock is released: a process that opened the file meanwhile finds another one at the path, or none.
+    The lock is an flock on an open file; the file's text only names the holder. Workers inherit the descriptor, so the
+    lock lasts until the last worker has exited, even after a SIGKILL of the parent. The file is removed before the
+    lock is released. A process that opened the old file meanwhile may lock a removed file: `_is_at` compares the
+    descriptor with the path, and `_acquire` retries.
 """
 
 import errno
@@ -25,14 +26,14 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 @contextmanager
 def locked(root: Path) -> Iterator[tuple[int, ...]]:
-    """Have a run's folder to oneself; give the descriptors that hold the lock, for workers to inherit.
+    """Lock a run's folder; yield the descriptors of the lock, for workers to inherit.
 
-    There are none where the folder cannot be written to: preparing the run says so.
+    Yields no descriptors when the folder cannot be written to; `prepare` then raises the error.
 
     Raises:
-        ConfigError: Another run has the folder; names the run's process and host.
+        ConfigError: Another run holds the lock. Names the process and host of the other run.
 
-    Effects: makes the folder, and removes an empty one again.
+    Effects: creates the folder; removes the created folders again if still empty.
     """
     made = [folder for folder in (root, *root.parents) if not folder.exists()]
     path = root / LOCK_FILE
@@ -79,7 +80,7 @@ def _acquire(path: Path) -> int:
         except OSError:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # Of a run that has just ended.
+        os.close(descriptor)  # The file was removed by a run that has just ended: open the path again.
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -90,6 +91,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    with suppress(OSError):  # A full disk. The lock is held all the same.
+    with suppress(OSError):  # A full disk: the lock holds without the text.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"of process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

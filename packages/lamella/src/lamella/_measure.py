@@ -1,4 +1,4 @@
-"""What a step is measured by: loss, speed, memory."""
+"""Measurements of a step: loss, speed, memory."""
 
 import resource
 import time
@@ -9,26 +9,26 @@ import torch.distributed as dist
 
 from lamella._report import StepRecord
 
-# Dense bf16 peaks in FLOP/s by a part of the device's name, as the vendor states them.
+# Part of the device's name -> the vendor's dense bf16 peak in FLOP/s.
 _PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What throughput is measured by."""
+    """The constants of throughput. `peak_flops` is the sum over all ranks, None when unknown."""
 
     tokens_per_step: int
     flops_per_token: float
     peak_flops: float | None
 
     def of(self, num_steps: int, seconds: float) -> tuple[float, float | None]:
-        """Tokens a second over all ranks, and MFU if the peak of all ranks is known."""
+        """Return tokens per second over all ranks, and MFU; MFU is None without `peak_flops`."""
         tokens_per_s = num_steps * self.tokens_per_step / seconds
         return tokens_per_s, tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak in bf16; None on CPU, in fp32 and on devices not in the table."""
+    """Return the device's bf16 peak in FLOP/s; None on CPU, in fp32 and for devices outside `_PEAKS`."""
     if device.type != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -36,7 +36,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Interval:
-    """Steps not reported yet. Their numbers stay on the device, so that a step does not wait for it."""
+    """Steps not reported yet. Losses and norms stay on the device: reading a number would make the step wait."""
 
     def __init__(self, first_step: int) -> None:
         self._first_step = first_step
@@ -45,12 +45,18 @@ class Interval:
         self._rates: list[float] = []
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Take the numbers of the next step: this rank's mean loss and the norm of the whole gradient."""
+        """Append one step: this rank's mean loss and the norm of the whole gradient, both 0-D, and the learning rate.
+
+        Effects: no host sync.
+        """
         self._values.append(torch.stack([loss.double(), grad_norm.double()]))
         self._rates.append(lr)
 
     def records(self, device: torch.device, speed: Speed) -> list[StepRecord]:
-        """One record a step, the same on every rank. Effects: two collectives; waits for the device."""
+        """Return one record per step, the same on every rank.
+
+        Effects: two all-reduces over all ranks; waits for the device.
+        """
         values = torch.stack(self._values)
         dist.all_reduce(values)
         rows = (values / dist.get_world_size()).tolist()
@@ -71,7 +77,7 @@ class Interval:
 
 
 def _peak_memory_nbytes(device: torch.device) -> int:
-    """Of the rank that has most. Effects: collective; waits for the device."""
+    """Return the largest peak memory of any rank. Effects: all-reduce over all ranks; waits for the device."""
     on_gpu = device.type == "cuda"
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB.
     here = torch.cuda.max_memory_reserved(device) if on_gpu else resident

@@ -1,7 +1,7 @@
-"""Options: dataclass fields that say what they are for, what they take and within which bounds.
+"""Options: dataclass fields annotated with help, command-line name and bounds.
 
 A field is declared once, `steps: Annotated[int, Option("Optimizer steps.", at_least=1)] = 250`. The command line,
-its help and the checks of a configuration file are derived from that.
+its help and the checks of a configuration file follow from the declaration.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ if typing.TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """A run cannot start as asked: one line that names what was expected, what was got and the way out."""
+    """A run cannot start with the given settings. The message is one line and names the way out."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a field is for, its name on the command line where that differs, and the bounds of its value."""
+    """A field's help, its command-line name if different from the field's name, and the bounds of its value."""
 
     help: str
     name: str | None = None
@@ -33,12 +33,12 @@ class Option:
     below: float | None = None
 
     def bounds(self) -> str:
-        """The bounds in words, or an empty string."""
+        """Return the bounds in words, or an empty string."""
         words = {"of at least": self.at_least, "above": self.above, "below": self.below}
         return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
-        """Whether a finite value lies within the bounds."""
+        """True for finite values within the bounds."""
         return (
             math.isfinite(value)
             and (self.at_least is None or value >= self.at_least)
@@ -49,7 +49,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field of a group of options, as the command line and the checks see it."""
+    """One field of a group of options, with its type and default."""
 
     name: str
     kind: object
@@ -58,12 +58,12 @@ class Field:
 
     @property
     def flag(self) -> str:
-        """Name on the command line."""
+        """The name on the command line, with its dashes."""
         return "--" + (self.option.name or self.name).replace("_", "-")
 
 
 def fields_of(cls: "type[DataclassInstance]") -> tuple[Field, ...]:
-    """The options that a dataclass declares, in order."""
+    """Return the options declared by a dataclass, in order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(_field(field, *typing.get_args(hints[field.name])) for field in dataclasses.fields(cls))
 
@@ -73,10 +73,10 @@ def _field(field: "dataclasses.Field[object]", kind: object, option: Option) -> 
 
 
 def check_fields(values: "DataclassInstance") -> None:
-    """Refuse a value of the wrong type or out of bounds, by the name the command line gives it.
+    """Refuse values of the wrong type or out of bounds.
 
     Raises:
-        ConfigError: Names the option, what it takes and what it got.
+        ConfigError: Names the command-line option, the expected type or bounds, and the value.
     """
     for field in fields_of(type(values)):
         _check(getattr(values, field.name), field)
@@ -100,7 +100,7 @@ def _is_kind(value: object, kind: object) -> bool:
 
 
 def describe(kind: object) -> str:
-    """A field's type in words."""
+    """Return a field's type in words."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(kind)))
     if isinstance(kind, types.UnionType):
@@ -110,18 +110,18 @@ def describe(kind: object) -> str:
 
 
 def inner(kind: object) -> object:
-    """The type without its `| None`."""
+    """Return a type without its `| None`."""
     if isinstance(kind, types.UnionType):
         return next(member for member in typing.get_args(kind) if member is not type(None))
     return kind
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?` for the closest known word, else an empty string."""
+    """Return ` Did you mean ...?` with the closest known word, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def in_short(error: Exception) -> str:
-    """What a library raised, short enough for a message and with a full stop."""
+    """Return a library's error message on one line of at most 240 characters, ending in a full stop."""
     return textwrap.shorten(" ".join(str(error).split()), 240).rstrip(".") + "."

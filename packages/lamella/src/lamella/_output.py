@@ -1,4 +1,4 @@
-"""Where a command's report goes: to the terminal as text or JSON, and to files."""
+"""Output of a command's report: to the terminal as text or JSON, and to files."""
 
 import os
 import sys
@@ -13,9 +13,9 @@ def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
     """Print a report.
 
     Args:
-        lines: As text.
-        as_json: The same as JSON.
-        to: A file to write that to besides; "-" prints it in place of the text.
+        lines: The report as text.
+        as_json: The report as JSON.
+        to: A file to write the JSON to; "-" prints the JSON in place of the text. None prints only the text.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -26,7 +26,7 @@ def show(lines: Iterable[str], as_json: str, to: str | None) -> None:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines, with escapes for what the terminal has no letters for; a reader (`| head`) may leave."""
+    """Print lines; escape characters the terminal cannot encode, and tolerate a closed pipe (`| head`)."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -34,24 +34,25 @@ def say(lines: Iterable[str]) -> None:
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else the interpreter complains at exit.
+        # Without a valid standard output, the interpreter's flush at exit raises BrokenPipeError again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:
-    """Text with escapes in place of what moves a terminal's cursor, ends a line or cannot be encoded."""
+    """Escape characters that move a terminal's cursor, end a line or cannot be printed."""
     return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def one_line(text: str) -> str:
-    """The same, where the lines of a text follow each other on one."""
+    """Join the lines of a text into one, then escape as `printable`."""
     return printable(" ".join(text.split()))
 
 
 def write(path: str, text: str) -> None:
-    """Write a file.
+    """Write a text file.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")

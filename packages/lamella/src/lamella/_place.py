@@ -1,4 +1,4 @@
-"""Where a run takes place: how many workers on which device, this process's rank if a launcher already started it."""
+"""The placement of a run: number of workers, device, and this process's rank under a launcher."""
 
 import os
 from collections.abc import Iterator
@@ -18,15 +18,16 @@ STORE_VARIABLE = "LAMELLA_STORE"
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or something that sets its variables, started this process as one rank of several."""
+    """True when the environment holds torchrun's variables: a launcher started this process as one rank."""
     return all(variable in os.environ for variable in _TORCHRUN_VARIABLES)
 
 
 def place(config: Config) -> Config:
-    """The configuration with ranks, device, precision and threads decided for this machine.
+    """Decide ranks, device, precision and threads for this machine.
 
     Raises:
-        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, or the batch does not divide.
+        ConfigError: GPUs are missing, `--ranks` contradicts torchrun, or ranks times `--accumulation` does not divide
+            `--batch-size`.
     """
     parallel = _decide(config.parallel)
     shares = (parallel.ranks or 1) * config.optim.accumulation
@@ -64,12 +65,12 @@ def _decide(asked: ParallelConfig) -> ParallelConfig:
 
 
 def _num_cores() -> int:
-    """Cores this process may use: those it may be scheduled on, and no more than a container's quota."""
+    """Return the number of cores in this process's CPU affinity, at most the container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # No such file; or no quota, which is spelled "max".
+    except (OSError, ValueError):  # No such file, or "max": no quota.
         return cores
 
 
@@ -92,15 +93,15 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and prints."""
+        """True on rank 0, which writes and prints."""
         return self.rank == 0
 
 
 @contextmanager
 def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
-    """The default process group, around everything a rank does; set up from the environment.
+    """Set up the default process group from the environment; destroy the group after the block, unless it raised.
 
-    Effects: collective; sets this process's CUDA device or its number of CPU threads.
+    Effects: collective over all ranks, at both ends; sets this process's CUDA device or its number of CPU threads.
     """
     import torch
     import torch.distributed as dist
@@ -113,7 +114,7 @@ def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
     elif parallel.threads:
         torch.set_num_threads(parallel.threads)
     dist.init_process_group(
-        # Checkpoints and messages are exchanged as CPU objects, also by ranks on GPUs.
+        # Ranks on GPUs need gloo too: checkpoints and messages are exchanged as CPU objects.
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=os.environ.get(STORE_VARIABLE, "env://"),
         rank=rank,
@@ -121,5 +122,5 @@ def process_group(parallel: ParallelConfig) -> Iterator[Rank]:
         device_id=device if on_gpu else None,
     )
     yield Rank(rank=rank, num_ranks=num_ranks, device=device)
-    # Not after an exception: the peers are not there to take part.
+    # Not in a `finally`: after an exception the peers do not take part, and the call would hang.
     dist.destroy_process_group()

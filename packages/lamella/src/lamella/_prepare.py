@@ -1,4 +1,4 @@
-"""What happens once, before any worker starts: read the text, make the tokens, check the run that would be resumed."""
+"""Preparation before any worker starts: read the text, write the tokens, check the run to be resumed."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from lamella._tokens import check_tokens, fingerprint, prepare_tokens
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
 from lamella_convert import keep_published
 
-# The data stream follows from these and the text. A resumed run that changed one would see some text twice.
+# These settings and the text determine the data stream. After a change, a resumed run would repeat or skip text.
 _STREAM = (("data", "sequence_length"), ("optim", "batch_size"), ("run", "seed"))
 
 _NUM_NAMED = 3
@@ -34,11 +34,12 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What there is to do.
+    """A prepared run.
 
     Attributes:
-        first_step: Steps the latest checkpoint has done; 0 for a new run.
-        summary: Lines that say what was read and what is trained.
+        directory: The run's files.
+        first_step: Steps completed by the latest checkpoint; 0 for a new run.
+        summary: Lines on the data and the model, to print.
     """
 
     directory: RunDirectory
@@ -47,10 +48,10 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Make everything the workers read, after everything that can be refused has been.
+    """Check the settings, then write all files the workers read.
 
     Raises:
-        ConfigError: The text, the model or the run to be resumed does not allow it.
+        ConfigError: The text, the model or the run to be resumed does not fit the settings.
 
     Effects: writes the run's directory unless the run is complete: tokenizer, tokens, configurations; drops metrics
         after the latest checkpoint.
@@ -85,13 +86,14 @@ def prepare(config: Config) -> Prepared:
                 _write_model(spec, model, directory)
             elif latest is None:
                 _keep_published(pretrained, directory.model, untrained)
-            again = replace(config, run=replace(config.run, from_step=None))  # Going back is done, once.
+            # Without `from_step`: the next run with this config.json must not set the new checkpoints aside again.
+            again = replace(config, run=replace(config.run, from_step=None))
             directory.config.write_text(json.dumps(to_values(again), indent=2) + "\n", encoding="utf-8")
     return Prepared(directory=directory, first_step=first_step, summary=summary)
 
 
 def _going_back(checkpoints: CheckpointDirectory, step: int, directory: RunDirectory) -> list[str]:
-    """Leave nothing of what came after a step: checkpoints are set aside and records dropped. In words."""
+    """Set aside checkpoints and drop records after `step`; return lines on both, to print."""
     told = [f"set aside: {path}" for path in set_aside_after(checkpoints, step)]
     if num_damaged := rewind(directory.metrics, step):
         told.append(
@@ -113,10 +115,10 @@ def _writing(directory: RunDirectory) -> Iterator[None]:
 
 
 def _keep_published(pretrained: Path, to: Path, untrained: tuple[str, ...]) -> None:
-    """What it takes to publish the model again, and to go on without the folder that it is from."""
+    """Copy the pretrained model's files but its trained weights: the run can then do without the original folder."""
     to.mkdir(parents=True, exist_ok=True)
     try:
-        keep_published(pretrained, to, untrained=untrained, dtype=torch.float32)  # As its main weights are.
+        keep_published(pretrained, to, untrained=untrained, dtype=torch.float32)  # the main weights' dtype
     except CheckpointDamaged as error:
         raise ConfigError(f"{error}") from error
 
@@ -127,7 +129,7 @@ def _summary(corpus: Corpus, model: nn.Module, spec: ModelSpec) -> tuple[str, ..
 
 
 def _told_of_chats(corpus: Corpus, tokenizer: RunTokenizer | None) -> tuple[str, ...]:
-    """What the loss of conversations is counted on, in words; refuses those that nothing can render."""
+    """Describe the tokens in the loss of conversations; refuse conversations without a chat template."""
     chat = first_chat((*corpus.train, *corpus.validation))
     if chat is None:
         return ()
@@ -153,11 +155,11 @@ def _told_of_units(tokenizer: RunTokenizer | None) -> tuple[str, ...]:
 
 
 def _write_model(spec: ModelSpec, model: nn.Module, directory: RunDirectory) -> None:
-    """Write the configurations that go with the tokenizer that was trained, for tools that open the model's folder."""
+    """Write model and generation configurations matching the trained tokenizer, for tools opening the folder."""
     from transformers import GenerationConfig
 
     end = read_tokenizer(directory.model, spec.vocab_size).end
-    # Padding is nobody's token here: an embedding would keep the row of one at zero.
+    # No padding token: nn.Embedding keeps the row of `padding_idx` without gradient.
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     for name, value in {**ids, "architectures": [type(model).__name__]}.items():
         setattr(spec, name, value)
@@ -167,7 +169,7 @@ def _write_model(spec: ModelSpec, model: nn.Module, directory: RunDirectory) -> 
 
 
 def run_root(config: Config) -> Path:
-    """The directory a run writes to."""
+    """Return the directory of a run: `--run-dir`, or runs/<model>."""
     return Path(config.run.directory or Path("runs", Path(config.model.name).stem))
 
 
@@ -190,7 +192,7 @@ def _check_wanted(config: Config, directory: RunDirectory, latest: Path | None) 
 
 
 def _check_writable(directory: RunDirectory) -> None:
-    """Refuse a place that nothing can be written to, before the text is read."""
+    """Refuse an unwritable run directory, before reading the text takes time."""
     there = next(path for path in (directory.root, *directory.root.absolute().parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         got = "cannot be written to" if there.is_dir() else "is a file"
@@ -201,7 +203,7 @@ def _check_writable(directory: RunDirectory) -> None:
 
 
 def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: str) -> int:
-    """Refuse a checkpoint of another model or data stream; otherwise its step."""
+    """Return the checkpoint's step; refuse checkpoints of another model or data stream."""
     try:
         extra = check(checkpoint, model=model)
     except CheckpointDamaged as error:
@@ -218,7 +220,7 @@ def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: s
 
 
 def _check_profile(config: Config, first_step: int) -> None:
-    """Refuse to profile more steps than there are to go."""
+    """Refuse to profile more steps than remain."""
     needed = 0 if config.run.profile is None else NUM_WARMUP_STEPS + config.run.profile
     if needed > config.optim.steps - first_step:
         raise ConfigError(
@@ -228,7 +230,7 @@ def _check_profile(config: Config, first_step: int) -> None:
 
 
 def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> None:
-    """Refuse to go on with other text, or with another cut of it."""
+    """Refuse to resume with other text or other settings of the data stream."""
     for name, value in stream_settings(config).items():
         if stored.get(name) != value:
             raise ConfigError(
@@ -243,6 +245,6 @@ def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> No
 
 
 def stream_settings(config: Config) -> dict[str, object]:
-    """The settings that must stay the same over a run, by dotted name."""
+    """Return the settings that must not change over a run, by dotted name."""
     values = to_values(config)
     return {f"{group}.{name}": values[group][name] for group, name in _STREAM}

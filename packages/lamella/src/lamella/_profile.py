@@ -1,4 +1,4 @@
-"""Profiling a few steps of a run: a trace for Perfetto, and the overlap report that is made of it."""
+"""Profiling a few steps of a run: a trace for Perfetto, and the trace's overlap report."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,19 +10,19 @@ from lamella._directory import RunDirectory
 from lamella._place import Rank
 from lamella.overlap import TraceError, as_html, as_json, as_text, overlap_report, read_trace, verdict
 
-NUM_WARMUP_STEPS = 3  # The first allocate and learn the order of units; the profiler begins in the last.
+NUM_WARMUP_STEPS = 3  # The first steps allocate and learn the order of units; the profiler warms up in the last.
 
 
 @contextmanager
 def profiled(
     num_steps: int | None, directory: RunDirectory, rank: Rank, say: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Profile `num_steps` steps of the first rank, after `NUM_WARMUP_STEPS`; None for none.
+    """Profile `num_steps` steps of rank 0, after `NUM_WARMUP_STEPS`; None profiles nothing.
 
-    Gives what every rank calls after each step.
+    Yields a function to call after each step, on every rank.
 
-    Effects: the first rank writes `directory.profile` when the steps are over, and the others wait for it in their next
-        collective; waits for the device.
+    Effects: after the last profiled step, rank 0 waits for the device and writes `directory.profile`; the other ranks
+        wait for rank 0 in their next collective.
     """
     if num_steps is None or not rank.is_first:
         yield lambda: None
@@ -42,7 +42,7 @@ def profiled(
 def _write(profiler: profile, directory: RunDirectory, say: Callable[[str], None]) -> None:
     try:
         _write_report(profiler, directory.profile, say)
-    except (OSError, TraceError) as error:  # The run goes on: what went wrong is the profiler's affair.
+    except (OSError, TraceError) as error:  # A failed profile must not end the training run.
         say(f"profile: {error}")
 
 

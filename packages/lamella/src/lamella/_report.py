@@ -1,4 +1,4 @@
-"""What a run says about itself: the step line, metrics.jsonl, the loss plot and the progress bar."""
+"""Reports of a run: the step line, metrics.jsonl, the loss plot and the progress bar."""
 
 import json
 import os
@@ -14,13 +14,16 @@ from tqdm import tqdm
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. Speed and memory are those of the interval it was reported in.
+    """One optimizer step. Speed and memory are measured over the step's reporting interval.
 
     Attributes:
-        loss: Mean nats a token over the whole batch.
-        tokens_per_s: Over all ranks; validations and checkpoints are not counted.
-        memory_nbytes: Peak of the rank that has most: reserved by the allocator on GPUs, resident on CPU.
-        mfu: Share of the device's peak, or None where the peak is not known.
+        step: Number of completed steps; the first is 1.
+        loss: Mean nats per token over the whole batch.
+        grad_norm: Norm of the whole gradient before clipping.
+        lr: Learning rate of the step.
+        tokens_per_s: Tokens per second over all ranks, excluding validations and checkpoints.
+        memory_nbytes: Largest peak memory of any rank: reserved by the allocator on GPUs, resident on CPU.
+        mfu: Share of the device's peak FLOP/s; None when the peak is unknown.
     """
 
     step: int
@@ -32,7 +35,7 @@ class StepRecord:
     mfu: float | None
 
     def line(self) -> str:
-        """The line people paste."""
+        """Return the step line."""
         mfu = "-" if self.mfu is None else f"{self.mfu:.1%}"
         return (
             f"step: {self.step}  loss: {self.loss:.4f}  grad_norm: {self.grad_norm:.2f}  "
@@ -45,9 +48,9 @@ class ValidationRecord:
     """Loss on the held-out text.
 
     Attributes:
-        nats_per_byte: Nats a byte of text, which does not depend on the vocabulary; None where a token's bytes are not
-            known.
-        nats_per_token: Nats a token, where a token's bytes are not known.
+        step: Number of completed steps.
+        nats_per_byte: Nats per byte of text, independent of the vocabulary; None when the bytes of tokens are unknown.
+        nats_per_token: Nats per token when the bytes of tokens are unknown; else None.
     """
 
     step: int
@@ -60,23 +63,23 @@ class ValidationRecord:
 
     @classmethod
     def of(cls, step: int, nats: float, unit: Literal["byte", "token"]) -> "ValidationRecord":
-        """A loss in nats a `unit`."""
+        """Make a record of a loss in nats per `unit`."""
         return cls(step=step, nats_per_byte=nats) if unit == "byte" else cls(step=step, nats_per_token=nats)
 
     @property
     def unit(self) -> str:
-        """Of what the loss is told: a byte or a token."""
+        """The denominator of the loss: "byte" or "token"."""
         return "token" if self.nats_per_byte is None else "byte"
 
     @property
     def nats(self) -> float:
-        """Nats a `unit`."""
+        """The loss in nats per `unit`."""
         nats = self.nats_per_token if self.nats_per_byte is None else self.nats_per_byte
         assert nats is not None
         return nats
 
     def line(self) -> str:
-        """The same in words."""
+        """Return the validation line."""
         return f"step: {self.step}  validation: {self.nats:.4f} nats/{self.unit}"
 
 
@@ -84,24 +87,24 @@ Record = StepRecord | ValidationRecord
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """Add records to a metrics file."""
+    """Append records to a metrics file."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(_values(record)) + "\n" for record in records)
 
 
 def _values(record: Record) -> dict[str, object]:
-    """A record's fields; of a validation, those of its unit."""
+    """Return a record's fields, without a validation's unused nats field."""
     values = asdict(record)
     return {name: value for name, value in values.items() if not (name.startswith("nats_per_") and value is None)}
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a metrics file, without lines that are damaged; none if there is no file."""
+    """Return the records of a metrics file, without damaged lines; an empty list without a file."""
     return [record for record in _read(path) if record is not None]
 
 
 def _read(path: Path) -> Iterator[Record | None]:
-    """The record of each line; None for one that is damaged, as a run leaves that is killed while it writes."""
+    """Yield the record of each line; None for a damaged line, left by a run killed while writing."""
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             if line:
@@ -116,12 +119,12 @@ def _record(line: str) -> Record | None:
 
 
 def rewind(path: Path, step: int) -> int:
-    """Drop damaged lines, and the records after `step`: those of steps after the checkpoint that a run goes on from.
+    """Drop damaged lines and the records after `step`, the step of the checkpoint to resume from.
 
     Returns:
-        How many lines were damaged.
+        The number of damaged lines.
 
-    Effects: replaces the file at once, so that a run which is killed meanwhile has lost no record.
+    Effects: writes a second file and renames it over `path`: a run killed meanwhile loses no record.
     """
     records = list(_read(path))
     whole = [record for record in records if record is not None]
@@ -133,7 +136,7 @@ def rewind(path: Path, step: int) -> int:
 
 
 def plot(records: Iterable[Record], path: Path) -> None:
-    """Draw training loss (nats a token) and validation loss (nats a byte, or a token) over the steps."""
+    """Draw training loss (nats per token) and validation loss (nats per byte, or per token) over the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -160,7 +163,7 @@ def plot(records: Iterable[Record], path: Path) -> None:
 
 
 class Progress:
-    """The progress bar of one rank: drawn on a terminal, absent elsewhere, and silent where `enabled` is false."""
+    """The progress bar of one rank: drawn only on a terminal; without `enabled` nothing is printed."""
 
     def __init__(self, first_step: int, num_steps: int, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -173,19 +176,19 @@ class Progress:
         )
 
     def advance(self) -> None:
-        """One more step is under way."""
+        """Count one more completed step."""
         self._bar.update()
 
     def say(self, line: str) -> None:
-        """Print a line above the bar. Where nobody reads any more (Ctrl-C ends `| tee` too), the run goes on."""
+        """Print a line above the bar. The run survives a closed pipe: Ctrl-C ends `| tee` before the last lines."""
         if not self._enabled:
             return
         try:
             self._bar.write(line)
             sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Else every line to come raises.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Otherwise every later line raises too.
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar and leave its last state on the terminal."""
         self._bar.close()

@@ -1,4 +1,4 @@
-"""A whole training run: prepare once, start the workers or join torchrun's, say where things are."""
+"""A whole training run: prepare once, start the workers or join torchrun's, return the results."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from lamella_checkpoint import CheckpointDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Where a run's results are, and its first and last validation loss in nats a `unit`: a byte, or a token."""
+    """The files of a run's results, and the first and last validation loss in nats per `unit` (byte or token)."""
 
     checkpoint: Path
     plot: Path
@@ -36,11 +36,11 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """The last validation loss as a share of the first."""
+        """The last validation loss divided by the first."""
         return self.last_validation / self.first_validation
 
     def lines(self) -> tuple[str, ...]:
-        """The result in words."""
+        """Return the lines to print."""
         losses = f"{self.first_validation:.4f} -> {self.last_validation:.4f} nats/{self.unit}"
         return (
             f"validation: {losses} ({self.ratio:.1%} of the first)",
@@ -51,19 +51,19 @@ class Result:
 
 
 def train(config: Config) -> Result:
-    """Train as configured, or go on from the run's latest checkpoint, and return where the results are.
+    """Train from the start or from the run's latest checkpoint, and return the paths of the results.
 
-    Under torchrun every rank calls this; otherwise the caller's process starts the workers and waits for them.
+    Under torchrun every rank calls `train`; otherwise the calling process starts the workers and waits for them.
 
     Raises:
-        ConfigError: The run cannot start as asked, another run has its folder, or the checkpoint is damaged.
+        ConfigError: The settings cannot be met, another run holds the folder, or the checkpoint is damaged.
         LossNotFiniteError: The loss, the gradient or a weight is not finite.
-        Stopped: SIGINT or SIGTERM asked for it; the step under way is saved. A second one stops the run at once.
-        StorageError: A checkpoint, or what the run records, cannot be written.
-        WorkerError: A worker died; the others have been stopped.
+        Stopped: SIGINT or SIGTERM arrived, and the step in progress is saved. A second signal stops the run at once.
+        StorageError: A checkpoint, the metrics or the plot cannot be written.
+        WorkerError: A worker died, and all other workers have been stopped.
 
-    Effects: prints the resolved configuration, progress and the result. Takes over SIGINT and SIGTERM until it returns,
-        if it is called in the main thread.
+    Effects: prints the resolved configuration, progress and the result. Called in the main thread, handles SIGINT and
+        SIGTERM until the call ends.
     """
     config = place(config)
     if under_torchrun():
@@ -105,7 +105,7 @@ def _train_as_rank(config: Config) -> Result:
 
     with ExitStack() as held:
         requests = held.enter_context(listening(leave, say_stopping if is_first else lambda _: None))
-        # Before there is a group: the first rank prepares alone, and the others wait for it to join.
+        # Rank 0 prepares before it joins the process group; the other ranks wait for rank 0 in `process_group`.
         outcome = _attempt(config, held) if is_first else None
         signum = 0
         with process_group(config.parallel) as rank:
@@ -118,7 +118,7 @@ def _train_as_rank(config: Config) -> Result:
 
 
 def _told_of_stop(config: Config, signum: int) -> str:
-    """What a run that was stopped has left, and how it goes on."""
+    """Describe the last saved step of a stopped run, and the command to resume."""
     steps = CheckpointDirectory(RunDirectory(run_root(config)).checkpoints).steps()
     stopped = f"stopped by {signal.Signals(signum).name}"
     if not steps:
@@ -138,7 +138,7 @@ def _attempt(config: Config, held: ExitStack) -> Prepared | ConfigError:
 
 
 def _agreed(outcome: Prepared | ConfigError | None) -> Prepared:
-    """The first rank's outcome, on every rank; raised if it is an error. Effects: collective."""
+    """Return rank 0's outcome on every rank, or raise its error. Effects: collective broadcast of an object."""
     outcomes = [outcome]
     dist.broadcast_object_list(outcomes)
     if not isinstance(outcomes[0], Prepared):
@@ -147,7 +147,7 @@ def _agreed(outcome: Prepared | ConfigError | None) -> Prepared:
 
 
 def _prepare_aloud(config: Config) -> Prepared:
-    """Prepare; then say what will run. Nothing is printed for a run that is refused."""
+    """Prepare, then print the settings and the summary. A refused run prints nothing here."""
     prepared = prepare(config)
     lines = [to_toml(config), *prepared.summary]
     done, steps = prepared.first_step, config.optim.steps

@@ -1,8 +1,8 @@
-"""A run's checkpoints: saved in the background on the way, of finite weights only, and never lost without a word.
+"""A run's checkpoints: saved in the background, of finite weights only, with every failure reported.
 
 Note [A save that failed]
-    A save in the background fails after its call, and the ranks hear of the failure at the next save. The run waits for
-    that one: a disk that is still full ends the run there and then, and not hours later.
+    A background save fails after its call has returned, and the ranks learn of the failure at the next save. The run
+    waits for the next save: a disk still full then ends the run at once, not hours of training later.
 """
 
 import errno
@@ -23,7 +23,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Saves:
-    """Saves one model and optimizer by step, as every rank calls it."""
+    """Saves one model and optimizer by step. Every rank makes the same calls."""
 
     def __init__(
         self, directory: RunDirectory, num_kept: int, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -33,13 +33,13 @@ class Saves:
         self._model, self._optimizer = model, optimizer
 
     def save(self, step: int, extra: Mapping[str, object], say: Callable[[str], None], *, wait: bool) -> None:
-        """Save a step: in the background, unless the run has to wait for it or the save before failed.
+        """Save a step in the background; wait for completion with `wait`, or when the previous save failed.
 
         Raises:
             LossNotFiniteError: A weight is not finite.
             StorageError: The checkpoint cannot be written.
 
-        Effects: collective; waits for the save before.
+        Effects: collective over all ranks; waits for the previous save.
         """
         self._check_weights(step)
         failure = self.settle()
@@ -52,9 +52,9 @@ class Saves:
             raise StorageError(self.cannot_write(f"the checkpoint of step {step}", reason_of(error))) from error
 
     def settle(self) -> str | None:
-        """Wait for a save in the background, and return the reason if it failed and no rank has been told.
+        """Wait for a background save; return the reason of a failure not reported before, the same on every rank.
 
-        Effects: no collective. Every rank gets the same.
+        Effects: no collective.
         """
         try:
             self._checkpoints.wait()
@@ -63,16 +63,16 @@ class Saves:
         return None
 
     def close(self) -> None:
-        """Give back the process that writes. Effects: waits for a save in the background."""
+        """End the writer process. Effects: waits for a background save."""
         self._checkpoints.close()
 
     def told_of_last(self) -> str:
-        """The checkpoint to go on from, as a sentence."""
+        """Return a sentence that names the checkpoint to resume from."""
         steps = self._checkpoints.steps()
         return f"The last checkpoint is of step {steps[-1]}." if steps else "There is no checkpoint yet."
 
     def cannot_write(self, what: str, reason: str) -> str:
-        """One line on a file that cannot be written: the room that a checkpoint takes, and how the run goes on."""
+        """Return one line on an unwritable file, with the free space a checkpoint needs and the way to resume."""
         free = _told_nbytes(shutil.disk_usage(self._directory.root).free)
         way_out = "Make it writable"
         if any(os.strerror(code) in reason for code in _FULL):
@@ -91,7 +91,7 @@ class Saves:
             )
 
     def _nbytes(self) -> int:
-        """Of a checkpoint's tensors, over all ranks."""
+        """Return the bytes of a checkpoint's tensors over all ranks."""
         slots = (value for state in self._optimizer.state.values() for value in state.values())
         tensors = [*self._model.parameters(), *self._model.buffers(), *slots]
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if isinstance(tensor, torch.Tensor))
@@ -101,7 +101,7 @@ TRY = "Try a smaller --lr or more --warmup-steps; docs/how-to/find-a-nan.md tell
 
 
 def reason_of(error: OSError | CheckpointFailed) -> str:
-    """Why a file was not written, on one line."""
+    """Return the reason a file was not written, on one line."""
     if isinstance(error, CheckpointFailed):
         rank, text = min(error.failures.items())
         return one_line(f"{text} (rank {rank})")

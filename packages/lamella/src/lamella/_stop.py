@@ -1,13 +1,13 @@
-"""Requests to stop: heard by every process of a run, and agreed on by its ranks.
+"""Stop requests: signals to any process of a run, agreed on by all ranks.
 
 Note [One request is heard several times]
-    Ctrl-C reaches all processes in the foreground of a terminal; a scheduler's SIGTERM one process of a job, or all;
-    and launchers pass signals on. A signal within a second of the first is an echo, not a second request.
+    Ctrl-C reaches every foreground process of a terminal; a scheduler's SIGTERM reaches one process of a job, or all;
+    and launchers forward signals. A signal within a second of the first is an echo, not a second request.
 
 Note [A thread listens]
-    Python runs a handler once the main thread is back in the interpreter. In a rank, the main thread may wait for ever:
-    in a collective, for a rank that is gone. But Python writes a signal's number to a pipe at once, and a thread reads
-    the pipe.
+    Python runs signal handlers only when the main thread is back in the interpreter. A rank's main thread may wait
+    forever in a collective for a dead rank. The C-level handler, however, writes the signal's number to the wake-up
+    file descriptor at once, and a thread reads the other end of the pipe.
 """
 
 import os
@@ -27,11 +27,11 @@ _ECHO_S: Final = 1.0
 
 
 class StopRequests:
-    """The requests to a process so far.
+    """The stop requests to a process so far.
 
     Attributes:
         signum: The first signal; 0 for none.
-        can_wait: Whether the first request waits until a step is done and saved. Not before there is a step to save.
+        can_wait: True once training has begun: the first request then waits for the end and the save of a step.
     """
 
     def __init__(self, when_it_can_wait: Callable[[], object] = lambda: None) -> None:
@@ -41,12 +41,12 @@ class StopRequests:
         self._heard_at = 0.0
 
     def wait_from_now_on(self) -> None:
-        """Let the first request wait: training begins."""
+        """Let the first request wait for a saved step. Called when training begins."""
         self.can_wait = True
         self._when_it_can_wait()
 
     def hear(self, signum: int) -> bool:
-        """Take note of a signal, and tell whether the process is to leave at once."""
+        """Record a signal; return True when the process must leave at once."""
         now = time.monotonic()
         if self.signum:
             return now - self._heard_at > _ECHO_S
@@ -56,7 +56,10 @@ class StopRequests:
 
 @contextmanager
 def interrupted() -> Iterator[StopRequests]:
-    """Requests to a process that starts workers. One that cannot wait raises `Stopped` in the main thread."""
+    """Handle stop requests to a process that starts workers.
+
+    Requests that cannot wait raise `Stopped` in the main thread.
+    """
     requests = StopRequests()
 
     def handle(signum: int, _: FrameType | None) -> None:
@@ -73,28 +76,32 @@ def listening(
     told: Callable[[int], object] = lambda _: None,
     when_it_can_wait: Callable[[], object] = lambda: None,
 ) -> Iterator[StopRequests]:
-    """Requests to a rank; see Note [A thread listens].
+    """Handle stop requests to a rank; see Note [A thread listens].
 
     Args:
-        leave: Ends the process for a request that cannot wait.
-        told: Is called with the first signal that can.
-        when_it_can_wait: Is called when training begins.
+        leave: Ends the process; called in the listening thread with a signal that cannot wait.
+        told: Called in the listening thread with the first signal, if the signal can wait.
+        when_it_can_wait: Called when training begins.
+
+    Effects: starts a thread; in the main thread, replaces the handlers of SIGINT and SIGTERM and the wake-up file
+        descriptor until the block ends.
     """
     requests = StopRequests(when_it_can_wait)
     reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    os.set_blocking(writing, False)  # Required by set_wakeup_fd: a full pipe must not block the signal handler.
 
     def listen() -> None:
         while received := os.read(reading, 1):
             is_first = not requests.signum
             if received[0] not in SIGNALS:
-                continue
+                continue  # Other handled signals of the process reach the wake-up descriptor too.
             if requests.hear(received[0]):
                 leave(received[0])
             elif is_first:
                 told(received[0])
         os.close(reading)
 
+    # Signals write to the descriptor only under a Python handler, be it empty; SIGTERM's default ends the process.
     with _handled(lambda *_: None) as is_main_thread:
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False) if is_main_thread else -1
         threading.Thread(target=listen, daemon=True).start()
@@ -103,12 +110,15 @@ def listening(
         finally:
             if is_main_thread:
                 signal.set_wakeup_fd(before)
-            os.close(writing)
+            os.close(writing)  # End of file ends the thread.
 
 
 @contextmanager
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
-    """Take the signals over; not those that are ignored, as in a shell's background. No other thread may do that."""
+    """Handle SIGINT and SIGTERM, except ignored signals (background jobs of a shell). Yields False off the main thread.
+
+    Python allows only the main thread to set handlers.
+    """
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {signum: signal.getsignal(signum) for signum in SIGNALS if is_main_thread}
     taken = {signum: handler for signum, handler in before.items() if handler not in (None, signal.SIG_IGN)}

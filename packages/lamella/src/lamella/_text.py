@@ -1,7 +1,7 @@
-"""Which text a run reads, and how it is split into what is trained on and what is held out.
+"""The text of a run, split into training text and held-out text.
 
-Everything here follows from the files' names and contents and from the configuration, on any machine, so that a resumed
-run finds the same text. `Corpus.fingerprint` says which text it is. Files are read in blocks, and none is held whole.
+The split is a function of the files' names and contents and of the configuration, the same on any machine: a resumed
+run finds the same text. `Corpus.fingerprint` identifies the text. Files are read in blocks, never whole.
 """
 
 import codecs
@@ -25,14 +25,14 @@ _NAMES_OF_MARKS: Final = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "U
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A file of UTF-8 text, or a part of one.
+    """A UTF-8 text file, or a byte range of a file.
 
     Attributes:
-        name: Relative to the folder that the file was found in, so that the name does not depend on the machine.
-        path: Where the file is.
-        start: The part's first byte.
-        stop: The byte after the part's last.
-        digest: SHA-256 of the part's bytes, in hexadecimal digits.
+        name: Path relative to the searched folder, and so independent of the machine.
+        path: The file.
+        start: First byte of the range.
+        stop: Byte after the last.
+        digest: SHA-256 of the range's bytes, in hexadecimal digits.
     """
 
     name: str
@@ -43,14 +43,14 @@ class TextFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
+        """Bytes of the range."""
         return self.stop - self.start
 
     def pieces(self) -> Iterator[str]:
-        """The text in pieces of some 64 thousand characters, which end where a line ends unless a line is longer.
+        """Yield the text in pieces of at most 65,536 characters, cut at line ends unless a line is longer.
 
         Raises:
-            ConfigError: The file is no longer what it was.
+            ConfigError: The file has changed since its digest was computed.
         """
         rest = ""
         for text in self._texts():
@@ -63,10 +63,10 @@ class TextFile:
             yield rest
 
     def lines(self) -> Iterator[str]:
-        """The lines of the text, without the line ends and without a byte order mark.
+        """Yield the lines of the text, without line ends and byte order mark.
 
         Raises:
-            ConfigError: The file is no longer what it was.
+            ConfigError: The file has changed since its digest was computed.
         """
         rest, is_first = "", True
         for text in self._texts():
@@ -102,7 +102,7 @@ def _blocks(path: Path, start: int, stop: int | None = None) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Files in a fixed order, split into those to train on and those held out."""
+    """Files in a fixed order, split into training files and held-out files."""
 
     source: str
     train: tuple[TextFile, ...]
@@ -110,14 +110,14 @@ class Corpus:
     num_skipped: int
 
     def fingerprint(self) -> str:
-        """Hash of the names, contents and split."""
+        """Return a hash of the names, contents and split."""
         digest = hashlib.sha256()
         for file in (*self.train, None, *self.validation):
             digest.update(b"\0split\0" if file is None else f"\0{file.name}\0{file.nbytes}\0{file.digest}".encode())
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """What was read, in one line."""
+        """Return one line on the files, bytes and source of the text."""
         files = (*self.train, *self.validation)
         nbytes = sum(file.nbytes for file in files)
         skipped = f"; skipped {self.num_skipped} that are not text" if self.num_skipped else ""
@@ -125,16 +125,20 @@ class Corpus:
 
 
 def collect(paths: Sequence[str], validation_fraction: float, *, without: Path | None = None) -> Corpus:
-    """Find the text files under `paths`, or the standard library's sources if there are none, and split them.
+    """Find and split the text files under `paths`; without paths, the standard library's sources.
 
-    Files that are not UTF-8 text are skipped in folders and refused when named. A file that several paths lead to is
-    read once: read twice, its text could be trained on and held out.
+    Files other than UTF-8 text are skipped in folders and refused when named. A file reached by several paths is read
+    once; otherwise its text could be both trained on and held out.
 
     Args:
-        without: A folder that is left out: the run's own, whose files change while the run goes on.
+        paths: Text files and folders.
+        validation_fraction: Share of the bytes to hold out.
+        without: Folder to leave out: the run's own, whose files change during the run.
 
     Raises:
-        ConfigError: A path does not exist, cannot be read or is not text, or nothing with a byte in it was found.
+        ConfigError: A path does not exist, cannot be read or is not text, or all files are empty.
+
+    Effects: reads every file once, for its digest.
     """
     files = list(_find(paths, without))
     texts = [file for file in files if file is not None and file.nbytes]
@@ -163,7 +167,7 @@ def _find(paths: Sequence[str], without: Path | None) -> Iterator[TextFile | Non
 
 
 def _is_new(path: Path, found: set[str]) -> bool:
-    """Whether no path led to a file or folder before; notes that one does now."""
+    """True when no earlier path led to `path`; records files. Folders may be visited again for their files."""
     real = os.path.realpath(path)
     is_new = real not in found
     if not os.path.isdir(real):
@@ -180,7 +184,7 @@ def _named(path: Path) -> TextFile:
         ) from None
     except OSError as error:
         raise _unreadable(path, error) from error
-    if not stat.S_ISREG(kind):  # Reading a pipe waits for its writer, and it cannot be read again.
+    if not stat.S_ISREG(kind):  # Reading a pipe waits for the writer, and a pipe cannot be read twice.
         raise ConfigError(f"Expected a text file or a folder as --data, got {str(path)!r}, which is neither.")
     file = _scan(path.name, path)
     if file is None:
@@ -191,7 +195,7 @@ def _named(path: Path) -> TextFile:
 
 
 def _hint(path: Path) -> str:
-    """What the bytes may be, by how they begin."""
+    """Guess the file's encoding or compression from its first two bytes."""
     with path.open("rb") as file:
         begins = file.read(2)
     return f" ({_NAMES_OF_MARKS[begins]})" if begins in _NAMES_OF_MARKS else ""
@@ -205,12 +209,12 @@ def _walk(root: Path, found: set[str], *, suffix: str = "", skip: Sequence[str] 
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
         subfolders[:] = [name for name in subfolders if _is_new(Path(folder, name), found)]
         for path in (Path(folder, name) for name in sorted(names) if name.endswith(suffix)):
-            if path.is_file() and _is_new(path, found):  # Not a pipe: reading one waits for its writer.
+            if path.is_file() and _is_new(path, found):  # Pipes are skipped: reading a pipe waits for the writer.
                 yield _scan(path.relative_to(root).as_posix(), path)
 
 
 def _scan(name: str, path: Path) -> TextFile | None:
-    """A file, if all of it is text. Effects: reads it."""
+    """Return the file if all its bytes are UTF-8 text without NUL, else None. Effects: reads the file."""
     digest, decoder, nbytes = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     try:
         for block in _blocks(path, 0):
@@ -232,14 +236,14 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def _split(files: list[TextFile], fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
-    """Whole files, in the order of their names' hashes, until the fraction is held out; one file alone is cut."""
+    """Hold out whole files, in the order of their names' hashes, up to the fraction; cut a single file in two."""
     if len(files) == 1:
         return _cut(files[0], fraction)
     total = sum(file.nbytes for file in files)
     held_out: set[int] = set()
     nbytes = 0
     for index in sorted(range(len(files)), key=lambda index: _hash(files[index].name)):
-        # A file with more than half of all bytes is what the run is about: it is trained on.
+        # A file with more than half of all bytes always goes to training: held out, little text would be left.
         if nbytes < fraction * total and 2 * files[index].nbytes <= total:
             held_out.add(index)
             nbytes += files[index].nbytes
@@ -252,12 +256,12 @@ def _hash(name: str) -> bytes:
 
 
 def _cut(file: TextFile, fraction: float) -> tuple[Iterable[TextFile], Iterable[TextFile]]:
-    """The file's first lines, and its last ones."""
+    """Split a file into its first and its last lines."""
     at = round(file.nbytes * (1 - fraction))
     with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if line := content.rfind(b"\n", 0, at) + 1:
             at = line
-        while at and content[at : at + 1] and content[at] & 0xC0 == 0x80:  # Inside a character.
+        while at and content[at : at + 1] and content[at] & 0xC0 == 0x80:  # a continuation byte of a character
             at -= 1
     parts = ((start, stop) for start, stop in ((0, at), (at, file.nbytes)) if stop > start)
     first, *second = (

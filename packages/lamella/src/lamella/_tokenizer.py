@@ -1,4 +1,4 @@
-"""The tokenizer of a run: trained on its text, or a model's own; and what documents are in its tokens."""
+"""The tokenizer of a run, trained on the text or taken from a model, and the tokens of documents."""
 
 import json
 import re
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 END_OF_TEXT: Final = "<|endoftext|>"
 
 Unit = Literal["byte", "token"]
-"""In which losses on held-out text are told."""
+"""Denominator of losses on held-out text."""
 
 _VOCABULARY_LENGTH: Final = 16 << 20
-"""Characters that a vocabulary is trained on, at most: more text changes few merges, and costs time in proportion."""
+"""Limit on the characters to train a vocabulary on: more text changes few merges, and costs time in proportion."""
 
 _BATCH_LENGTH: Final = 1 << 21
-"""Characters that are tokenized in one call. The tokenizer holds a hundred bytes or so for each of their tokens."""
+"""Characters to tokenize in one call, which bounds memory: the tokenizer holds about a hundred bytes per token."""
 
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""How a chat template marks what the assistant says."""
+"""A chat template's mark around the assistant's messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTokenizer:
-    """A tokenizer, as transformers has it, and how a run uses it.
+    """A tokenizer of transformers with the values a run needs.
 
     Attributes:
-        tokenizer: Of transformers.
-        end: The token that ends a document.
+        tokenizer: The tokenizer of transformers.
+        end: The token at the end of a document.
         num_tokens: One more than the largest token.
-        unit: "byte" where the bytes of text that a token stands for are known, which byte-level tokenizers alone show.
+        unit: "byte" for byte-level tokenizers, whose tokens have a known number of bytes; else "token".
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -49,13 +49,13 @@ class RunTokenizer:
 
     @property
     def backend(self) -> Tokenizer | None:
-        """The tokenizers library's object; None for a tokenizer that is not one of that library's."""
+        """The tokenizers library's object; None for tokenizers of other libraries."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return backend if isinstance(backend, Tokenizer) else None
 
     @property
     def chat_template(self) -> str | None:
-        """What conversations are rendered by; None where there is none."""
+        """The template to render conversations with; None for tokenizers without a template."""
         try:
             return str(self.tokenizer.get_chat_template())
         except ValueError:
@@ -63,23 +63,23 @@ class RunTokenizer:
 
     @property
     def marks_the_assistant(self) -> bool:
-        """Whether the chat template tells the assistant's tokens from the others."""
+        """True when the chat template marks the assistant's tokens."""
         return self.backend is not None and _GENERATION.search(self.chat_template or "") is not None
 
     def identity(self) -> str:
-        """Text that differs between tokenizers that make other tokens of a text."""
+        """Return a text that differs between tokenizers with different tokens for a text."""
         backend = self.backend
         vocabulary = sorted(self.tokenizer.get_vocab().items()) if backend is None else backend.to_str()
         return json.dumps([vocabulary, self.end, self.chat_template])
 
     def encode(self, files: Iterable[TextFile]) -> Iterator[list[int]]:
-        """The tokens of all documents, each followed by the end of a text, in lists of bounded length.
+        """Yield the tokens of all documents, each followed by `end`, in lists of bounded length.
 
-        A token that no loss is to be counted on is given as its complement `~token`: in conversations what others say
-        than the assistant, where the chat template tells them apart.
+        Tokens outside the loss are complemented, `~token`: in conversations every token but the assistant's, if the
+        chat template marks the assistant.
 
         Raises:
-            ConfigError: A line of a file holds no document, or a conversation cannot be rendered; the line is named.
+            ConfigError: A line of a file holds no document, or a conversation cannot be rendered. Names the line.
         """
         for batch in _batches(parts(files)):
             texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
@@ -101,22 +101,22 @@ class RunTokenizer:
         is_marked = self.marks_the_assistant
         try:
             encoded = render(chat.messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=is_marked)
-        except Exception as error:  # Templates raise what they like, and jinja2's errors are not transformers'.
+        except Exception as error:  # Templates are code and may raise any exception, jinja2's among them.
             raise ConfigError(
                 f"Expected a conversation that the chat template can render in {chat.place}, got: {in_short(error)}"
             ) from error
         ids = encoded["input_ids"]
         if is_marked:
             ids = [token if said else ~token for token, said in zip(ids, encoded["assistant_masks"], strict=True)]
-        # The template's last token may be what ends a document; if not, nobody said that token.
+        # Many templates end with `end` already. Otherwise append `end`: outside the loss, since no message holds it.
         is_ended = bool(ids) and ids[-1] in (self.end, ~self.end)
         return ids if is_ended else [*ids, ~self.end if is_marked else self.end]
 
     def units(self) -> list[int]:
-        """By token, how many of `unit` it stands for: bytes of text, none for the end of a text; or one.
+        """Return the length of each token in `unit`: bytes of text, 0 for `end`; or 1 per token.
 
-        In the byte-level alphabet a byte is one character, so these are the lengths of the tokens' names. Added tokens
-        are named by their text.
+        In the byte-level alphabet a byte is one character, so a token's name has one character per byte. The name of
+        an added token is plain text.
         """
         if self.unit == "token" or self.backend is None:
             return [1] * self.num_tokens
@@ -140,9 +140,9 @@ def _batches(every: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> RunTokenizer:
-    """Byte-level byte-pair tokenizer with up to `vocab_size` tokens: all 256 bytes, the end of a text, and merges.
+    """Train a byte-level byte-pair tokenizer of up to `vocab_size` tokens: 256 bytes, the end of a text, and merges.
 
-    A short text yields fewer tokens. Of a long one, evenly spread pieces are taken.
+    A short text yields fewer tokens. For a long text, training uses evenly spread pieces.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -161,7 +161,7 @@ def train_tokenizer(files: Iterable[TextFile], vocab_size: int) -> RunTokenizer:
 
 
 def _sample(files: Sequence[TextFile]) -> Iterator[str]:
-    """Pieces of the text, spread evenly, of `_VOCABULARY_LENGTH` characters or so; all of a shorter text."""
+    """Yield evenly spread pieces of about `_VOCABULARY_LENGTH` characters together; all of a shorter text."""
     share = min(1.0, _VOCABULARY_LENGTH / max(1, sum(file.nbytes for file in files)))
     due = 0.0
     for part in parts(files):
@@ -173,11 +173,11 @@ def _sample(files: Sequence[TextFile]) -> Iterator[str]:
 
 
 def read_tokenizer(directory: Path, vocab_size: int) -> RunTokenizer:
-    """The tokenizer of a model's directory, read by transformers.
+    """Read the tokenizer in a model's directory with transformers.
 
     Raises:
-        ConfigError: There is none, a library is missing to read it, it does not say what ends a text, or has more
-            tokens than the model.
+        ConfigError: The directory has no tokenizer, a library to read the tokenizer is missing, or the tokenizer has
+            no end-of-text token, or more tokens than the model.
     """
     tokenizer = _read(directory)
     found = _checked(tokenizer, _end_of_text(tokenizer, directory))
@@ -195,7 +195,7 @@ def _read(directory: Path) -> "PreTrainedTokenizerBase":
     is_whole = (directory / "tokenizer.json").is_file()
     if not is_whole:
         _check_libraries(directory)
-    # A tokenizer.json is whole. Classes of model types would replace parts of it by those that the type once had.
+    # A tokenizer.json is complete. The classes of model types would replace parts of it by their own defaults.
     cls = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
         tokenizer = cls.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -204,17 +204,17 @@ def _read(directory: Path) -> "PreTrainedTokenizerBase":
             f"Expected a tokenizer that transformers can read in {str(directory)!r}, got: {in_short(error)}"
         ) from error
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
-        # For some model types, transformers makes a tokenizer of the special tokens alone where there are no files.
+        # For some model types without tokenizer files, transformers makes a tokenizer of the special tokens alone.
         raise ConfigError(
             f"Expected a tokenizer that transformers can read in {str(directory)!r}, got one without a vocabulary. Put "
             "the model's tokenizer.json there."
         )
-    tokenizer.model_max_length = int(1e30)  # Nothing is fed to the model as long as it is here.
+    tokenizer.model_max_length = int(1e30)  # No length warnings: documents are cut into sequences after tokenization.
     return tokenizer
 
 
 def _check_libraries(directory: Path) -> None:
-    """Refuse SentencePiece's files without what transformers reads them with; it would complain of another format."""
+    """Refuse SentencePiece files without the libraries to read them; transformers would blame another file format."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
 
     is_there = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}

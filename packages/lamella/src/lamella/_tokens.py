@@ -1,14 +1,14 @@
-"""The token files of a run, and the sequences that ranks read from them.
+"""The token files of a run, and the sequences of each rank.
 
 Note [The stream does not know the ranks]
     Step s trains on sequences [s * batch_size, (s + 1) * batch_size) of one endless stream: the training text's
-    sequences, shuffled anew in every pass by the seed and the pass alone. A rank takes its part of the step. So the
-    number of ranks changes neither what a step sees nor what a resumed run sees next, and the step is all there is to
-    remember.
+    sequences, shuffled anew in every epoch by seed and epoch alone. Each rank takes its part of the step. The number of
+    ranks therefore changes neither the batch of a step nor the batches of a resumed run, and a checkpoint needs to
+    store only the step.
 
 Note [A complement is read and not predicted]
-    A token on whose prediction no loss is counted is stored as its complement `~token`, which is negative: what others
-    say to an assistant. As an input it is the token; as a target it is `IGNORED`. Text has no such tokens.
+    A token outside the loss, such as a user's message to an assistant, is stored as its complement `~token`, a negative
+    number. As an input the complement stands for the token, as a target for `IGNORED`. Plain text has no complements.
 """
 
 import functools
@@ -28,21 +28,21 @@ from lamella._text import Corpus
 from lamella._tokenizer import RunTokenizer, Unit, train_tokenizer
 
 IGNORED: Final = -100
-"""The target that torch's cross entropy leaves out."""
+"""The target ignored by torch's cross entropy."""
 
 _INDEX, _TRAIN, _VALIDATION = "index.pt", "train.bin", "validation.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenData:
-    """What a run reads: token streams, and what each token stands for.
+    """The token streams of a run, and the length of each token.
 
     Attributes:
-        train: (num_tokens,) int32, memory-mapped from its file; Note [A complement is read and not predicted].
-        validation: The same of the held-out text.
-        units: (vocab_size,) int32: bytes of text that each token stands for, or one.
-        unit: Which of the two it is.
-        is_masked: Whether there are complements.
+        train: (num_tokens,) int32, memory-mapped; see Note [A complement is read and not predicted].
+        validation: The held-out text, in the same form.
+        units: (vocab_size,) int32: length of each token in `unit`.
+        unit: "byte" or "token"; in tokens every length is 1.
+        is_masked: True when a stream holds complements.
         fingerprint: Hash of the text, its split and the tokenizer.
     """
 
@@ -54,12 +54,12 @@ class TokenData:
     fingerprint: str
 
     def num_units(self, targets: torch.Tensor) -> torch.Tensor:
-        """How many bytes or tokens each sequence of targets stands for, (num_sequences,) int64."""
+        """Return the length of each sequence of targets in `unit`, (num_sequences,) int64, without ignored targets."""
         return torch.where(targets == IGNORED, 0, self.units[targets.clamp(min=0)]).sum(1)
 
 
 def load_tokens(folder: Path) -> TokenData:
-    """The tokens in `folder`, mapped into memory and not read."""
+    """Map the token streams in `folder` into memory, without reading them."""
     index = torch.load(folder / _INDEX, weights_only=True)
     return TokenData(
         train=_mapped(folder / _TRAIN),
@@ -78,22 +78,25 @@ def _mapped(file: Path) -> torch.Tensor:
 
 
 def fingerprint(corpus: Corpus, tokenizer: RunTokenizer | int) -> str:
-    """What the tokens depend on: the text, and the tokenizer that is given or the size of the one to be trained."""
+    """Return a hash of the tokens' sources: the text and the tokenizer, or the size of the tokenizer to train."""
     if isinstance(tokenizer, int):
         return f"{corpus.fingerprint()}-{tokenizer}"
     return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.identity().encode()).hexdigest()}"
 
 
 def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, model: Path) -> TokenData:
-    """The tokens of `corpus`: those in the folder `tokens` if they were made from the same text, else new ones.
+    """Return the tokens of `corpus`, from the folder `tokens` if its fingerprint matches, else newly made.
 
     Args:
-        tokenizer: A model's; or the size of one that is trained on the text, and saved in the folder `model`.
+        corpus: The text.
+        tokenizer: A model's tokenizer; or the vocabulary size of a tokenizer to train on the text and save in `model`.
+        tokens: Folder of the token files.
+        model: Folder for a trained tokenizer.
 
     Raises:
         ConfigError: A document is damaged or cannot be rendered.
 
-    Effects: may train a tokenizer; replaces the folder `tokens` once the new one is whole.
+    Effects: may train a tokenizer; replaces the folder `tokens` once the new folder is complete.
     """
     wanted = fingerprint(corpus, tokenizer)
     if not (tokens / _INDEX).exists() or load_tokens(tokens).fingerprint != wanted:
@@ -105,7 +108,10 @@ def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, 
 
 
 def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: Path) -> None:
-    """Write the tokens of a corpus, batch by batch, and then put the whole folder in place of the old one."""
+    """Write the tokens of a corpus, batch by batch, to a second folder; then replace the old folder.
+
+    A run killed meanwhile leaves the old folder or none, never a folder with part of the tokens.
+    """
     staged = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -121,7 +127,7 @@ def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: 
 
 
 def _write(batches: Iterable[list[int]], file: Path) -> bool:
-    """Write a stream of tokens; whether one of them is a complement."""
+    """Write a stream of int32 tokens; return True if one is a complement."""
     is_masked = False
     with file.open("wb") as opened:
         for batch in batches:
@@ -131,18 +137,18 @@ def _write(batches: Iterable[list[int]], file: Path) -> bool:
 
 
 def num_sequences(tokens: torch.Tensor, sequence_length: int) -> int:
-    """How many sequences a stream holds: each predicts `sequence_length` tokens, and none is predicted twice."""
+    """Count the sequences of a stream: each predicts `sequence_length` tokens, and no token is predicted twice."""
     return max(0, len(tokens) - 1) // sequence_length
 
 
 def sequences(tokens: torch.Tensor, indices: torch.Tensor, sequence_length: int) -> torch.Tensor:
-    """The sequences at `indices`, (num_indices, sequence_length + 1) int64: inputs, and the token after each."""
+    """Return the sequences at `indices`, (num_indices, sequence_length + 1) int64: the inputs and one more token."""
     positions = indices[:, None] * sequence_length + torch.arange(sequence_length + 1)
     return tokens[positions].long()
 
 
 def inputs_and_targets(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model is fed and what it is to predict, each (num_sequences, sequence_length), of `sequences`."""
+    """Split a batch of `sequences` into inputs and targets, each (num_sequences, sequence_length) int64."""
     is_ignored = batch < 0
     inputs, targets = torch.where(is_ignored, ~batch, batch), torch.where(is_ignored, IGNORED, batch)
     return inputs[:, :-1], targets[:, 1:]
@@ -159,14 +165,14 @@ class BatchStream:
     is_masked: bool = False
 
     def batch(self, step: int, rank: int, num_ranks: int) -> torch.Tensor:
-        """A rank's part of a step (the first is 0), (batch_size / num_ranks, sequence_length + 1) int64."""
+        """Return a rank's part of step `step`, from 0 on: (batch_size / num_ranks, sequence_length + 1) int64."""
         share = self.batch_size // num_ranks
         start = step * self.batch_size + rank * share
         indices = [self._index(position) for position in range(start, start + share)]
         return sequences(self.tokens, torch.tensor(indices), self.sequence_length)
 
     def num_targets(self, step: int) -> int:
-        """How many predictions the loss of a step is the mean of, over all ranks; at least 1."""
+        """Count the targets in the loss of a step over all ranks, at least 1: the divisor of the mean."""
         if not self.is_masked:
             return self.batch_size * self.sequence_length
         return max(1, int((self.batch(step, 0, 1)[:, 1:] >= 0).sum()))
@@ -184,17 +190,17 @@ def _shuffled(count: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def validation_indices(tokens: torch.Tensor, sequence_length: int, at_most: int) -> torch.Tensor:
-    """Sequences to validate on: evenly spaced over the held-out text, the same every time."""
+    """Return the indices of validation sequences, evenly spaced over the held-out text, at most `at_most`; int64."""
     count = num_sequences(tokens, sequence_length)
     chosen = min(count, at_most)
     return torch.arange(chosen) * count // chosen
 
 
 def check_tokens(data: TokenData, config: DataConfig) -> None:
-    """Refuse text that does not fill one sequence, or in which there is nothing to predict.
+    """Refuse text shorter than one sequence, and text without targets.
 
     Raises:
-        ConfigError: The training or the held-out text is too short; says which and by how much.
+        ConfigError: The training or the held-out text is too short or has no targets. Names the text and its length.
     """
     needed = config.sequence_length + 1
     for name, tokens in (("train on", data.train), ("validate on", data.validation)):

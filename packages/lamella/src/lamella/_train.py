@@ -31,7 +31,7 @@ from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
-    """Learning rate of a step (the first is 0): linear warm-up, then a cosine down to its final fraction."""
+    """Return the learning rate of step `step`, from 0 on: linear warm-up, then a cosine down to the final fraction."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     done = (step - optim.warmup_steps) / max(1, optim.steps - optim.warmup_steps)
@@ -40,7 +40,7 @@ def learning_rate(step: int, optim: OptimConfig) -> float:
 
 
 def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Shard each unit, then the rest, over all ranks. Effects: collective."""
+    """Shard each unit, then the root module with the remaining parameters. Effects: collective over all ranks."""
     mesh = init_device_mesh(parallel.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
@@ -51,7 +51,7 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves vectors (norms, biases) alone."""
+    """Make an AdamW with weight decay on matrices and none on vectors (norms, biases)."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -62,9 +62,13 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def token_losses(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of every predicted token, (num_sequences, sequence_length) fp32, of sequences one token longer.
+    """Return the cross entropy of every predicted token, (num_sequences, sequence_length) fp32.
 
-    Zero where no loss is counted on a token; Note [A complement is read and not predicted].
+    Tokens outside the loss have 0; see Note [A complement is read and not predicted].
+
+    Args:
+        model: A causal language model of transformers.
+        batch: (num_sequences, sequence_length + 1) int64.
     """
     inputs, targets = inputs_and_targets(batch)
     logits = model(input_ids=inputs, use_cache=False).logits
@@ -113,18 +117,19 @@ class Trainer:
         )
 
     def train(self) -> int:
-        """Train from the latest checkpoint, or from the start, to the last step, or until a rank is asked to stop.
+        """Train from the latest checkpoint, or from the start, to the last step or to a stop request.
 
         Returns:
-            The signal that asked, once the step under way is saved; 0 if the last step is. The same on every rank.
+            The signal of a stop request, after the step in progress has been saved; 0 after the last step. The same on
+            every rank.
 
         Raises:
-            ConfigError: The checkpoint to go on from is damaged.
-            LossNotFiniteError: Training has burst.
+            ConfigError: The latest checkpoint is damaged.
+            LossNotFiniteError: The loss, the gradient or a weight is not finite.
             StorageError: A checkpoint or a record cannot be written.
 
-        Effects: collective; the first rank prints and writes metrics, the plot and a profile if one is asked for, all
-            write checkpoints: those on the way in the background, the last before this returns.
+        Effects: collective over all ranks. Rank 0 prints, and writes metrics, plot and profile. All ranks write
+            checkpoints, in the background; the call waits for the last checkpoint.
         """
         first_step = self._restore()
         progress = Progress(first_step, self._config.optim.steps, enabled=self._rank.is_first)
@@ -137,7 +142,7 @@ class Trainer:
         return signum
 
     def _train_from(self, first_step: int, progress: Progress, end_step: Callable[[], None]) -> int:
-        self._requests.wait_from_now_on()  # There is going to be something to save.
+        self._requests.wait_from_now_on()  # From here on a stop request waits for the step in progress to be saved.
         interval = Interval(first_step)
         for step in range(first_step, self._config.optim.steps):
             interval.add(*self._step(step))
@@ -167,17 +172,17 @@ class Trainer:
             raise damaged(checkpoints, latest, problem) from error
 
     def _step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """One optimizer step; this rank's loss, the gradient's norm, both on the device, and the learning rate."""
+        """Run one optimizer step; return this rank's loss and the gradient's norm, 0-D on the device, and the rate."""
         optim = self._config.optim
         batch = self._stream.batch(step, self._rank.rank, self._rank.num_ranks)
         microbatches = batch.to(self._rank.device).chunk(optim.accumulation)
-        # Ranks average their gradients, and may have unequal numbers of targets.
+        # Gradients are averaged over ranks with unequal numbers of targets. The factor makes the mean one over targets.
         scale = self._rank.num_ranks / self._stream.num_targets(step)
         losses = [
             self._backward(microbatch, scale, is_last=index == len(microbatches) - 1)
             for index, microbatch in enumerate(microbatches)
         ]
-        self._agreement.ask(self._requests.signum)  # The answer comes beside the optimizer's step.
+        self._agreement.ask(self._requests.signum)  # Overlaps with the optimizer step; see Agreement.
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), optim.clip_norm)
         lr = learning_rate(step, optim)
         for group in self._optimizer.param_groups:
@@ -204,18 +209,18 @@ class Trainer:
     def _finish_interval(self, step: int, interval: Interval, progress: Progress, *, stopping: bool) -> None:
         run = self._config.run
         self._report_steps(interval.records(self._rank.device, self._speed), progress)
-        if stopping:  # Before a validation, which whoever asked may not wait for.
+        if stopping:  # Before the validation: a scheduler may kill the run before a long validation ends.
             self._save(step, progress, wait=True)
         if self._is_every(run.validation_interval, step):
             self._report([self._validate(step)], progress)
         is_due = self._is_every(run.checkpoint_interval, step)
         if is_due and not stopping:
-            self._save(step, progress, wait=step == self._config.optim.steps)  # Nothing is left to do meanwhile.
+            self._save(step, progress, wait=step == self._config.optim.steps)  # No step is left to overlap with.
         if is_due or stopping:
             self._write(self._directory.plot, lambda: plot(read(self._directory.metrics), self._directory.plot))
 
     def _report_steps(self, steps: list[StepRecord], progress: Progress) -> None:
-        """Report the steps up to the first that is not finite; what follows that is worth nothing."""
+        """Report the steps, up to the first with a loss or gradient norm that is not finite; then raise."""
         names = ("loss", "gradient norm")
         for index, record in enumerate(steps):
             for name, value in zip(names, (record.loss, record.grad_norm), strict=True):
@@ -235,7 +240,7 @@ class Trainer:
             progress.say(record.line())
 
     def _write(self, path: Path, write: Callable[[], None]) -> None:
-        """Let the first rank write a file. Effects: collective; raises on every rank if that fails."""
+        """Let rank 0 write a file; on failure raise `StorageError` on every rank. Effects: collective."""
         error = None
         if self._rank.is_first:
             try:
@@ -251,7 +256,7 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, step: int) -> ValidationRecord:
-        """The loss on the held-out text. Effects: collective; waits for the device."""
+        """Compute the loss on the held-out text. Effects: collective over all ranks; waits for the device."""
         self._model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._rank.device)
         for batch, weights in self._validation_batches():
@@ -264,7 +269,11 @@ class Trainer:
         return ValidationRecord.of(step, nats / max(1, num_units_in_all), self._data.unit)
 
     def _validation_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's sequences and their weights. Ranks run equally many: a short one repeats some, at weight 0."""
+        """Yield this rank's sequences and their weights.
+
+        Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a sequence at
+        weight 0.
+        """
         config, rank = self._config, self._rank
         length = config.data.sequence_length
         indices = validation_indices(self._data.validation, length, config.run.validation_sequences)
@@ -279,5 +288,5 @@ class Trainer:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a norm that ranks hold parts of. Effects: collective if they do."""
+    """Return a norm as a plain tensor. Effects: collective if the norm is a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

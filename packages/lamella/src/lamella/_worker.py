@@ -1,4 +1,4 @@
-"""The process of one rank that `lamella train` starts: `python -m lamella._worker RUN_DIR`."""
+"""The process of one rank, started by `lamella train`: `python -m lamella._worker RUN_DIR`."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from lamella._stop import StopRequests
 
 
 def _work(requests: StopRequests) -> None:
-    # Imported late, so that a failing import is reported like any other failure.
+    # Imported inside `run_as_worker`: a failing import reaches the error file like any other failure.
     from lamella._config import read_file, resolve
     from lamella._directory import RunDirectory
     from lamella._endings import Stopped

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: of `train` as `EXIT_CODES_IN_WORDS` says. Else 1: checkpoints differ, or one is damaged; 2:
-        refused; 130: interrupted.
+        The exit code. For `train`, see `EXIT_CODES_IN_WORDS`. For the other commands, 1: checkpoints differ, or a
+        checkpoint is damaged; 2: refused; 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -47,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(message: str, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":  # Every rank of a torchrun knows; one says it.
-        with suppress(OSError):  # Ctrl-C ends the reader of a pipe as well.
+    if os.environ.get("RANK", "0") == "0":  # Every rank under torchrun ends here; only rank 0 prints.
+        with suppress(OSError):  # In a shell pipeline Ctrl-C also ends the reader of this process's standard error.
             print(f"lamella: {message}", file=sys.stderr)
     return code
 
 
 def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
-    # Each command imports what it needs: torch takes seconds, transformers as many again.
+    # Imports per command: torch takes seconds, transformers as many again.
     if arguments.command == "ckpt":
         from lamella import _ckpt
 
@@ -72,10 +72,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What a command line says.
+    """Parse a command line.
 
     Raises:
-        ConfigError: A command or an option does not exist, or lacks what it needs.
+        ConfigError: A command or an option is unknown, or a required argument is missing.
     """
     _check_command(argv, COMMANDS, "lamella")
     if argv[0] == "ckpt":
@@ -87,10 +87,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def config_of(arguments: argparse.Namespace) -> Config:
-    """The configuration that the options of `train` ask for.
+    """Build the configuration from the options of `train`, configuration files and the model's defaults.
 
     Raises:
-        ConfigError: An option does not take its value.
+        ConfigError: An option's value has the wrong type or is out of bounds.
     """
     from lamella._models import named_settings
     from lamella._pretrained import pretrained_settings
@@ -125,7 +125,7 @@ def _unknown(argument: str, arguments: argparse.Namespace) -> str:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Leaves the lines of the epilog as they are."""
+    """Keeps the line breaks of the epilog."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text == EXIT_CODES_IN_WORDS else super()._fill_text(text, width, indent)
@@ -157,13 +157,13 @@ def _parser() -> argparse.ArgumentParser:
         _add_group(command, group, cls)
     command = commands.add_parser(
         "overlap-report",
-        help="say of a profile what was exposed, copied and waited for",
-        description="Say of a profile, unit by unit, what communication was exposed, what was copied, and how long the "
-        "GPU waited for the host.",
+        help="exposed communication, copies and waits for the host in a profile",
+        description="Report, for each unit in a profile, exposed communication, copies, and the time the GPU waited "
+        "for the host.",
         allow_abbrev=False,
     )
-    command.add_argument("trace", metavar="TRACE", help="what torch.profiler exported on one rank, .json or .json.gz")
-    command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints that in place of the text")
+    command.add_argument("trace", metavar="TRACE", help="trace of one rank by torch.profiler, .json or .json.gz")
+    command.add_argument("--json", metavar="PATH", help="write the report as JSON; - prints JSON in place of the text")
     command.add_argument("--html", metavar="PATH", help="write the report as a page with a timeline")
     _ckpt_options.add_commands(commands)
     return parser
@@ -182,13 +182,13 @@ def _add_group(parser: argparse.ArgumentParser, group: str, cls: type[Group]) ->
         dest = f"{group}.{field.name}"
         shown = field.default not in (None, (), dataclasses.MISSING)
         text = field.option.help + (f" [{_spelled(field.default)}]" if shown else "")
-        # Both spellings are taken, `--lr` and `--optim.lr` as in the printed settings; the help has the first.
+        # `--lr` and `--optim.lr`, the name in the printed settings, are both accepted; the help lists `--lr`.
         section.add_argument(field.flag, dest=dest, help=text, **_taking(field))
         section.add_argument(f"--{dest}", dest=dest, help=argparse.SUPPRESS, **_taking(field))
 
 
 def _taking(field: Field) -> dict[str, Any]:
-    """What an option's value is, to argparse and to its reader."""
+    """Return argparse's keywords for an option's value and its name in the help."""
     kind = inner(field.kind)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -204,7 +204,7 @@ def _spelled(default: object) -> object:
 
 
 def _values(arguments: argparse.Namespace) -> Values:
-    """The settings given on the command line, as the types of their fields."""
+    """Return the settings given on the command line, converted to the types of their fields."""
     given = vars(arguments)
     return {
         group: {

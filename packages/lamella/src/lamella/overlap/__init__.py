@@ -1,10 +1,9 @@
-"""Where a step's time went: exposed collectives, copies and waits for the host, by unit, from a profiler's trace.
+"""The time of a step from a profiler's trace: exposed collectives, copies and waits for the host, by unit.
 
     report = overlap_report(read_trace(Path("trace.json")))
     print(as_text(report))
 
-The trace is what `torch.profiler` exports. Its ranges are those that lamella's units leave, or FSDP2's, whose names
-are the same.
+`torch.profiler` exports the trace. The units of lamella and of FSDP2 leave ranges of the same names.
 """
 
 from lamella.overlap._html import as_html as as_html

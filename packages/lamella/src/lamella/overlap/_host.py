@@ -1,4 +1,4 @@
-"""What the host did for which unit: the ranges that lamella, and FSDP2, name in a profile."""
+"""The host's work for each unit: the named ranges of lamella and FSDP2 in a profile."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -17,19 +17,19 @@ GATHER, REDUCE = "all_gather", "post_backward_reduce"
 STEP = "step"
 
 _NAME = re.compile(r"FSDP::(?P<phase>\w+)(?: for (?P<target>.*)| \((?P<unit>.*)\))?")
-# Without a unit's name they are the outermost unit's. Other phases without one are nobody's.
+# Without a unit's name, ranges of these phases belong to the outermost unit; ranges of other phases to no unit.
 _OF_A_UNIT = {
     *("pre_forward", "post_forward", "all_gather", "all_gather_copy_out", "pre_backward"),
     *("post_backward_accumulate", "post_backward_reshard", "post_backward_reduce"),
 }
 
-# Where a pass begins or ends, and whether what follows is a backward. Forwards recomputed in a backward have none.
+# Ranges at the beginning or end of a pass -> True if backward follows. Forwards recomputed in backward leave none.
 _TURNS = {"root_pre_forward": False, "pre_backward": True, "root_post_backward_callback": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRange:
-    """Time that a thread of the host spent on a unit. `depth` counts the ranges around it."""
+    """A host thread's time on a unit. `depth` counts the enclosing ranges."""
 
     phase: str
     unit: str
@@ -54,7 +54,7 @@ class Host:
                 self._turns.append((float(event["ts"]), _TURNS[phase]))
             if unit is not None:
                 by_number[args_of(event).get("External id")] = self._add(phase, unit, event)
-        # What ran in a range, as the device saw it: all that tells of copies by the driver's own calls.
+        # Ranges on the device's timeline: the only link from copies by driver calls, without a launch event, to units.
         for event in _in_order(events_of(trace, "gpu_user_annotation")):
             found = by_number.get(args_of(event).get("External id"))
             if found is not None and _parse(event["name"]) == (found.phase, found.unit):
@@ -71,15 +71,15 @@ class Host:
         return found
 
     def launching(self, kernel: Kernel) -> HostRange | None:
-        """The innermost range that a kernel was launched in."""
+        """Return the innermost range around a kernel's launch."""
         if kernel.thread is None or kernel.launched_us is None:
             return self._streams[kernel.stream].at(kernel.start_us)
         return self._threads[kernel.thread].at(kernel.launched_us)
 
     def unit_about(self, kernel: Kernel) -> str:
-        """The unit that a kernel was launched for: whose range it was launched in, or whose came next on that thread.
+        """Return the unit of the range around a kernel's launch, or of the next range on the launching thread.
 
-        What runs inside a unit's forward or backward comes before the range that ends it.
+        Compute inside a unit's forward or backward precedes the range that ends the pass of the unit.
         """
         if kernel.thread is None or kernel.launched_us is None:
             return NO_UNIT
@@ -88,13 +88,13 @@ class Host:
         return NO_UNIT if found is None else found.unit
 
     def in_backward(self, time_us: float) -> bool:
-        """Whether a backward had begun, and was not over."""
+        """True between the beginning and the end of a backward."""
         index = bisect_right(self._turns, time_us, key=lambda turn: turn[0])
         return index > 0 and self._turns[index - 1][1]
 
 
 class _Nest:
-    """Ranges inside one another, added in the order of their beginnings."""
+    """Nested ranges, added in the order of their starts."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
@@ -121,7 +121,7 @@ class _Nest:
         return 0 if found is None else found.depth + 1
 
     def _around(self, time_us: float) -> int:
-        """The innermost range around an instant; -1 if there is none."""
+        """Return the index of the innermost range around a time; -1 for none."""
         index = bisect_right(self._starts, time_us) - 1
         while index >= 0 and self._ends[index] <= time_us:
             index = self._parents[index]
@@ -137,7 +137,7 @@ def _times(event: dict[str, Any]) -> tuple[float, float]:
 
 
 def _parse(name: str) -> tuple[str, str | None]:
-    """The phase that a range names, and its unit if it is some unit's."""
+    """Split a range's name into phase and unit; None for ranges of no unit."""
     if name.startswith("Optimizer.step#"):
         return STEP, OPTIMIZER
     match = _NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""A report as one HTML page: the tables, and a timeline to zoom into."""
+"""A report as an HTML page: the tables, and a timeline with zoom."""
 
 import math
 from collections import defaultdict
@@ -11,7 +11,7 @@ from lamella.overlap._report import OverlapReport, Timeline
 from lamella.overlap._tables import Row, headline, step_table, unit_caption, unit_table
 from lamella.overlap._verdict import verdict
 
-NUM_COLUMNS = 8000  # Of a step. Bars that are narrower than a column share one.
+NUM_COLUMNS = 8000  # Columns per step. Bars narrower than a column share a column.
 _MOST_COLUMNS = 32000
 _LANE_HEIGHT = 20
 _LONGEST_NAME = 100
@@ -37,7 +37,7 @@ _COLOURS = {
 
 @dataclass
 class _Bar:
-    """Columns of a lane, and what lies there."""
+    """A range of columns of a lane, its kind and its tooltip."""
 
     left: int
     right: int
@@ -54,9 +54,9 @@ class _Item:
 
 
 def as_html(report: OverlapReport) -> str:
-    """The report as a page that needs nothing else. Red under a bar: exposed.
+    """Return the report as a self-contained page. Red under a bar marks exposed time.
 
-    However many kernels there are, a lane has at most `NUM_COLUMNS` bars a step, and 32,000 in all.
+    A lane has at most `NUM_COLUMNS` bars per step and 32,000 in all, for any number of kernels.
     """
     lanes = _lanes(report)
     num_columns = min(NUM_COLUMNS * len(report.steps), _MOST_COLUMNS)
@@ -119,7 +119,7 @@ def _steps(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
 
 
 def _ticks(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
-    """Milliseconds since the first kernel began, at round numbers."""
+    """Yield ticks at round numbers of milliseconds since the start of the first kernel."""
     start, end = timeline.span
     power = 10 ** math.floor(math.log10((end - start) / _MOST_TICKS))
     tick = next(power * factor for factor in (1, 2, 5, 10) if power * factor * _MOST_TICKS >= end - start)
@@ -129,7 +129,7 @@ def _ticks(timeline: Timeline) -> Iterator[tuple[Interval, str]]:
 
 
 def _marks(named: Iterable[tuple[Interval, str]], timeline: Timeline) -> str:
-    """Names over the time that each is of."""
+    """Draw each name over its interval."""
     start, end = timeline.span
     return "".join(
         f'<span style="left:{(left - start) / (end - start):.3%};width:{(right - left) / (end - start):.3%}">'
@@ -139,7 +139,7 @@ def _marks(named: Iterable[tuple[Interval, str]], timeline: Timeline) -> str:
 
 
 def _lanes(report: OverlapReport) -> dict[str, list[_Item]]:
-    """A lane a stream, one of waits for the host, and one for each depth of a thread's ranges."""
+    """Make a lane per stream, a lane of waits for the host, and a lane per depth of each thread's ranges."""
     timeline = report.timeline
     exposed = timeline.exposed if report.on_gpu else []
     lanes: dict[str, list[_Item]] = defaultdict(list)
@@ -162,7 +162,7 @@ def _lanes(report: OverlapReport) -> dict[str, list[_Item]]:
 
 
 def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Item]], num_columns: int) -> Iterator[str]:
-    """Rectangles, and a line where a step begins."""
+    """Yield the rectangles of all lanes, and a line at the start of each step."""
     start, end = timeline.span
     scale = num_columns / (end - start)
     for index, items in enumerate(lanes):
@@ -177,11 +177,11 @@ def _drawing(timeline: Timeline, lanes: Iterable[Sequence[_Item]], num_columns: 
 
 
 def _bars(items: Iterable[_Item], start: float, scale: float) -> list[_Bar]:
-    """What to draw of a lane: each item that is a column wide, and one bar a column for the others in it."""
+    """Reduce a lane to bars: one per item of at least a column, and one per column for all narrower items."""
     bars: list[_Bar] = []
     for item in items:
         left, right = (int((time - start) * scale) for time in item.interval)
-        if right < 0:  # The host is ahead of the GPU: what it did before the first kernel began is left out.
+        if right < 0:  # Ranges of the host before the first kernel: the host runs ahead of the GPU.
             continue
         text = f"{item.text}, {item.interval[1] - item.interval[0]:.1f} us"
         taken = bars[-1].right if bars else 0

@@ -1,4 +1,4 @@
-"""Sets of instants: disjoint (start, end) pairs in ascending order, in microseconds."""
+"""Sets of times: disjoint (start, end) pairs in ascending order, in microseconds."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The instants that at least one of some intervals, in any order, covers."""
+    """Return the times covered by at least one interval; intervals in any order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -18,7 +18,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def gaps(covered: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """The instants from `start` to `end` that are not covered."""
+    """Return the times from `start` to `end` outside `covered`."""
     found: list[Interval] = []
     for left, right in covered:
         if left > start:
@@ -30,7 +30,7 @@ def gaps(covered: Iterable[Interval], start: float, end: float) -> list[Interval
 
 
 def intersect(few: Iterable[Interval], many: Sequence[Interval]) -> list[Interval]:
-    """The instants in both."""
+    """Return the times in both sets. Costs a bisection of `many` per interval of `few`."""
     common: list[Interval] = []
     for start, end in few:
         index = max(0, bisect_right(many, start, key=lambda interval: interval[0]) - 1)
@@ -43,5 +43,5 @@ def intersect(few: Iterable[Interval], many: Sequence[Interval]) -> list[Interva
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long they are together."""
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""Whose collectives were exposed, whose copies took time, and for whom the GPU waited, by step and by unit."""
+"""Exposed collectives, copies and the GPU's waits for the host, by step and by unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COPIES = (Kind.COPY, Kind.TRANSFER)
 
 
 class Role(StrEnum):
-    """What a collective is for."""
+    """The purpose of a collective."""
 
     FORWARD_GATHER = "forward_gathers"
     BACKWARD_GATHER = "backward_gathers"
@@ -35,9 +35,9 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A kernel, the range of the host that it was launched in, and what it is for if it is a collective.
+    """A kernel, the host range around its launch, and a collective's role.
 
-    One that runs over the end of a step is cut there; the part in the next step `is_rest`.
+    A kernel across the end of a step is cut in two; the part in the next step has `is_rest`.
     """
 
     kernel: Kernel
@@ -51,12 +51,12 @@ class Placed:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a copy, a cast or a transfer of a unit's."""
+        """True for copies, casts and transfers launched in a unit's range."""
         return self.range is not None and self.range.phase != STEP and self.kernel.kind in _COPIES
 
     @property
     def is_step(self) -> bool:
-        """Whether it is an optimizer's."""
+        """True for kernels of an optimizer."""
         return self.kernel.kind is Kind.OPTIMIZER or (self.range is not None and self.range.phase == STEP)
 
 
@@ -65,10 +65,10 @@ class Traffic:
     """Collectives of one role.
 
     Attributes:
-        num: How often the unit was gathered or reduced; of what belongs to no unit, the number of kernels.
-        duration: Milliseconds in which at least one of them ran.
-        exposed: Milliseconds of those in which the GPU ran nothing but collectives; None if that is not known.
-        sent_nbytes: What this rank sent, as `Kernel.sent_nbytes`; None if the trace does not say it of each.
+        num: Number of gathers or reductions of the unit; outside units, the number of kernels.
+        duration: Milliseconds with at least one of the collectives running.
+        exposed: The part of `duration` in which the GPU ran only collectives; None when unknown.
+        sent_nbytes: Bytes sent by this rank, see `Kernel.sent_nbytes`; None when unknown for any of the collectives.
     """
 
     num: int
@@ -78,12 +78,12 @@ class Traffic:
 
     @property
     def hidden(self) -> float | None:
-        """Milliseconds in which something was computed beside them."""
+        """The part of `duration` overlapped with compute, in milliseconds; None when unknown."""
         return None if self.exposed is None else self.duration - self.exposed
 
     @property
     def gb_per_s(self) -> float | None:
-        """What was sent in that time, in 10^9 bytes a second: NCCL's bus bandwidth."""
+        """Bytes sent per `duration`, in 10^9 bytes per second: NCCL's bus bandwidth. None when unknown."""
         return self.sent_nbytes / self.duration / 1e6 if self.sent_nbytes and self.duration else None
 
 
@@ -92,9 +92,10 @@ class UnitReport:
     """Milliseconds of one unit.
 
     Attributes:
-        traffic: Its collectives. Where two units' are exposed at once, both count.
-        copies: Copies, casts and transfers that were launched in its ranges.
-        host_gaps: In which the GPU waited for the host to launch something for it; None without a GPU.
+        unit: Name of the unit.
+        traffic: The unit's collectives by role. Exposed time shared by two units counts for both.
+        copies: Copies, casts and transfers launched in the unit's ranges.
+        host_gaps: Time the GPU waited for the host to launch the unit's kernels; None without a GPU.
     """
 
     unit: str
@@ -109,7 +110,7 @@ class UnitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class HostGap:
-    """Time in which the GPU ran nothing, and the host had not yet launched, for a unit, what it was to run next."""
+    """Time in which the GPU was idle because the host had not launched the next kernel. `unit` is the kernel's."""
 
     unit: str
     start_us: float
@@ -125,13 +126,17 @@ class StepReport:
     """Milliseconds of one step. `span` is compute + exposed + idle.
 
     Attributes:
-        compute: At least one kernel ran that is no collective.
-        exposed: Collectives ran and nothing else did. Without a GPU: the main thread was in one.
-        idle: Nothing ran.
-        by_kind: Kernels that ran at the same time count in each of their kinds.
-        optimizer: Of kernels that were launched in an optimizer's step, or are one's by their names.
-        lone_copies: Copies of units ran, and no other compute did.
-        whole: All units, and what belongs to none, together.
+        name: The profiler's name of the step.
+        span: From the end of the step before, or the first kernel, to the end of the last kernel launched in the step.
+        compute: At least one kernel other than a collective ran.
+        exposed: Only collectives ran. Without a GPU: the main thread was in a collective.
+        idle: No kernel ran.
+        by_kind: Kernels of different kinds running at the same time count in each kind.
+        collectives: At least one collective ran.
+        optimizer: Kernels launched in an optimizer's step ran, or kernels with an optimizer's name.
+        lone_copies: Copies of units ran without any other compute.
+        whole: All kernels together, of units and of none.
+        units: Units with traffic, copies or host gaps.
     """
 
     name: str
@@ -152,11 +157,12 @@ class OverlapReport:
     """One rank's profile.
 
     Attributes:
-        rank: And of how many; None if the trace does not say.
-        on_gpu: If not, operators of the host stand in for kernels, and nobody knows what ran beside gloo's threads.
-        steps: One for each "ProfilerStep#", or one.
+        rank: Rank of the profiled process; None when the trace holds no rank.
+        num_ranks: Number of ranks; None when the trace holds no number.
+        on_gpu: When False, the host's operators stand in for kernels, and overlap with gloo's threads is unknown.
+        steps: One per "ProfilerStep#"; a single step without such marks.
         total: All steps together.
-        timeline: What they were made from.
+        timeline: The events of all steps.
     """
 
     rank: int | None
@@ -169,7 +175,7 @@ class OverlapReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What ran, in the order of its beginning; when steps began and ended; ranges of the host, and waits for it."""
+    """Kernels in the order of their starts, the interval of each step, the host's ranges, and waits for the host."""
 
     placed: Sequence[Placed]
     windows: Mapping[str, Interval]
@@ -178,30 +184,27 @@ class Timeline:
 
     @property
     def span(self) -> Interval:
-        """From the first step's beginning to the last one's end."""
+        """The interval from the start of the first step to the end of the last step."""
         return min(start for start, _ in self.windows.values()), max(end for _, end in self.windows.values())
 
     @property
     def exposed(self) -> list[Interval]:
-        """When collectives ran and nothing else did."""
+        """The times at which only collectives ran."""
         collectives = union(each.kernel.interval for each in self.placed if each.kernel.kind.is_collective)
         return intersect(collectives, _uncovered(self.placed, self.span))
 
 
 def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
-    """Account for the time of a profile that `torch.profiler` recorded while sharded units ran.
+    """Account for the time of a profile, recorded by `torch.profiler` during steps of sharded units.
 
-    Ranges are lamella's, or FSDP2's, which have the same names. A step ends with the last kernel that was launched in
-    it.
+    Units of lamella and of FSDP2 leave ranges of the same names. A step ends with the last kernel launched in the step.
 
     Args:
-        trace: What `read_trace` gives.
-        source: What errors call it.
+        trace: Trace from `read_trace`.
+        source: Name of the trace in errors.
 
     Raises:
-        TraceError: There are no kernels, or no ranges of units.
-
-    Effects: none.
+        TraceError: The trace has no kernels, or no ranges of units.
     """
     kernels = kernels_of(trace)
     on_gpu = bool(kernels)
@@ -233,7 +236,7 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
 
 
 def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
-    """Operators, if the trace is of a CPU."""
+    """Return the operators of a CPU's trace, in place of kernels."""
     names = [event["name"] for event in events_of(trace, "user_annotation")]
     if trace.get("distributedInfo", {}).get("backend") == "nccl" or any(name.startswith("nccl:") for name in names):
         raise TraceError(
@@ -248,13 +251,13 @@ def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
 
 def _place(kernel: Kernel, host: Host) -> Placed:
     found = host.launching(kernel)
-    if found is not None and kernel.launched_us is None:  # not earlier than this
+    if found is not None and kernel.launched_us is None:  # The range's start is the earliest possible launch.
         kernel = replace(kernel, thread=found.thread, launched_us=found.start_us)
     return Placed(kernel=kernel, range=found, role=_role(kernel, found, host))
 
 
 def _one_a_push(placed: Iterable[Placed]) -> list[Placed]:
-    """The copies into peers' memory that make a gather, as one: between them it waits until peers are ready."""
+    """Join the copies into peers' memory of one gather: between copies the gather waits until peers are ready."""
     kept: list[Placed] = []
     pushes: dict[int, list[Placed]] = defaultdict(list)
     for each in placed:
@@ -272,7 +275,7 @@ def _joined(copies: Sequence[Placed]) -> Placed:
 
 
 def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
-    """By the kernel's kind, or where that says too little by the range's phase."""
+    """Return a collective's role, from the kernel's kind, or from the range's phase for kernels of generic names."""
     if not kernel.kind.is_collective:
         return None
     if found is None or found.unit == OPTIMIZER:
@@ -283,7 +286,7 @@ def _role(kernel: Kernel, found: HostRange | None, host: Host) -> Role | None:
 
 
 def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, Interval]:
-    """The time of each step that has kernels, end to end."""
+    """Return the interval of each step with kernels; intervals are contiguous."""
     marks = [event for event in events_of(trace, "user_annotation") if event["name"].startswith("ProfilerStep#")]
     marks.sort(key=lambda event: event["ts"])
     names = [mark["name"] for mark in marks] or ["whole trace"]
@@ -304,9 +307,9 @@ def _windows(trace: Trace, kernels: Sequence[Kernel], source: str) -> dict[str, 
 
 
 def _host_gaps(kernels: Sequence[Kernel], host: Host) -> list[HostGap]:
-    """Where nothing ran, and what ran next had not been launched when that began.
+    """Return the idle times at whose start the next kernel had not been launched.
 
-    Otherwise the GPU needed the time to begin what had been launched.
+    In other idle times the GPU needed the time to start a launched kernel.
     """
     busy = union(kernel.interval for kernel in kernels)
     found: list[HostGap] = []
@@ -345,7 +348,7 @@ def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> Step
 
 
 def _clip(placed: Iterable[Placed], window: Interval) -> list[Placed]:
-    """What ran in a window, cut where it begins or ends outside."""
+    """Return the kernels in a window, cut at its ends."""
     start, end = window
     return [
         each if start <= each.kernel.start_us and each.kernel.end_us <= end else _cut(each, window)
@@ -362,7 +365,7 @@ def _cut(placed: Placed, window: Interval) -> Placed:
 
 
 def _uncovered(placed: Iterable[Placed], window: Interval) -> list[Interval]:
-    """When nothing was computed."""
+    """Return the times without compute: no kernel ran, or only collectives."""
     return gaps(union(each.kernel.interval for each in placed if not each.kernel.kind.is_collective), *window)
 
 
@@ -384,7 +387,7 @@ def _unit(
 def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
     begun = [each for each in placed if not each.is_rest]
     calls = {id(each.range) for each in begun if each.range is not None and each.range.phase in (GATHER, REDUCE)}
-    # One operator can be several kernels, which then all speak of the whole.
+    # An operator may launch several kernels, each with the byte count of the whole operator: count one of them.
     sent = {each.kernel.operator or each.kernel.start_us: each.kernel.sent_nbytes for each in begun}
     known = [nbytes for nbytes in sent.values() if nbytes is not None]
     return Traffic(
@@ -396,6 +399,6 @@ def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> 
 
 
 def _ms(placed: Iterable[Placed], within: Sequence[Interval] | None = None) -> float:
-    """Milliseconds in which at least one of some kernels ran."""
+    """Return the milliseconds with at least one of the kernels running."""
     busy = union(each.kernel.interval for each in placed)
     return length(busy if within is None else intersect(busy, within)) / 1e3

@@ -14,15 +14,15 @@ _WIDTH = 120
 
 
 def headline(report: OverlapReport) -> str:
-    """Whose profile it is, and of what."""
-    who = "" if report.rank is None else f"rank {report.rank} of {report.num_ranks}, "
-    what = "GPU kernels" if report.on_gpu else "operators of the host's main thread"
+    """Return one line: rank, number of steps, kernels or operators, unit of time."""
+    rank = "" if report.rank is None else f"rank {report.rank} of {report.num_ranks}, "
+    events = "GPU kernels" if report.on_gpu else "operators of the host's main thread"
     steps = f"{len(report.steps)} step{'s' if len(report.steps) > 1 else ''}"
-    return f"{who}{steps}, {what}; milliseconds"
+    return f"{rank}{steps}, {events}; milliseconds"
 
 
 def step_table(report: OverlapReport) -> list[Row]:
-    """A header, and a row a step: compute, exposed (without a GPU: collectives) and idle are the span."""
+    """Return a header and a row per step: compute, exposed (without a GPU: collectives) and idle add up to the span."""
     alone = "exposed" if report.on_gpu else "in collectives"
     header = ["step", "span", "compute", alone, "idle", "", "collectives", "copies", "optimizer", "host gaps"]
     return [header, *(_step_row(step) for step in report.steps)]
@@ -35,7 +35,7 @@ def _step_row(step: StepReport) -> Row:
 
 
 def unit_table(report: OverlapReport) -> list[Row]:
-    """A header, and a row a unit: the mean of all steps. What no unit has is left out."""
+    """Return a header and a row per unit, the mean over steps. Columns without values are omitted."""
     roles = ["forward", "backward", "reduced", "other"]
     header = ["unit", *(cell for role in roles for cell in (role, "ms", "exposed", "GB/s")), "copies", "host gaps"]
     num_steps = len(report.steps)
@@ -45,11 +45,11 @@ def unit_table(report: OverlapReport) -> list[Row]:
 
 
 def unit_caption(report: OverlapReport) -> str:
-    """What the columns of the units' table are."""
-    often = "A step's mean: how often each unit was gathered in forward and in backward, and reduced"
+    """Return the caption of the units' table."""
+    counts = "Mean per step and unit: number of gathers in forward and in backward, and of reductions"
     if not report.on_gpu:
-        return f"{often}, and for how long the main thread was in that (ms)."
-    return f"{often}, for how long (ms), how much of that was exposed, and what each rank sent in a second."
+        return f"{counts}, and the main thread's time in them (ms)."
+    return f"{counts}; their duration and exposed time (ms); and each rank's rate of sending."
 
 
 def _unit_row(unit: UnitReport, num_steps: int) -> Row:
@@ -69,7 +69,7 @@ def _ms(value: float | None, num_steps: int = 1) -> str:
 
 
 def as_text(report: OverlapReport) -> str:
-    """The report for a terminal."""
+    """Return the report for a terminal."""
     caption, conclusion = (textwrap.fill(text, _WIDTH) for text in (unit_caption(report), verdict(report)))
     parts = [headline(report), _aligned(step_table(report)), caption, _aligned(unit_table(report)), conclusion]
     return "\n\n".join(parts)
@@ -83,9 +83,9 @@ def _aligned(rows: Sequence[Row]) -> str:
 
 
 def as_json(report: OverlapReport) -> str:
-    """The report for programs: the attributes of `OverlapReport` but its timeline, in milliseconds and bytes.
+    """Return the report for programs: the attributes of `OverlapReport` but its timeline, in milliseconds and bytes.
 
-    Those of `total` are sums over all steps. What is not known is null.
+    The values of `total` are sums over all steps. Unknown values are null.
     """
     values = {
         "rank": report.rank,

@@ -1,4 +1,4 @@
-"""Reading a Chrome trace of `torch.profiler`: what each kernel is, who launched it, and where the time goes."""
+"""Reading a Chrome trace of `torch.profiler`: each kernel's kind and launch, and a breakdown of the time."""
 
 import gzip
 import json
@@ -27,11 +27,11 @@ _ITEM_NBYTES = {"Long": 8, "Double": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat
 
 
 class TraceError(ValueError):
-    """A trace does not hold what was asked of it: one line that names the file and the way out."""
+    """A trace is unreadable or lacks kernels or ranges. The message is one line: the file and the way out."""
 
 
 class Kind(Enum):
-    """What a kernel does, told by its name. The order is the order of the tests: the first that matches wins."""
+    """A kernel's kind, from its name. The values are patterns, tried in order: the first match wins."""
 
     ALL_GATHER = rf"({_COMMUNICATES}).*all_?gather"
     REDUCE_SCATTER = rf"({_COMMUNICATES}).*reduce_?scatter"
@@ -51,7 +51,7 @@ class Kind(Enum):
 
     @property
     def is_whole(self) -> bool:
-        """Whether an operator of this kind does the work itself, whatever small ones it calls."""
+        """True for kinds of operators counted as one, including the operators they call."""
         return self.is_collective or self in (Kind.ATTENTION, Kind.MATMUL, Kind.OPTIMIZER)
 
 
@@ -60,12 +60,16 @@ class Kernel:
     """One run of a kernel.
 
     Attributes:
-        numels: Of the tensors given to the operator that launched it, () if unknown.
-        operator: The trace's number of that operator.
-        thread: Of the host, that launched it.
-        launched_us: When that was.
-        sent_nbytes: What each rank sends in a collective: among N ranks, (N-1)/N of the whole tensors; in an all-reduce
-            twice that. None if unknown.
+        name: Name of the kernel, with the collective's name where the trace has one.
+        stream: Stream of the device.
+        start_us: Start in microseconds.
+        duration_us: Duration in microseconds.
+        numels: Elements of each tensor argument of the launching operator; () when unknown.
+        operator: The trace's number of the launching operator.
+        thread: Launching thread of the host.
+        launched_us: Time of the launch in microseconds.
+        sent_nbytes: Bytes sent by each rank in a collective: among N ranks, (N-1)/N of the whole tensors, twice as much
+            in an all-reduce. None when unknown.
     """
 
     name: str
@@ -93,20 +97,20 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Milliseconds of a profile. Kernels that run at the same time count in each of their kinds."""
+    """Milliseconds of a profile. Kernels of different kinds running at the same time count in each kind."""
 
     span: float
     by_kind: dict[Kind, float]
     collectives: float
-    exposed: float  # collectives run and nothing else does
-    idle: float  # nothing runs
+    exposed: float  # only collectives run
+    idle: float  # no kernel runs
 
 
 def read_trace(path: Path) -> Trace:
-    """Read what `export_chrome_trace` wrote, gzipped or not.
+    """Read a trace exported by `export_chrome_trace`, gzipped or not.
 
     Raises:
-        TraceError: The file cannot be read, or holds something else.
+        TraceError: The file cannot be read, or holds no trace.
     """
     expected = f"Expected what export_chrome_trace() wrote in {str(path)!r}, got"
     try:
@@ -129,7 +133,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _is_event(event: object) -> bool:
-    """Whether it is an event that nothing reads, or one that says what, where and when it was."""
+    """True for events outside the categories read here, and for events with name, process, thread and times."""
     if not isinstance(event, dict):
         return False
     if event.get("ph") != "X" or event.get("cat") not in _CATEGORIES:
@@ -145,15 +149,15 @@ def _is_time(value: object) -> bool:
 
 @cache
 def classify(name: str) -> Kind:
-    """The kind of kernel that a name tells. On a CPU, operators stand in for kernels."""
+    """Return the kind of a kernel of this name, or of an operator on a CPU."""
     return next(kind for kind in Kind if re.search(kind.value, name.lower()))
 
 
 def kernels_of(trace: Trace) -> list[Kernel]:
-    """The kernels of a trace.
+    """Return the kernels of a trace.
 
-    Each is given the tensor sizes of the operator that launched it, by the trace's "External id", if it was recorded
-    with `record_shapes`; and the call that launched it, by its "correlation".
+    The trace's "External id" links a kernel to its operator, whose tensor sizes are known if the profile was recorded
+    with `record_shapes`; "correlation" links a kernel to its launching call.
     """
     numels = {args_of(event).get("External id"): _numels(event) for event in events_of(trace, "cpu_op")}
     calls = events_of(trace, *_CALLS)
@@ -166,9 +170,9 @@ def kernels_of(trace: Trace) -> list[Kernel]:
 
 
 def operators_of(trace: Trace) -> list[Kernel]:
-    """What stands in for kernels on a CPU: the main thread's operators that do the work themselves, or call no other.
+    """Return the main thread's operators, in place of kernels on a CPU: leaves, and operators counted as one.
 
-    Other threads are left out, because what gloo and its transport copy is their affair.
+    Operators of other threads are omitted: copies by gloo and its transport are no part of the model.
     """
     leaves: list[dict[str, Any]] = []
     opaque_until = -math.inf
@@ -186,10 +190,11 @@ def operators_of(trace: Trace) -> list[Kernel]:
 
 
 def breakdown(kernels: Sequence[Kernel], window: Interval | None = None) -> Breakdown:
-    """Where the time goes.
+    """Break the time of a window down by kinds of kernels.
 
     Args:
-        window: What kernels lie in: from the first one's start to the last one's end, or more than that.
+        kernels: Kernels inside the window.
+        window: Start and end in microseconds. None: from the first kernel's start to the last kernel's end.
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in Kind}
     for kernel in kernels:
@@ -209,17 +214,17 @@ def breakdown(kernels: Sequence[Kernel], window: Interval | None = None) -> Brea
 
 
 def streams_of(kernels: Iterable[Kernel], *kinds: Kind) -> set[int]:
-    """The streams that kernels of these kinds ran on."""
+    """Return the streams of the kernels of these kinds."""
     return {kernel.stream for kernel in kernels if kernel.kind in kinds}
 
 
 def events_of(trace: Trace, *categories: str) -> list[dict[str, Any]]:
-    """The complete events of some categories: those that have a beginning and a duration."""
+    """Return the complete events (phase "X": start and duration) of some categories."""
     return [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in categories]
 
 
 def _kernel(event: dict[str, Any], numels: tuple[int, ...], launch: dict[str, Any] | None) -> Kernel:
-    # NCCL runs a group of unlike sizes in a kernel of no particular name; the trace still knows what was called.
+    # NCCL runs a group of unlike sizes in a kernel of generic name: take the collective's name from the arguments.
     args = args_of(event)
     name = f"{event['name']} {args.get('Collective name', '')}".strip()
     return Kernel(
@@ -236,7 +241,7 @@ def _kernel(event: dict[str, Any], numels: tuple[int, ...], launch: dict[str, An
 
 
 def args_of(event: dict[str, Any]) -> Mapping[str, Any]:
-    """What the trace notes of an event beside its time."""
+    """Return an event's arguments in the trace."""
     args: Mapping[str, Any] = event.get("args", {})
     return args
 
@@ -253,9 +258,9 @@ def _sent_nbytes(name: str, args: Mapping[str, Any]) -> float | None:
 
 
 def _numels(event: dict[str, Any]) -> tuple[int, ...]:
-    """Elements of each tensor given to an operator: () if shapes were not recorded, (1,) if all are scalars.
+    """Return the elements of each tensor argument: () without recorded shapes, (1,) if all arguments are scalars.
 
-    In "Input Dims" a tensor is a list of its dims, a list of tensors is nested one deeper, and anything else is empty.
+    In "Input Dims" a tensor is a list of dims, a list of tensors is a nested list, and any other argument is empty.
     """
     if "Input Dims" not in args_of(event):
         return ()

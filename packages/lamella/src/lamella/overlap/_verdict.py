@@ -1,16 +1,16 @@
-"""The largest loss of a profile, and what moves it, in plain words."""
+"""The largest loss of time in a profile, and the setting to change, in plain words."""
 
 from dataclasses import dataclass
 
 from lamella.overlap._report import OverlapReport, Role, StepReport
 
-_NOTHING = 0.02  # of a step: less than that is not worth a knob
+_NOTHING = 0.02  # share of a step below which a loss is not worth a change of settings
 _MOST = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Milliseconds a step in which the GPU computed nothing of the model, what they were, and what moves them."""
+    """Milliseconds per step without compute of the model, their cause, and advice on settings."""
 
     name: str
     ms: float
@@ -18,7 +18,7 @@ class Loss:
 
 
 def losses(report: OverlapReport) -> list[Loss]:
-    """What a step loses, the largest first. Empty without a GPU."""
+    """Return the losses of a step, the largest first; an empty list without a GPU."""
     total, num_steps = report.total, len(report.steps)
     if not report.on_gpu:
         return []
@@ -41,11 +41,11 @@ def losses(report: OverlapReport) -> list[Loss]:
 
 
 def verdict(report: OverlapReport) -> str:
-    """One paragraph: the largest loss of a step, and which knob moves it."""
+    """Return one paragraph: the largest loss of a step, and the setting to change."""
     if not report.on_gpu:
         return (
-            "No GPU kernels: operators of the host's main thread stand in for them. What ran beside the threads that "
-            "communicate is not known, so nothing is said of exposure; counts, copies and times on the host hold."
+            "No GPU kernels: operators of the host's main thread stand in for kernels. Overlap with the communicating "
+            "threads is unknown, so exposure is not reported; counts, copies and times on the host are valid."
         )
     largest, span = losses(report)[0], report.total.span / len(report.steps)
     shown = f"{largest.ms:.2f} ms a step ({largest.ms / span:.1%}) of {largest.name}"
@@ -55,16 +55,16 @@ def verdict(report: OverlapReport) -> str:
 
 
 _HOST = (
-    "The GPU had nothing to do because the host had not launched it: make units larger, compile them, give a step more "
-    "tokens, or capture it in a CUDA graph. (A profiler slows the host too: compare with a step's time without one.)"
+    "The GPU was idle because the host had not launched the next kernel: make units larger, compile units, give a step "
+    "more tokens, or capture a CUDA graph. (Profiling slows the host too: compare with the time of a step without it.)"
 )
 _LATENCIES = (
-    "What was to run next had been launched. Many small kernels each need a few microseconds to begin: compile units. "
-    "Where copy engines gather, a wait for what peers push is idle too: gather further ahead (set_prefetch_budget)."
+    "The next kernel had been launched. Many small kernels each need a few microseconds to begin: compile units. "
+    "Where copy engines gather, waiting for the peers' copies is idle too: gather further ahead (set_prefetch_budget)."
 )
 _COPIES = (
-    "Parameters whose dim divides by the number of ranks are gathered and reduced in place; what is cast between main "
-    "weights and a wire of another dtype remains."
+    "Parameters whose dim divides by the number of ranks are gathered and reduced in place; casts between main weights "
+    "and another communication dtype remain."
 )
 _FEWER_BYTES = {
     Role.FORWARD_GATHER: "let a step have more tokens",
@@ -73,10 +73,10 @@ _FEWER_BYTES = {
     "(set_requires_gradient_sync)",
 }
 _ENDS = {
-    Role.FORWARD_GATHER: "If it runs first, nothing hides its gather: let it hold less, with the rest in others.",
+    Role.FORWARD_GATHER: "If it runs first, nothing hides its gather: move parameters from it to other units.",
     Role.BACKWARD_GATHER: "If backward begins with it, nothing hides its gather: keep it unsharded after forward "
     "(set_reshard_after_forward(False)).",
-    Role.REDUCE: "If backward ends with it, nothing hides its reduction: let it hold less, with the rest in others.",
+    Role.REDUCE: "If backward ends with it, nothing hides its reduction: move parameters from it to other units.",
 }
 _LATE = {
     Role.FORWARD_GATHER: "There is compute to hide them behind: gather further ahead (set_prefetch_budget).",
