@@ -1,8 +1,8 @@
-"""Everything that can be run on this project.
+"""All sessions of the project.
 
-`./dev NAME` runs one session; `./dev tests` runs those that a change must pass. A session installs what it
-needs in an environment of its own, pinned by constraints.txt. Those that promise GPUs (`gpu`, `te`, `bench`)
-install nothing: they run in the interpreter that the variable PYTHON names.
+`./dev NAME` runs one session; `./dev tests` runs the sessions a change must pass. A session installs its
+requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs (`gpu`, `te`, `bench`)
+install nothing: they run in the interpreter named by the variable PYTHON.
 """
 
 import os
@@ -29,10 +29,10 @@ SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
-TRITON = "triton>=3.7"  # Its pin is the affair of torch's CUDA build; see `pins`.
+TRITON = "triton>=3.7"  # Not in constraints.txt: torch's CUDA build pins triton, see `pins`.
 PLAIN_PINS = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
 OLDEST_TORCH = "torch==2.11.*"
-OLDEST_PYTHON = "3.11"  # Its first patch release: Debian's python3 is no newer than 3.11.2.
+OLDEST_PYTHON = "3.11"  # uv resolves for 3.11.0: Debian's python3 is no newer than 3.11.2.
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
@@ -40,7 +40,7 @@ nox.options.default_venv_backend = "uv"
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that a change must pass and that needs no GPU."""
+    """Run every check of a change that needs no GPU."""
     units = [f"unit({package})" for package in [*PACKAGES, "testing"]]
     for name in ["lint", "types", "contracts", *units, "integration(cpu)", "docs"]:
         session.notify(name, [])
@@ -48,19 +48,19 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False, reuse_venv=True)
 def train(session: nox.Session) -> None:
-    """Train a small language model on real text, on two CPU ranks or every GPU; run again, it resumes.
+    """Train a small language model on real text, on two CPU ranks or every GPU; a second run resumes.
 
     Arguments go to `lamella train`: ./dev train --steps 50 --data book.txt
     """
     _install(session, *_editable("lamella", "qwen"))
     session.chdir(session.invoked_from)
-    # Interrupted, it finishes its step and saves: nox, which is interrupted as well, waits for that.
+    # Interrupted, the run finishes and saves its step. Ctrl-C interrupts nox too: nox must wait for the save.
     session.run("lamella", "train", *session.posargs, interrupt_timeout=None)
 
 
 @nox.session(default=False)
 def lint(session: nox.Session) -> None:
-    """Check style and formatting with ruff; `./dev lint --fix` repairs what it can."""
+    """Check style and formatting with ruff; `./dev lint --fix` applies ruff's repairs."""
     _install(session, "--group", "lint")
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []))
@@ -89,7 +89,7 @@ def contracts(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", [*PACKAGES, "testing"], ids=[*PACKAGES, "testing"])
 def unit(session: nox.Session, package: str) -> None:
-    """Test one package as it ships: from its wheel, with what it declares and nothing else."""
+    """Test one package as it ships: from its wheel, with only its declared dependencies."""
     _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
     _pytest_installed(session, FOLDERS[package] / "tests", "--ignore-glob", "*/tests/mcore")
 
@@ -106,9 +106,9 @@ def integration(session: nox.Session, device: str) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", [*PACKAGES, "testing", "integration"], ids=[*PACKAGES, "testing", "integration"])
 def oldest(session: nox.Session, package: str) -> None:
-    """Test one package, or all of them together, under the oldest torch that is supported."""
+    """Test one package, or all packages together, under the oldest supported torch."""
     _install_shipped(session, package, _wheels(session, _siblings(package, tested=True)))
-    session.install("--no-config", OLDEST_TORCH)  # In place of the one that constraints.txt and pyproject.toml pin.
+    session.install("--no-config", OLDEST_TORCH)  # replaces the torch pinned by constraints.txt and pyproject.toml
     documentation = [ROOT / "tests" / "documentation"] if package == "integration" else []
     ignored = "--ignore-glob", "*/tests/mcore", "--ignore", CLIENTS
     _pytest_installed(session, FOLDERS[package] / "tests", *documentation, *ignored)
@@ -119,7 +119,7 @@ def megatron(session: nox.Session) -> None:
     """Test the Megatron adapter against a real megatron-core, on CPU."""
     _install_shipped(session, "megatron", _wheels(session, _siblings("megatron", tested=True)))
     _install(session, "--group", "megatron", TRITON)
-    # Its metadata asks for Python 3.12, more than its code does, and for packages that exist for CUDA only.
+    # megatron-core's metadata requires Python 3.12, more than its code, and packages available only for CUDA.
     pip = ["pip", "--python", str(Path(session.virtualenv.location) / "bin" / "python"), "install", "--quiet"]
     session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
     _pytest_installed(session, FOLDERS["megatron"] / "tests")
@@ -127,44 +127,44 @@ def megatron(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
-    """Train with the libraries that shard by FSDP2, and with lamella in its place, on CPU: results are the same."""
+    """Train with libraries that shard by FSDP2, and with lamella in place of FSDP2, on CPU: results must be equal."""
     _install_shipped(session, "integration", _wheels(session, _siblings("integration", tested=True)))
-    _install(session, "--group", "clients", TRITON)  # torchtitan imports kernels that it does not run here
-    # torchtitan's metadata asks for data sets and trackers too, which a model's code does not import.
+    _install(session, "--group", "clients", TRITON)  # torchtitan imports Triton kernels, without running them here
+    # torchtitan's metadata requires data sets and trackers too, which a model's code does not import.
     _install(session, "--no-deps", *TORCHTITAN)
-    _pytest_installed(session, CLIENTS, "-W", "default")  # warnings are theirs
+    _pytest_installed(session, CLIENTS, "-W", "default")  # the libraries' warnings
 
 
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def gpu(session: nox.Session, num_gpus: int) -> None:
-    """Run the tests that need this many GPUs, in the interpreter PYTHON names, or fail."""
+    """Run the tests for this number of GPUs, in the interpreter named by PYTHON; fail with fewer GPUs."""
     _here(session, "gpu", str(num_gpus))
 
 
 @nox.session(default=False, venv_backend="none")
 def te(session: nox.Session) -> None:
-    """Run the tests that need Transformer Engine and two GPUs, in the interpreter PYTHON names, or fail."""
+    """Run the tests for Transformer Engine and two GPUs, in the interpreter named by PYTHON; fail without either."""
     _here(session, "te")
 
 
 @nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def bench(session: nox.Session, num_gpus: int) -> None:
-    """Measure lamella beside its peers on this many GPUs, in the interpreter PYTHON names."""
+    """Measure lamella and its peers on this number of GPUs, in the interpreter named by PYTHON."""
     _here(session, "bench", str(num_gpus))
 
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Run every test marked slow (creeping memory, runs killed again and again, all meshes there are), for minutes."""
+    """Run every test marked slow (creeping memory, repeatedly killed runs, all meshes), for minutes."""
     _install(session, *_editable(*FOLDERS), *(part for name in FOLDERS for part in _group(name, "test")))
     session.run("python", str(ROOT / "tools" / "here.py"), "soak", *session.posargs)
 
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, refusing warnings; `./dev docs serve` shows it as you write."""
+    """Build the documentation into site/, refusing warnings; `./dev docs serve` serves and rebuilds the pages."""
     _install(session, "--group", "docs")
     advertising_off = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]), env=advertising_off)
@@ -189,7 +189,7 @@ def build(session: nox.Session, package: str) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def release(session: nox.Session) -> None:
-    """Build what a tag names, if the package is at that version: ./dev release layout-v0.1.0."""
+    """Build the package named by a tag, if the package is at the tag's version: ./dev release layout-v0.1.0."""
     package, _, version = "".join(session.posargs).partition("-v")
     if package not in PACKAGES or version != _version(package):
         versions = ", ".join(f"{name}-v{_version(name)}" for name in PACKAGES)
@@ -227,7 +227,7 @@ def release_dry_run(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def pins(session: nox.Session) -> None:
-    """Rewrite constraints.txt with the newest versions that fit; `--upgrade-package NAME` moves only one."""
+    """Rewrite constraints.txt with the newest compatible versions; `--upgrade-package NAME` moves one package only."""
     projects = [folder / "pyproject.toml" for folder in FOLDERS.values()]
     groups = [part for name in FOLDERS for part in _group(name, "test")]
     groups += [part for name in _toml(ROOT)["dependency-groups"] for part in ("--group", f"pyproject.toml:{name}")]
@@ -236,7 +236,7 @@ def pins(session: nox.Session) -> None:
     upgrade = session.posargs or ["--upgrade"]
     options = [*PLAIN_PINS, "--python-version", OLDEST_PYTHON, *ours, *groups, *upgrade]
     _uv(session, "pip", "compile", *options, *projects, "--output-file", target)
-    # A local build's suffix names one machine, and torch's CUDA build pins its libraries by itself.
+    # A local build's suffix is specific to one machine, and torch's CUDA build pins its own libraries.
     target.write_text(re.sub(r"\+\w+$|^(nvidia|cuda|triton)\b.*\n", "", target.read_text(), flags=re.MULTILINE))
 
 
@@ -256,13 +256,13 @@ def _released(session: nox.Session, package: str) -> Path | None:
 
 
 def _install(session: nox.Session, *args: str | Path) -> None:
-    """Install in the session's environment, and let nothing else be importable there."""
+    """Install into the session's environment, with nothing else importable there."""
     session.env["PYTHONPATH"] = ""
     session.install("--constraint", str(ROOT / "constraints.txt"), *map(str, args))
 
 
 def _editable(*names: str) -> list[str]:
-    """Options that install members and what they declare straight from the sources."""
+    """Return options to install members and their dependencies straight from the sources."""
     members = dict.fromkeys(sibling for name in names for sibling in _siblings(name))
     return [part for member in members for part in ("--editable", str(FOLDERS[member]))]
 
@@ -290,7 +290,7 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
 
 
 def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
-    """Build the named members' wheels and give their paths.
+    """Build the named members' wheels and return their paths.
 
     By path: uv knows a cached wheel by name and version only, and would install the old 0.1.0 for a rebuilt one.
     """
@@ -302,10 +302,10 @@ def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
 
 
 def _siblings(name: str, *, tested: bool = False) -> list[str]:
-    """A member and the members it declares, directly or not: the lowest first, itself last.
+    """Return a member and its direct and indirect dependencies among the members: the lowest first, itself last.
 
     Args:
-        tested: Include what the member's own tests declare.
+        tested: Include the dependencies of the member's own tests.
     """
     project = _toml(FOLDERS[name])
     declared = [*project["project"]["dependencies"], *(project["dependency-groups"]["test"] if tested else [])]

@@ -1,7 +1,7 @@
-"""Let the reference pages see what a package exports.
+"""A Griffe extension: a package's exports for the reference pages.
 
-Packages here say it as type checkers read it, `from package._module import Name as Name`. Griffe, which reads the
-sources for those pages, knows `__all__` only. This extension tells it.
+Packages here export by type checkers' convention, `from package._module import Name as Name`. Griffe reads the sources
+for the reference pages and knows only `__all__`.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ import griffe
 
 
 class ExportsOwnNames(griffe.Extension):
-    """Take what a package's `__init__` imports from the package's own modules for its `__all__`."""
+    """Treats the imports of a package's `__init__` from the package's own modules as its `__all__`."""
 
     def on_module(self, *, mod: griffe.Module, **kwargs: Any) -> None:
-        """Griffe calls this for each module it has read."""
+        """Set the exports of a package. Called by Griffe for each module."""
         if mod.is_init_module and mod.exports is None:
             aliases = [member for member in mod.members.values() if isinstance(member, griffe.Alias)]
             mod.exports = [alias.name for alias in aliases if alias.target_path.startswith(f"{mod.path}.")]

@@ -1,10 +1,10 @@
-"""Run tests, benchmarks or anything else in this very interpreter, straight from the sources.
+"""Run tests, benchmarks or any Python command in this interpreter, straight from the sources.
 
-For machines with GPUs, where torch is already there and packages cannot be fetched. Needs what the tests
-import (torch, pytest, ...) and nothing more: no environment is made, nothing is installed.
+For machines with GPUs, an installed torch and no package index. Needs only the tests' imports (torch, pytest, ...);
+makes no environment and installs nothing.
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs
-    python tools/here.py te [PYTEST ARGS]           tests marked te: two GPUs and Transformer Engine, or they fail
+    python tools/here.py te [PYTEST ARGS]           tests marked te; fails without two GPUs and Transformer Engine
     python tools/here.py clients [PYTEST ARGS]      tests of libraries that shard by FSDP2: two GPUs and the libraries
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
                                                     --device cpu on four CPU ranks
@@ -32,7 +32,7 @@ def main(args: list[str]) -> int:
         case ["te", *rest]:
             return _require_gpus(2) or _pytest("te", rest)
         case ["clients", *rest]:
-            return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # warnings are theirs
+            return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # the libraries' warnings
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
             return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
@@ -45,9 +45,9 @@ def main(args: list[str]) -> int:
 
 
 def _pytest(marker: str, args: list[str]) -> int:
-    """Run the marked tests, one folder at a time: two packages' test files may have the same name."""
+    """Run the marked tests, one folder at a time: pytest rejects test files of the same name in two folders."""
     marked = [folder for folder in TESTS if any(f"mark.{marker}" in text for text in _sources(folder))]
-    others = ["--ignore", str(CLIENTS)]  # whose libraries are needed there alone
+    others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
     results = [_pytest_in(folder, marker, [*others, *args]) for folder in marked]
     return max((result for result in results if result != NO_TESTS_RAN), default=NO_TESTS_RAN)
 
@@ -58,8 +58,8 @@ def _sources(folder: Path) -> Iterator[str]:
 
 def _pytest_in(folder: Path, marker: str, args: list[str]) -> int:
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # What else the machine has installed is no part of the tests.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums do not depend on how many there are.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
     return _python("-m", "pytest", *config, "-m", marker, str(folder), *args)
 
 
@@ -69,7 +69,7 @@ def _bench(num_gpus: str, args: list[str]) -> int:
 
 
 def _require_gpus(num_gpus: int) -> int:
-    """Refuse early: what promises GPUs must not pass by skipping. A child asks, so that no context stays."""
+    """Fail early without enough GPUs: tests must not pass by skipping. Counts in a child, to leave no CUDA context."""
     count = f"import sys, torch; n = torch.cuda.device_count(); print(n); sys.exit(n < {num_gpus})"
     found = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -79,7 +79,7 @@ def _require_gpus(num_gpus: int) -> int:
 
 
 def _become(*args: str) -> NoReturn:
-    """Run Python in place of this process, which is then in no signal's way: `lamella train` saves before it ends."""
+    """Replace this process by Python: signals then reach `lamella train` directly, which saves before it ends."""
     os.execve(sys.executable, [sys.executable, *args], _environment())
 
 

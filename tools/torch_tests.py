@@ -1,10 +1,10 @@
-"""Run PyTorch's own test files on torch and on lamella, and print what each passes.
+"""Run PyTorch's own test files on torch and on lamella, and print the results of both.
 
     python tools/here.py python tools/torch_tests.py FOLDER [--device cuda] [--ranks 2] [--file NAME] [--test WORD]
 
-FOLDER holds files of `test/distributed/_composable/fsdp` in PyTorch's sources, of the release that is installed. They
-are copied with one import put before theirs (`torch_tests_stand_in.py`) and, on a CPU, with the device's name replaced.
-PyTorch's helpers for tests need the package `expecttest`. A test counts where torch passes it.
+FOLDER holds files of `test/distributed/_composable/fsdp` in PyTorch's sources, of the installed release. The files are
+copied, with an import of `torch_tests_stand_in.py` in front and, on a CPU, with the device's name replaced. PyTorch's
+test helpers need the package `expecttest`. Only tests passed by torch count for lamella.
 """
 
 import argparse
@@ -36,12 +36,12 @@ ON_CPU = (
     ),
     (r"min_world_size = (\d+)", r"min_world_size = min(\1, torch.cpu.device_count())"),
 )
-PRIVATE = ((r"(?m)^ *self\.assertTrue\(backward_count >= .*\)$", ""),)  # counts calls of a private autograd function
+PRIVATE = ((r"(?m)^ *self\.assertTrue\(backward_count >= .*\)$", ""),)  # counts calls of a private torch function
 
 
 @dataclass
 class Outcome:
-    """How a test ended, and in one line why."""
+    """The outcome of a test, with a one-line reason."""
 
     word: str
     reason: str = ""
@@ -58,7 +58,7 @@ class Run:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def finish(self, environment: dict[str, str], selected: list[str]) -> "Run":
-        """Run tests until each has an outcome: after one that never ends or takes the process down, the others."""
+        """Run tests until each has an outcome: after a hang or a crash of the process, run the remaining tests."""
         while time.monotonic() < self.ends_at:
             skipped = [f"--deselect={self.file.name}::{test}" for test in self.outcomes]
             started = self._run_once(environment, [*selected, *skipped])
@@ -68,7 +68,7 @@ class Run:
         return self
 
     def _run_once(self, environment: dict[str, str], args: list[str]) -> str | None:
-        """Run what has no outcome yet. Return the test in which the process ended."""
+        """Run the tests without an outcome. Return the test in which the process ended, None if all tests ended."""
         command = [sys.executable, "-m", "pytest", "-p", "torch_tests_events", "-p", "no:cacheprovider", "-q"]
         command += ["-c", "/dev/null", "--rootdir", str(self.file.parent), self.file.name, *args]
         with tempfile.NamedTemporaryFile("r") as events, tempfile.TemporaryFile("w+") as output:
@@ -96,7 +96,7 @@ class Run:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the files and print a table; the exit code says whether lamella passes all that torch does."""
+    """Run the files and print a table. The exit code is 0 if lamella passes every test passed by torch."""
     options = _options(arguments)
     environment = _environment(options)
     selected = ["-k", options.test] if options.test else []
@@ -129,12 +129,12 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     on_cpu = {"TORCH_TESTS_RANKS_ON_CPU": str(options.ranks), "CUDA_VISIBLE_DEVICES": ""}
     path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
     once = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
-    once["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(options.timeout))  # the tests' own
+    once["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(options.timeout))  # limit inside PyTorch's tests
     return {**os.environ, **once, "PYTHONPATH": path, **(on_cpu if options.device == "cpu" else {})}
 
 
 def _adapted(options: argparse.Namespace, folder: Path) -> Iterator[Path]:
-    """Copy each file that is asked for, with the stand-ins imported before anything else."""
+    """Copy each selected file, with the import of the stand-ins before all other imports."""
     for file in sorted(options.folder.glob("test_*.py")):
         if file.stem.endswith(options.file):
             text = file.read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def _age_s(file: str) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what a test left running: its ranks are of the process's own session."""
+    """Kill the process with all ranks of its tests: the ranks belong to the process's session and group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()
@@ -164,7 +164,7 @@ def _last_error(text: str) -> str:
 
 
 def _print_table(file: str, runs: list[Run]) -> bool:
-    """Print how each test ended. Return whether the last implementation passes what the first one does."""
+    """Print the outcome of each test. Return True if the last implementation passes every test the first passes."""
     counts = [collections.Counter(outcome.word for outcome in run.outcomes.values()) for run in runs]
     print(f"\n## {file}")
     for run, count in zip(runs, counts, strict=True):

@@ -1,4 +1,4 @@
-"""A plugin of pytest's that writes each test's end to a file at once: a process that is ended leaves all it knew."""
+"""A pytest plugin that writes each test's outcome to a file at once: a killed process loses no outcome."""
 
 import json
 import os
@@ -7,12 +7,12 @@ import pytest
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Write that a test begins."""
+    """Write the start of a test."""
     _write(nodeid, "started")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write how a test ended."""
+    """Write the outcome of a test."""
     if report.when == "call" or report.outcome != "passed":
         _write(report.nodeid, report.outcome, report.longreprtext)
 

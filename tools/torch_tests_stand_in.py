@@ -1,8 +1,8 @@
-"""The first import of each of PyTorch's test files that `torch_tests.py` runs.
+"""The first import of each of PyTorch's test files under `torch_tests.py`.
 
-Lamella's names stand in for those of `torch.distributed.fsdp`, before the test file imports them; and where tests run
-on a CPU, the CPU stands in for as many accelerators as there are ranks. The environment says which, so that the ranks
-that a test spawns do alike.
+Lamella's names replace the names of `torch.distributed.fsdp`, before the test file imports from there. In tests on a
+CPU, the CPU stands in for one accelerator per rank. Environment variables hold the choice, so spawned ranks apply the
+same patches.
 """
 
 import os
@@ -33,9 +33,9 @@ LATER_NAMES = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_sin
 
 
 def stand_in() -> None:
-    """Patch torch as the environment says. A second call changes nothing."""
+    """Patch torch by the environment variables. A second call changes nothing."""
     if IMPLEMENTATION == "lamella":
-        _shadow_fsdp2()  # first: the test helpers below import names of FSDP2's themselves
+        _shadow_fsdp2()  # first: the test helpers imported below import FSDP2's names
     _name_what_is_newer()
     if NUM_RANKS_ON_CPU:
         _count_the_cpu_as_accelerators()
@@ -43,7 +43,7 @@ def stand_in() -> None:
 
 
 def _shadow_fsdp2() -> None:
-    """Put each public name of lamella's where torch has one of that name; units are of torch's `FSDPModule` too."""
+    """Replace torch's public names by lamella's of the same name; lamella's units are torch `FSDPModule`s too."""
     import lamella_engine
 
     for module in (sys.modules[name] for name in SHADOWED):
@@ -53,7 +53,7 @@ def _shadow_fsdp2() -> None:
 
 
 def _name_what_is_newer() -> None:
-    """Give functions that were renamed their later names too."""
+    """Add the later names of renamed functions."""
     import torch.distributed._functional_collectives as functional
     from torch.testing._internal import common_utils
 
@@ -63,7 +63,7 @@ def _name_what_is_newer() -> None:
                 setattr(module, later, getattr(module, name))
     if not hasattr(common_utils, "HardwareClassification"):
         kinds = Enum("kinds", ["ACCELERATOR", "CPU", "GENERIC"])
-        setattr(common_utils, "HardwareClassification", kinds)  # noqa: B010  A later torch's, which this one is not typed with.
+        setattr(common_utils, "HardwareClassification", kinds)  # noqa: B010  a name of later torch, unknown to this torch's types
 
 
 def _count_the_cpu_as_accelerators() -> None:
@@ -77,7 +77,7 @@ def _count_the_cpu_as_accelerators() -> None:
     utils.get_cycles_per_ms = fsdp.get_cycles_per_ms = lambda *_: 1.0
     fsdp.DEVICE_COUNT = NUM_RANKS_ON_CPU
     distributed.skip_if_lt_x_gpu = _skip_if_fewer_ranks
-    fork = torch.multiprocessing.get_context("fork").Process  # ranks that need not import torch
+    fork = torch.multiprocessing.get_context("fork").Process  # forked ranks inherit torch's import
     distributed.MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
 
 
@@ -95,7 +95,7 @@ def _skip_if_fewer_ranks(num_ranks: int, **_: object) -> Callable[[Callable[...,
 
 
 def _run_each_class_once() -> None:
-    """Leave test classes as they are written, in place of a class for each kind of device."""
+    """Keep each test class as written, instead of a class per kind of device."""
     from torch.testing._internal import common_device_type
 
     common_device_type.instantiate_device_type_tests = lambda *_, **__: None

@@ -1,1 +1,1 @@
-"""Reference models, backends to measure against, the benchmark, and the profile that proves zero-copy."""
+"""Reference models, backends to compare with, benchmarks, and the profile as a proof of zero-copy."""

@@ -1,12 +1,12 @@
-"""Every backend on one model, one after another in one call: speed, memory and losses side by side.
+"""Every backend on one model, one after another in one run: speed, memory and losses side by side.
 
     torchrun --nproc-per-node 4 -m lamella_integration.bench --size 8b --tokens 4096 --reduce bf16 --out results \
         --backends ideal lamella lamella:keep=4GiB fsdp2 megatron_fsdp_experimental
 
-A backend takes options after a colon, NAME:OPTION=VALUE,OPTION=VALUE, and is a row of its own with each set of them.
-All start from the same weights and see the same random tokens (one batch, repeated, so that the loss falls and a wrong
-gradient shows). A backend that fails prints its error in its row; results are written after every backend,
-because a rank that fails alone inside a step leaves its peers in a collective until the group times out.
+Options follow a backend after a colon, NAME:OPTION=VALUE,OPTION=VALUE; each set of options is a separate row. All
+backends start from the same weights and see the same random tokens (one batch, repeated: the loss falls, and a wrong
+gradient shows). A failed backend has its error in its row. Results are written after every backend, because a rank
+failing alone inside a step leaves its peers in a collective until the group times out.
 """
 
 import argparse
@@ -43,12 +43,12 @@ T = TypeVar("T")
 
 
 class BackendFailed(RuntimeError):
-    """Some rank failed; raised on every rank, with that rank's error."""
+    """A rank failed. Raised on every rank, with the failed rank's error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line. `workload` takes the `device` that it is still to be told; `backends` are by row."""
+    """The command line's options. `workload` still lacks its argument `device`; `backends` are by row name."""
 
     title: str
     command: str
@@ -64,7 +64,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Options of the command line, checked."""
+    """Parse and check the command line."""
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     values = parser.parse_args(arguments)
@@ -102,21 +102,21 @@ def _parser() -> argparse.ArgumentParser:
     options = "; ".join(f"{name} has {', '.join(known)}" for name in BACKENDS if (known := options_of(name)))
     parser = argparse.ArgumentParser(prog="lamella_integration.bench", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--size", choices=SIZES, default="1b", help="of the Llama decoder")
-    add("--tokens", type=int, default=4096, help="a rank and microbatch, one sequence")
-    add("--microbatches", type=int, default=1, help="a step, with their gradients accumulated")
+    add("--size", choices=SIZES, default="1b", help="size of the Llama decoder")
+    add("--tokens", type=int, default=4096, help="tokens per rank and microbatch, one sequence")
+    add("--microbatches", type=int, default=1, help="microbatches per step, with accumulated gradients")
     add(
         "--backends", nargs="+", default=["ideal", "lamella", "fsdp2"], metavar="BACKEND[:OPTION=VALUE,...]",
-        help=f"in this order, any of: {', '.join(BACKENDS)}; a name that comes again is measured again. "
+        help=f"in this order, any of: {', '.join(BACKENDS)}; a repeated name is measured again. "
         f"Options: {options}",
     )  # fmt: skip
-    add("--reduce", choices=REDUCE_DTYPES, default="bf16", help="dtype gradients are reduced in")
+    add("--reduce", choices=REDUCE_DTYPES, default="bf16", help="dtype of the gradients' reduction")
     add("--units", choices=["blocks", "ends"], default="blocks", help="ends: the embedding and the head are units too")
-    add("--checkpoint", action="store_true", help="each block computes its activations again in backward")
-    add("--compile", nargs="?", const="inductor", metavar="COMPILER", help="each block, before it is sharded")
-    add("--steps", type=int, default=8, help="measured, after the warm-up")
+    add("--checkpoint", action="store_true", help="recompute each block's activations in backward")
+    add("--compile", nargs="?", const="inductor", metavar="COMPILER", help="compile each block before sharding")
+    add("--steps", type=int, default=8, help="measured steps, after the warm-up")
     add("--warmup", type=int, default=4, help="steps before the measured ones")
-    add("--phases", action="store_true", help="where a step's time goes too, on the device and on the host")
+    add("--phases", action="store_true", help="also measure the phases of a step, on the device and on the host")
     add("--deterministic", action="store_true", help="repeatable kernels: slow, and losses compare exactly")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--out", type=Path, help="folder for the JSON, the table and the plot")
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rows(backends: Sequence[str]) -> list[str]:
-    """Names of rows: the second time that a backend is named gets a number."""
+    """Return the names of rows: repetitions of a backend get a number."""
     counts = [backends[: i + 1].count(name) for i, name in enumerate(backends)]
     return [name if count == 1 else f"{name} ({count})" for name, count in zip(backends, counts, strict=True)]
 
@@ -143,9 +143,9 @@ def _title(values: argparse.Namespace) -> str:
 
 
 def run(options: Options, device: torch.device) -> Report:
-    """Measure every backend in the order given. The default process group must exist.
+    """Measure every backend in the given order. The default process group must exist.
 
-    Effects: collective on the default group; writes the report after each backend on rank 0.
+    Effects: collective on the default group; rank 0 writes the report after each backend.
     """
     if options.is_deterministic:
         use_repeatable_kernels()
@@ -180,8 +180,8 @@ def _measure_and_release(backend: Backend, workload: Workload, options: Options)
 
 def _release(workload: Workload) -> None:
     if workload.compiler is not None:
-        torch.compiler.reset()  # The next backend's blocks are the same code, and torch gives up recompiling some day.
-    gc.collect()  # Hooks and parameters refer to each other; nothing is free before this.
+        torch.compiler.reset()  # The next backend compiles the same code again, and torch limits recompilations.
+    gc.collect()  # Hooks and parameters form reference cycles: their memory is freed only by a collection.
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -221,7 +221,7 @@ def _measure(backend: Backend, workload: Workload, options: Options, baseline_gi
 
 
 def _with_host_time(row: Measurement, backend: Backend, workload: Workload) -> Measurement:
-    """Host time too, unless blocks are compiled: that would compile them anew for a thin model, twice."""
+    """Add the host time, except for compiled blocks: two thin models would each compile all blocks again."""
     if workload.compiler is not None:
         return row
     try:
@@ -232,33 +232,33 @@ def _with_host_time(row: Measurement, backend: Backend, workload: Workload) -> M
 
 
 def _host_us(backend: Backend, workload: Workload) -> float:
-    """For a unit, on the slowest rank."""
+    """Measure the slowest rank's host time per unit, in microseconds. Effects: collective over all ranks."""
     seconds = _on_every_rank(lambda: host_seconds(backend, workload))
     _release(workload)
     return _over_ranks(seconds, dist.ReduceOp.MAX, workload) / workload.num_units * 1e6
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
-    """The action's result if all ranks have one, else `BackendFailed` on all of them."""
+    """Return the action's result if the action succeeded on all ranks; else raise `BackendFailed` on all ranks."""
     result, error = None, None
     try:
         result = action()
-    except Exception as caught:  # noqa: BLE001  Whatever a backend raises is its row, and the others go on.
+    except Exception as caught:  # noqa: BLE001  Any error becomes the backend's row, and the remaining backends run.
         error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
         traceback.print_exc()
-        traceback.clear_frames(caught.__traceback__)  # They hold the failed model.
+        traceback.clear_frames(caught.__traceback__)  # The frames hold the failed model.
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for error in errors:
         if error is not None:
             raise BackendFailed(error)
-    return result  # type: ignore[return-value]  # Without an error there is a result.
+    return result  # type: ignore[return-value]  # Set when no error was raised.
 
 
 def _steps(
     training: Training, tokens: torch.Tensor, labels: torch.Tensor, num_steps: int
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Losses, and seconds of each step. The host never waits for the device between steps."""
+    """Run steps; return their losses and seconds. The host never waits for the device between steps."""
     clock = _Clock(tokens.device)
     losses = []
     clock.mark()
@@ -269,7 +269,7 @@ def _steps(
 
 
 class _Clock:
-    """Times between marks: by events on a GPU, by the host's clock on a CPU."""
+    """Times between marks: CUDA events on a GPU, the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -334,7 +334,7 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> dict[str, str]:
-    """The commit that is measured, where this runs from a checkout; marked if files differ from it."""
+    """Return the measured commit when run from a checkout, marked if files differ from the commit."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return {"commit": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
@@ -342,13 +342,13 @@ def _commit() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. 1 if a backend failed or the losses disagree, else 0."""
+    """Run the benchmark. Returns 1 if a backend failed or the losses disagree, else 0."""
     options = parse_options(arguments)
     with process_group(options.device_type) as device:
         report = run(options, device)
         if dist.get_rank() == 0:
             print(report.markdown(), flush=True)
-        dist.barrier()  # torchrun stops all ranks once one has left with an error.
+        dist.barrier()  # torchrun stops all ranks once a rank has exited with an error: let every rank get here first.
     return 0 if report.is_sound() else 1
 
 

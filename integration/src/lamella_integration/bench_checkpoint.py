@@ -1,16 +1,16 @@
-"""Checkpoints of one state, on one disk, in one call: lamella, torch DCP and `torch.save` side by side.
+"""Checkpoints of one state, on one disk, in one run: lamella, torch DCP and `torch.save` side by side.
 
     torchrun --nproc-per-node 2 -m lamella_integration.bench_checkpoint --device cpu --mib 500 --folder /data/bench
 
 The state is a stack of square layers, sharded by torch's `fully_shard`, with AdamW's moments. Every figure is the
-median over repetitions, of the slowest rank's seconds. A save counts until its files are on the disk. `torch.save`
-writes each rank's shards to a file of its own, which only the same ranks can read: what a save costs at least. Loads
-find the files in the host's memory if it is large enough.
+median over repetitions, of the slowest rank's seconds. A save ends when its files are on the disk. `torch.save` writes
+each rank's shards to a separate file, readable only by the same number of ranks: the lower bound of a save's cost.
+Loads read from the page cache if the host's memory is large enough.
 
-A save in the background is begun after a step, and training goes on for a window of steps, about twice as long as a
-blocking save takes. *stall* is how much longer the window takes than the same steps just before, with no save: all that
-training loses, until its accelerators are done. *call* is the part of it that beginning the save takes, *held* the part
-that the host waits before the next optimizer's step. *complete* is when the checkpoint is there.
+A background save starts after a step, and training goes on for a window of steps, about twice as long as a blocking
+save. *stall* is the window's time minus the time of the same steps just before, without a save: the whole loss of
+training, device time included. *call* is the part of the stall to start the save, *held* the host's wait before the
+next optimizer step. *complete* is the time from the start of the save to the complete checkpoint.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _MOST_STEPS: Final = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Seconds of one way to save and load, medians; None for what it does not do."""
+    """Seconds of one method of saving and loading, medians; None for figures the method does not have."""
 
     name: str
     save_s: float | None = None
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A save in the background: how to wait for its checkpoint, and what the host has waited for its copies."""
+    """A background save: `wait` for the checkpoint, and the seconds the host has waited for copies."""
 
     wait: Callable[[], object]
     held_seconds: Callable[[], float] = lambda: 0.0
@@ -67,7 +67,7 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A sharded model and its optimizer, stepped once, and the rows that each rank trains on."""
+    """A sharded model and its optimizer after one step, and each rank's rows of input."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -75,12 +75,12 @@ class State:
 
     @classmethod
     def build(cls, num_layers: int, device: torch.device, *, width: int = 1024, num_rows: int = 64) -> "State":
-        """Effects: collective."""
+        """Build the state. Effects: collective over all ranks."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in model:
-            nn.init.normal_(cast(torch.Tensor, layer.weight), std=width**-0.5)  # Activations keep their size.
+            nn.init.normal_(cast(torch.Tensor, layer.weight), std=width**-0.5)  # Activations keep their magnitude.
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
@@ -89,19 +89,19 @@ class State:
         return state
 
     def train(self) -> None:
-        """One step. Effects: collective; no host sync."""
+        """Run one step. Effects: collective over all ranks; no host sync."""
         self.model(self.rows).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def named(self) -> dict[str, Any]:
-        """As torch DCP takes it, with lamella's names."""
+        """Return the state for torch DCP, under lamella's names."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         return {"model": self.model.state_dict(), "optimizer": optimizer}
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """This rank's part of every tensor."""
+        """Return this rank's shard of every tensor."""
         flat = {
             f"{section}.{name}": value for section, values in self.named().items() for name, value in values.items()
         }
@@ -112,19 +112,19 @@ _FIGURES: Final = [field.name for field in fields(Row) if field.name != "name"]
 
 
 class Bench:
-    """The ways to save and load, each measured on the same state in a fresh folder, by turns."""
+    """The methods of saving and loading, measured in turn on the same state, each in a fresh folder."""
 
     def __init__(self, state: State, folder: Path) -> None:
         self._state, self._folder = state, folder
         self._saver = AsyncSaver()
         self.step_s = 0.0
         self.num_steps = 1
-        self._host_group = dist.new_group(backend="gloo")  # For the objects that DCP exchanges from a thread.
+        self._host_group = dist.new_group(backend="gloo")  # For DCP's exchange of objects from a thread.
 
     def rows(self, num_times: int) -> list[Row]:
-        """Measure each way so many times, after one that is not counted.
+        """Measure each method `num_times` times, after an uncounted first time.
 
-        Effects: collective; writes under the folder and removes it again.
+        Effects: collective over all ranks; writes to the folder and finally removes the folder.
         """
         model, optimizer = self._state.model, self._state.optimizer
         ways: dict[str, Callable[[Path], Row]] = {
@@ -158,7 +158,7 @@ class Bench:
         return measure
 
     def _in_background(self, begin: Callable[[Path], Begun]) -> Callable[[Path], Row]:
-        """A way to measure saves that `begin` begins."""
+        """Return a function to measure the background saves started by `begin`."""
 
         def measure(path: Path) -> Row:
             found: list[tuple[float, float, Begun, Future[float]]] = []
@@ -185,7 +185,7 @@ class Bench:
             self._state.train()
 
     def _choose_window(self, save_s: float) -> None:
-        """As many steps as a save in the background may need to end. Effects: collective."""
+        """Choose the number of steps in the window: about twice a blocking save. Effects: collective over all ranks."""
         self.step_s = statistics.median(_slowest(self._state.train) for _ in range(3))
         self.num_steps = min(_MOST_STEPS, max(2, math.ceil(2 * save_s / self.step_s)))
 
@@ -222,7 +222,7 @@ class Bench:
 
 
 def _slowest(work: Callable[[], object]) -> float:
-    """The slowest rank's seconds. Effects: collective."""
+    """Return the slowest rank's seconds for `work`. Effects: collective over all ranks; waits for the device."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     dist.barrier()
@@ -248,7 +248,7 @@ def _median(name: str, rows: Sequence[Row]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
+    """Return the rows in Markdown."""
 
     def text(seconds: float | None) -> str:
         return "-" if seconds is None else f"{seconds:.3f}"
@@ -263,11 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; rank 0 prints the table."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="lamella_integration.bench_checkpoint", description=__doc__.split("\n")[0])
-    parser.add_argument("--mib", type=int, default=500, help="of weights and moments, all ranks together")
-    parser.add_argument("--width", type=int, default=1024, help="of a layer")
-    parser.add_argument("--rows", type=int, default=64, help="that each rank trains on in a step")
-    parser.add_argument("--times", type=int, default=5, help="repetitions, after one that is not counted")
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; is emptied")
+    parser.add_argument("--mib", type=int, default=500, help="MiB of weights and moments, all ranks together")
+    parser.add_argument("--width", type=int, default=1024, help="width of a layer")
+    parser.add_argument("--rows", type=int, default=64, help="rows of input per rank and step")
+    parser.add_argument("--times", type=int, default=5, help="repetitions, after an uncounted first")
+    parser.add_argument("--folder", type=Path, required=True, help="folder on the measured disk; emptied first")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     values = parser.parse_args(arguments)

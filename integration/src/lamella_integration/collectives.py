@@ -1,4 +1,4 @@
-"""Counting what a step communicates, from below: every c10d call that reaches the dispatcher, and copy engines'."""
+"""Counting a step's collectives from below: every c10d call in the dispatcher, and the copy engines' collectives."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lamella_buffers import CopyEngineTransport, WindowAllocator
 
-# Operator name: what it is, and the argument that holds its unsharded side.
+# Operator -> kind of collective, and the position of the argument with the unsharded side.
 _C10D = {
     "_allgather_base_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
@@ -29,10 +29,7 @@ _C10D = {
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One call, grouped or not: grouping many tensors into a call is the point of grouping.
-
-    (NCCL's exchanges are grouped without a call of their own: there each tensor of a group is one.)
-    """
+    """One call, which may group many tensors. Exceptions are NCCL's exchanges: each tensor of a group is one call."""
 
     kind: str
     dtype: torch.dtype
@@ -45,7 +42,7 @@ class Collective:
 
 
 class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, notes every collective in `calls`. An unknown c10d call is noted under its own name."""
+    """Records every collective of the block in `calls`. An unknown c10d call keeps its own name as `kind`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +54,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def counted(transport: CopyEngineTransport, payloads: Any) -> Any:
             found = push_into(transport, payloads)
-            if found is not None:  # else it is a call, which is noted below
+            if found is not None:  # None: the transport falls back to a c10d call, recorded by the dispatch mode.
                 self._add("all_gather", payloads.wholes)
             return found
 
@@ -66,7 +63,8 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             exchange(transport, payloads, op)
 
         def uncounted(allocator: WindowAllocator, buffer: torch.Tensor) -> None:
-            with _disable_current_modes():  # ranks tell each other where a new window is: once, not in every step
+            # Exchanging the addresses of a new window happens once, not in every step: not counted.
+            with _disable_current_modes():
                 allocate(allocator, buffer)
 
         self._patches: list[Any] = [
@@ -85,22 +83,22 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             patch.stop()
 
     def counts(self) -> dict[str, int]:
-        """Calls by kind."""
+        """Count the calls by kind."""
         return dict(Counter(call.kind for call in self.calls))
 
     def nbytes(self, kind: str) -> int:
-        """Bytes of the unsharded side of all calls of a kind."""
+        """Sum the bytes of the unsharded side over all calls of a kind."""
         return sum(call.nbytes for call in self.calls if call.kind == kind)
 
     @property
     def reductions(self) -> list[Collective]:
-        """Calls that gradients are reduced by: exchanges too, whose pieces are added up where they arrive."""
+        """The gradients' reductions: reduce-scatters, and exchanges, whose receivers add up the pieces."""
         return [call for call in self.calls if call.kind in ("reduce_scatter", "all_to_all")]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note the call if it is a collective, and run it."""
+        """Record the call if it is a collective, and run the call."""
         if func.namespace == "c10d":
             self._note(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))

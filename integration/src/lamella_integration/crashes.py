@@ -1,8 +1,8 @@
-"""Training that saves until something kills it, and checkpoints that something damages: what tests seed and repeat.
+"""Runs that save until killed, and damaged checkpoints, drawn from seeds for tests to repeat.
 
-A crash is drawn from its seed: how many ranks save, blocking or in the background, to one path or to a path a step;
-which of the processes is killed, and after how long. A checkpoint is filled with the number of its step, so that half
-of one and half of another show.
+The seed of a crash decides the number of ranks, blocking or background saves, one path or a path per step, the process
+to kill and the delay. Every element of a checkpoint is the number of the checkpoint's step: a mix of two checkpoints
+shows.
 """
 
 import math
@@ -34,7 +34,7 @@ _MAX_SAVES: Final = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Crash:
-    """What happens to a run that saves again and again."""
+    """A run of repeated saves, and the process to kill with SIGKILL."""
 
     num_ranks: int
     in_background: bool
@@ -45,7 +45,7 @@ class Crash:
 
     @classmethod
     def draw(cls, seed: int, *, in_background: bool) -> "Crash":
-        """The crash of a seed."""
+        """Draw a crash from a seed."""
         draw = random.Random(seed)
         num_ranks = draw.choice([1, 2, 3])
         return cls(
@@ -58,14 +58,14 @@ class Crash:
         )
 
     def happen(self, root: Path) -> int:
-        """Run it, and return how many saves were begun.
+        """Run until the crash; return the number of the last save that was started.
 
-        Effects: forks ranks; leaves checkpoints under `root`, and in `root/known` the last step that was known saved.
+        Effects: forks ranks; leaves checkpoints under `root`, and in `root/known` the last step whose save completed.
         """
         try:
             run_ranks(self._save_until_killed, self.num_ranks, root)
         except RankFailure as failure:
-            if "SIGKILL" not in str(failure) and "by peer" not in str(failure):  # A peer may be heard first.
+            if "SIGKILL" not in str(failure) and "by peer" not in str(failure):  # or a peer's lost connection
                 raise
         return int((root / "begun").read_text())
 
@@ -75,7 +75,7 @@ class Crash:
         saver = AsyncSaver() if self.in_background else None
         self._save(model, 1, path_of, root, saver)
         if saver is not None:
-            saver.wait()  # The processes have come up.
+            saver.wait()  # The writer processes are running from here on.
         _tell(root / "known", 1)
         dist.barrier()
         self._arm(saver)
@@ -83,7 +83,7 @@ class Crash:
             _tell(root / "begun", step)
             try:
                 self._save(model, step, path_of, root, saver)
-            except CheckpointFailed:  # Its process was killed. The one that took its place saves the next.
+            except CheckpointFailed:  # The writer process was killed. The saver starts a new one for the next save.
                 if saver is not None:
                     self._save(model, step, path_of, root, saver)
                     saver.close()
@@ -115,18 +115,19 @@ class Crash:
 
 
 def check_whole(root: Path) -> None:
-    """Assert that what a crash left is whole: the last step that was known to be saved, or a later one.
+    """Assert that every checkpoint left by a crash is whole, and that the last completed step, or a later step, exists.
 
     Effects: reads every checkpoint.
     """
     known = int((root / "known").read_text())
     paths = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.suffix]
-    found = [_step_of(path) for path in paths or [root / "only"]]  # Which may have stepped aside: `load` finds it.
+    # Without a folder, a save in progress had moved the checkpoint aside: `load` finds the checkpoint by its path.
+    found = [_step_of(path) for path in paths or [root / "only"]]
     assert max(found) >= known, f"step {known} was saved, and only {sorted(found)} are there"
 
 
 def damage(path: Path, seed: int) -> str:
-    """Flip a bit of one of a checkpoint's files, cut it short or remove it, and say what was done."""
+    """Flip a bit of one of a checkpoint's files, truncate or remove the file; return a description of the damage."""
     draw = random.Random(seed)
     file = draw.choice(sorted(each for each in path.iterdir() if each.is_file())) if path.is_dir() else path
     content = bytearray(file.read_bytes())
@@ -143,9 +144,9 @@ def damage(path: Path, seed: int) -> str:
 
 
 def check_never_silently_wrong(source: Path, scratch: Path, seed: int) -> bool:
-    """Assert that a damaged copy is refused, or loads what was saved; whether it was refused.
+    """Assert that a damaged copy is refused or loads the saved values; return True if refused.
 
-    A flipped bit of a tensor cannot be seen in a format without checksums: then `verify` has to say that it has none.
+    A format without checksums cannot detect a flipped bit of a tensor: `verify` must then report all bytes unverified.
     """
     if source.is_dir():
         shutil.copytree(source, scratch)
@@ -170,7 +171,7 @@ FORMATS: Final = ("native", "hf", "torch", "fsdp_dtensor", "torch.save", "dcp.sa
 
 
 def save_filled(path: Path, kind: str = "native") -> None:
-    """A checkpoint of step 1, as this package writes it in one of its formats, or as torch does."""
+    """Save a checkpoint of step 1, in one of lamella's formats or by torch."""
     model = _filled(1, sharded=False)
     match kind:
         case "native":
@@ -178,19 +179,19 @@ def save_filled(path: Path, kind: str = "native") -> None:
         case "torch.save":
             torch.save({"model": model.state_dict(), "step": 1}, path)
         case "dcp.save":
-            # By a rank: where there are GPUs it uses one, and a process that has done so cannot fork ranks.
+            # In a forked rank: DCP uses a GPU if one is visible, and a process that has used CUDA cannot fork ranks.
             run_ranks(lambda: save_of_torch({"model": model.state_dict(), "step": 1}, checkpoint_id=path), 1)
         case "hf" | "torch" | "fsdp_dtensor":
             save(path.with_name("saved"), model=model, extra={"step": 1})
-            # Names are left alone: they are nobody's.
+            # Names stay unchanged: `_filled` has no model family to translate names for.
             convert(path.with_name("saved"), path, to=kind, translate=lambda source: source)
             shutil.rmtree(path.with_name("saved"))
 
 
 def save_without_room(path: Path, seed: int, *, in_background: bool) -> bool:
-    """Save over a checkpoint of step 1 where no file may become as large as it would; whether that was told.
+    """Save over a checkpoint of step 1 under a limit on file sizes too small for the save; return True if it failed.
 
-    Effects: asserts that the checkpoint of step 1 is what it was. The limit holds for this process meanwhile.
+    Effects: asserts that the checkpoint of step 1 is unchanged; sets RLIMIT_FSIZE of this process during the save.
     """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     room = random.Random(seed).randrange(math.prod(_SHAPE) * 4)
@@ -201,7 +202,7 @@ def save_without_room(path: Path, seed: int, *, in_background: bool) -> bool:
         if saver is None:
             save(path, model=model, extra={"step": 2})
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # The process beside this one has it for good.
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # The writer process, already started, keeps the limit.
             saver.save(path, model=model, extra={"step": 2})
             saver.close()
     except (OSError, CheckpointFailed):
@@ -222,20 +223,20 @@ def _filled(value: float, *, sharded: bool) -> nn.Module:
 
 
 def _holds_step_one(path: Path) -> bool:
-    """Whether a checkpoint of any format holds the number everywhere, and says it if it says one."""
+    """True when every element of a checkpoint is 1, and so is its step, in formats with a step."""
     model = _filled(-1, sharded=False)
     extra = load(path, model=model)
     return extra.get("step", 1) == 1 and all(bool(tensor.eq(1).all()) for tensor in model.parameters())
 
 
 def _step_of(path: Path) -> int:
-    """The step of a checkpoint that holds its number everywhere."""
+    """Return a checkpoint's step; assert that every element equals the step."""
     model = _filled(-1, sharded=False)
     while True:
         try:
             step = load(path, model=model)["step"]
             break
-        except CheckpointDamaged as damage:  # By a process that goes on after its rank was killed.
+        except CheckpointDamaged as damage:  # A writer outlives its killed rank, and may replace files during a load.
             if "replaced" not in damage.problem:
                 raise
     for name, tensor in model.named_parameters():

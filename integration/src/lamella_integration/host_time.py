@@ -1,16 +1,16 @@
-"""What a unit costs the host, on any CPU: time, operators and calls of lamella and FSDP2 above the plain model's.
+"""The host's cost per unit, on any CPU: time, operators and calls of lamella and FSDP2 above the plain model's.
 
     python -m lamella_integration.host_time
     python -m lamella_integration.host_time --backends plain lamella --reduce fp32 --steps 200
 
-One core, a process group of four ranks that moves nothing, of which this process is one, and blocks of nine parameters
-so small that an operator takes as long as it takes to be called. What is left is what a GPU's host does too, with two
-differences: a copy of many tensors is a loop here and one kernel there, and streams do nothing here.
+The benchmark runs one rank of four on one core. The process group moves no data, and the blocks have nine parameters
+so small that an operator takes only the time of its call. The rest is the work of a GPU's host, with two differences:
+a copy of many tensors is a loop on the CPU and one kernel on a GPU, and streams do nothing on the CPU.
 
-*lamella_copy_engines* is what GPUs of one host run by default: the real transport and its windows, whose calls of the
-driver go to a function that returns at once. Its sum in fp32 is computed: some 60 us that a GPU's host is spared.
-Backends take turns, so figures of one call compare; those of another host do not, and those of another call, or of a
-busy machine, differ by a fifth and more. The counts are the same in every call.
+*lamella_copy_engines* is the default for GPUs of one host: the real transport and its windows, with the driver's
+functions replaced by a function that returns at once. The reduction's sum in fp32 is computed on the CPU: about 60 us
+absent from a GPU's host. Backends take turns, so figures of one run are comparable. Figures of other hosts are not;
+figures of other runs, or of a busy machine, differ by a fifth and more. The counts are the same in every run.
 """
 
 import argparse
@@ -43,21 +43,21 @@ from lamella_integration.backends import REDUCE_DTYPES
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 
 NUM_RANKS = 4
-NUM_WARMUP_STEPS = 4  # In the first step units learn their order.
+NUM_WARMUP_STEPS = 4  # Step 1 records the order of units.
 PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass
 class Training:
-    """A backend's model and optimizer, and what their steps took: seconds a phase, one row a step."""
+    """A backend's model and optimizer, and the seconds of each phase, one row per step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     seconds: list[tuple[float, ...]]
-    host: Callable[[], AbstractContextManager[None]]  # what it runs on
+    host: Callable[[], AbstractContextManager[None]]  # context with the patches of the simulated host
 
     def phases(self) -> Iterator[str]:
-        """Make a step; gives the name of each phase before it."""
+        """Run a step, yielding each phase's name before the phase."""
         tokens = labels = torch.arange(4).view(1, 4)
         yield "forward"
         loss = next_token_loss(self.model(tokens), labels)
@@ -70,7 +70,7 @@ class Training:
 
 
 class Costs(NamedTuple):
-    """Of a unit: microseconds of each phase, then operators and Python's calls in forward and backward."""
+    """Costs per unit: microseconds of each phase, then operators and Python calls in forward and backward."""
 
     forward_us: float
     backward_us: float
@@ -83,12 +83,12 @@ class Costs(NamedTuple):
 
 
 def plain(config: LlamaConfig, mesh: DeviceMesh, reduce_dtype: torch.dtype) -> nn.Module:
-    """The model alone, in bf16."""
+    """Make the unsharded model, in bf16."""
     return Llama(config).bfloat16()
 
 
 def sharded(package: Any, config: LlamaConfig, mesh: DeviceMesh, reduce_dtype: torch.dtype) -> nn.Module:
-    """The model whose blocks are units of a package that has FSDP2's functions."""
+    """Make the model, with blocks and root sharded by a package with FSDP2's functions."""
     model = Llama(config)
     policy = package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for unit in (*model.units(), model):
@@ -106,7 +106,7 @@ BACKENDS: dict[str, Callable[[LlamaConfig, DeviceMesh, torch.dtype], nn.Module]]
 
 @contextmanager
 def _host_with_copy_engines() -> Iterator[None]:
-    """Have the engine take this host for one with copy engines. Nothing waits, and nothing is copied."""
+    """Make the engine treat this host as one with copy engines, whose driver calls neither wait nor copy."""
     stream = SimpleNamespace(cuda_stream=2, wait_stream=lambda _: None)
     with (
         patch("lamella_engine._parameter_group._engines", _engines_of),
@@ -118,14 +118,14 @@ def _host_with_copy_engines() -> Iterator[None]:
 
 
 class _Window(PeerWindow):
-    """Memory that torch's allocator lends."""
+    """A window in memory from torch's allocator."""
 
     def lending(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class _Windows(WindowAllocator):
-    """The real one, and a buffer that is lent the same window has the same address again, as on a GPU."""
+    """The real allocator, except that a window keeps its memory, so buffers get the window's address, as on a GPU."""
 
     def __init__(self, new_window: Callable[[int], _Window]) -> None:
         super().__init__(new_window)
@@ -148,7 +148,7 @@ class _Windows(WindowAllocator):
 
 
 class _CopyEngineTransport(CopyEngineTransport):
-    """The real one, but for where in its window something lies."""
+    """The real transport, except for offsets in windows: a simulated window has no base address."""
 
     def _offset_of(self, mine: torch.Tensor, window: PeerWindow) -> int:
         return mine.data_ptr()
@@ -168,7 +168,7 @@ def _engines_of(axes: Any) -> CopyEngines | None:
 
 @cache
 def _idle_function(name: str) -> Any:
-    """A function of C's that takes the same arguments, and returns 0 for any two first ones that differ."""
+    """Return a C function for the arguments of a driver function; it returns 0 (success) if the first two differ."""
     function = ctypes.CDLL(None)["pthread_equal"]
     driver: Any = import_module("lamella_buffers._driver")
     function.argtypes, function.restype = driver._ARGUMENTS[name], ctypes.c_int
@@ -181,9 +181,10 @@ def _idle_function(name: str) -> Any:
 def measure(
     backends: Sequence[str], *, reduce_dtype: torch.dtype, num_layers: int, num_steps: int
 ) -> dict[str, tuple[Costs, Costs]]:
-    """The fastest tenth's limit and the median of each backend's steps, a unit. A process group must be there.
+    """Return the fastest decile and the median of each backend's costs per unit. The default process group must exist.
 
-    Time is the thread's own, so that a busy machine counts little. One step after the others is counted and not timed.
+    Times are the thread's CPU time, so a busy machine distorts little. Operators and calls are counted in further
+    steps, after the timed steps.
     """
     config = LlamaConfig(dim=64, num_layers=num_layers, num_heads=4, num_kv_heads=2, ffn_dim=64, vocab_size=64)
     trainings = {name: _training(name, config, reduce_dtype) for name in backends}
@@ -200,7 +201,7 @@ def measure(
 def _training(name: str, config: LlamaConfig, reduce_dtype: torch.dtype) -> Training:
     torch.manual_seed(0)
     host = _host_with_copy_engines if name == "lamella_copy_engines" else nullcontext
-    # By name, groups that move nothing are not NCCL's.
+    # The engine chooses a transport by the group's backend, and the fake group's is not NCCL.
     with host(), patch("lamella_engine._parameter_group.transport_for", lambda group, _: NcclTransport(group)):
         model = BACKENDS[name](config, init_device_mesh("cpu", (NUM_RANKS,)), reduce_dtype)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), [], host)
@@ -213,7 +214,7 @@ def _timed(training: Training) -> tuple[float, ...]:
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, whoever calls them."""
+    """Counts the operators in the dispatcher."""
 
     num = 0
 
@@ -257,7 +258,7 @@ def _costs(training: Training, num_layers: int) -> tuple[Costs, Costs]:
 
 
 def table(found: dict[str, tuple[Costs, Costs]]) -> str:
-    """A row a backend; all but the optimizer above the plain model, if that was measured."""
+    """Format a row per backend. If the plain model was measured, all columns but the optimizer's are the excess."""
     none = Costs(*[0.0] * len(Costs._fields))
     base = found.get("plain", (none, none))
     lines = [
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    gc.disable()  # it would come in whose turn it is
+    gc.disable()  # A collection would count for the backend whose turn it is; `measure` collects between turns.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     reduce_dtype = REDUCE_DTYPES[options.reduce]
     found = measure(options.backends, reduce_dtype=reduce_dtype, num_layers=options.layers, num_steps=options.steps)

@@ -1,4 +1,4 @@
-"""A program that shards by itself, run twice: with torch's FSDP2, and with lamella in its place."""
+"""Programs written for torch's FSDP2, run with FSDP2 and with lamella in place of FSDP2."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ def run_in_both(
     backend: str | None = None,
     timeout_s: float = 120.0,
 ) -> list[Result]:
-    """Run a program on ranks with FSDP2 and with lamella, and assert that the results are the same to the bit.
+    """Run a program on ranks with FSDP2 and with lamella, and assert bitwise equal results.
 
     Args:
-        program: Shards with torch's names, and returns tensors, numbers, texts and containers of these. Each run has an
-            empty folder for all ranks, the argument, and an environment as torchrun sets one.
-        backend: Of the process group; None is the device's own.
+        program: Shards with torch's names; returns tensors, numbers, texts and containers of tensors, numbers and
+            texts. The argument is an empty folder, shared by all ranks of a run. Torchrun's variables are set.
+        num_ranks: Number of ranks.
+        device: "cpu", or "cuda" with one GPU per rank.
+        backend: Backend of the process group; None for the device's default.
+        timeout_s: Limit in seconds for one run.
 
     Returns:
         The results with lamella, by rank.
 
     Raises:
-        AssertionError: Results differ; the message names the place.
+        AssertionError: Results differ. Names the differing entry.
 
     Effects: forks ranks, twice.
     """
@@ -58,17 +61,17 @@ def run_in_both(
 def _run(program: Callable[[Path], Result], folder: Path, is_lamellas: bool) -> Result:
     rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # for those who ask: the process group is there
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Read by libraries; the process group exists.
     torch.manual_seed(0)
     with lamella_engine.install() if is_lamellas else nullcontext():
         return program(folder)
 
 
 def units(model: nn.Module) -> list[str]:
-    """The names of a model's units, which are all of the implementation that is in place.
+    """Return the names of a model's units, all of the implementation in use.
 
     Raises:
-        AssertionError: There are none, or some of the other one.
+        AssertionError: The model has no units, or units of the other implementation.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     is_lamellas = torch.distributed.fsdp.fully_shard.__module__.startswith("lamella")
@@ -78,9 +81,9 @@ def units(model: nn.Module) -> list[str]:
 
 
 def whole(values: object) -> object:
-    """The same containers with tensors on the CPU that are not sharded.
+    """Copy containers, with every tensor unsharded and on the CPU.
 
-    Effects: collective on the meshes of the DTensors among them.
+    Effects: collective on the meshes of all DTensors; host sync.
     """
     match values:
         case DTensor():
@@ -95,7 +98,7 @@ def whole(values: object) -> object:
 
 
 def assert_same(expected: object, got: object, where: str) -> None:
-    """Assert that two results are equal: types, names in their order, and numbers to the bit."""
+    """Assert equal results: types, keys in order, and bitwise equal numbers. `where` names the entry in errors."""
     assert type(expected) is type(got), f"{where}: expected {expected!r}, got {got!r}"
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")

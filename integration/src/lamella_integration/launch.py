@@ -1,4 +1,4 @@
-"""Entering and leaving a program that torchrun starts."""
+"""Start and end of a program under torchrun."""
 
 import os
 import sys
@@ -16,7 +16,10 @@ GROUP_TIMEOUT = timedelta(minutes=3)
 
 @contextmanager
 def process_group(device_type: str) -> Iterator[torch.device]:
-    """The group that torchrun describes, or without it a group of one rank."""
+    """Set up torchrun's process group, or without torchrun a group of one rank; yields this rank's device.
+
+    Effects: collective over all ranks, at both ends; sets this process's CUDA device.
+    """
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -37,7 +40,10 @@ def process_group(device_type: str) -> Iterator[torch.device]:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Exit without the interpreter's shutdown, in which threads of a group may abort (pytorch PR 179291)."""
+    """End the process without the interpreter's shutdown.
+
+    During the shutdown, threads of a process group may abort the process (pytorch PR 179291).
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,6 +1,6 @@
 """The reference decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU; no dropout, no buffers, no tricks.
 
-Tensor names end in their dims: B batch, T tokens, D model, H heads, K key/value heads, E head, V vocabulary.
+Tensor names end in the tensor's dims: B batch, T tokens, D model, H heads, K key/value heads, E head, V vocabulary.
 """
 
 # ruff: noqa: N803, N806  Dims are spelled in capitals.
@@ -17,7 +17,7 @@ from lamella_integration.reference import ReferenceModel
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes of one decoder."""
+    """Sizes of a decoder."""
 
     dim: int
     num_layers: int
@@ -78,7 +78,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer, and one unit of every backend. With `recomputes` backward computes its activations again."""
+    """A decoder layer, one unit in every backend. With `recomputes` backward recomputes the layer's activations."""
 
     recomputes = False
 
@@ -92,7 +92,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
         if not self.recomputes:
             return self._compute(x_BTD, cos_TE, sin_TE)
-        # Inside the module, where no backend's hooks run again. Nothing here draws random numbers.
+        # Recomputed inside the module: no backend's hooks run again. No random state to preserve: there is no dropout.
         args = (x_BTD, cos_TE, sin_TE)
         out_BTD: torch.Tensor = checkpoint(self._compute, *args, use_reentrant=False, preserve_rng_state=False)
         return out_BTD
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Final norm and projection to the vocabulary: a class of its own, so that it can be named as a unit."""
+    """Final norm and projection to the vocabulary, in one class to be named as a unit."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.dim, config.vocab_size, bias=False)
@@ -115,7 +115,7 @@ class Head(nn.Linear):
 
 
 class Llama(ReferenceModel):
-    """Tokens to logits. Embedding and head belong to the root unit, unless they are made units too."""
+    """Tokens to logits. Embedding and head belong to the root unit, unless sharded as separate units."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -144,10 +144,10 @@ def next_token_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.
 
 
 def num_flops_per_token(config: LlamaConfig, num_tokens: int) -> float:
-    """Floating-point operations of forward and backward per token of a sequence.
+    """Return the floating-point operations of forward and backward per token of a sequence.
 
     6 for every parameter of a matrix product (the embedding is a look-up), and 6 * layers * tokens * dim for
-    attention: half of the full square, because a causal kernel computes half of it.
+    attention: half of the full square, because a causal kernel computes half of the square.
     """
     kv_dim = config.num_kv_heads * config.head_dim
     block = 2 * config.dim * config.dim + 2 * config.dim * kv_dim + 3 * config.dim * config.ffn_dim

@@ -1,4 +1,4 @@
-"""A perceptron whose sizes divide by nothing, and are smaller than the number of ranks in places."""
+"""A perceptron of sizes that no number of ranks divides, some smaller than the number of ranks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from lamella_integration.reference import ReferenceModel
 
 
 class Layer(nn.Module):
-    """One linear layer and its activation, and one unit."""
+    """A linear layer and its activation; one unit."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -22,9 +22,9 @@ class Layer(nn.Module):
 
 
 class Mlp(ReferenceModel):
-    """Layers of the given sizes and a linear head, which is the root unit's.
+    """Layers of the given sizes, and a linear head in the root unit.
 
-    With the default sizes a dim 0 of 13, 7, 3 and 2 is cut among 4 ranks: short last shards and empty ones.
+    With the default sizes, 4 ranks shard dims 0 of 13, 7, 3 and 2: some last shards are short, some are empty.
     """
 
     def __init__(self, sizes: Sequence[int] = (5, 13, 7, 3, 2)) -> None:

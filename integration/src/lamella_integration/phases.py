@@ -1,4 +1,4 @@
-"""Where a step's time goes: on the device by a profile, on the host with a model that keeps no device waiting."""
+"""The time of a step: on the device from a profile, on the host from a model too small to keep the host waiting."""
 
 import statistics
 import time
@@ -14,16 +14,16 @@ from lamella_integration.report import Phases
 THIN_HEAD_DIM = 16
 THIN_NUM_TOKENS = 64
 NUM_HOST_STEPS = 40
-NUM_HOST_WARMUP_STEPS = 4  # In the first step units learn their order, and libraries load; in the fourth some capture.
+NUM_HOST_WARMUP_STEPS = 4  # Step 1 records the order of units and loads libraries; step 4 captures CUDA graphs.
 
 
 def phases_of(training: Training, tokens: torch.Tensor, labels: torch.Tensor) -> Phases:
-    """What this rank's device does in a step, from a profile of `NUM_STEPS` after one more; operators on a CPU.
-
-    Every rank must call it.
+    """Profile `NUM_STEPS` steps, after one warm-up step; return this device's time by phase. On a CPU, of operators.
 
     Raises:
-        RuntimeError: The profiler saw no kernel.
+        RuntimeError: The profiler recorded no kernel.
+
+    Effects: collective over all ranks: trains for `NUM_STEPS` + 1 steps.
     """
     found = breakdown(profile_steps(training, tokens, labels, num_warmup_steps=1, has_operators=False))
 
@@ -42,15 +42,15 @@ def phases_of(training: Training, tokens: torch.Tensor, labels: torch.Tensor) ->
 
 
 def host_seconds(backend: Backend, workload: Workload) -> float:
-    """How long this rank's host takes over forward and backward of a microbatch when it waits for nothing.
+    """Measure this rank's host time in seconds for forward and backward of a microbatch, without waits for the device.
 
-    What it does for each unit (hooks, launches) does not depend on sizes, so it is timed on a thin model: the same
-    layers and parameters, each so small that the device is done sooner than the host, from an idle device until
-    backward has returned. The mean of the fastest tenth of `NUM_HOST_STEPS` steps, since what else a host does only
-    adds to them. The optimizer's part is not counted, unless the step is captured: then all of it is one launch.
-    Budgets in bytes hold more units of a thin model. On a CPU it is the whole time, computing included.
+    The host's work per unit (hooks, launches) does not depend on sizes. A thin model is therefore timed: the same
+    layers and parameters, so small that the device finishes before the host, from an idle device to the return of
+    backward. The result is the mean of the fastest tenth of `NUM_HOST_STEPS` steps, since other work on the host only
+    adds time. The optimizer is excluded, unless the step is captured: then the whole step is one launch. Budgets in
+    bytes hold more units of a thin model. On a CPU the time includes the computation.
 
-    Every rank must call it.
+    Effects: collective over all ranks.
     """
     thin = _thin(workload)
     training = backend(thin)

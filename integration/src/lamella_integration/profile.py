@@ -1,9 +1,9 @@
-"""Two profiled steps: where the time goes on rank 0, and whether anything of parameter size was copied.
+"""Two profiled steps: the time of rank 0 by phase, and a check for copies of parameter size.
 
     torchrun --nproc-per-node 4 -m lamella_integration.profile
 
-The default size is made for the proof: no shard of it has as many elements as a whole parameter, and the number of
-tokens is prime, so that sizes alone tell what was copied.
+The default size is made for the proof: no shard has as many elements as an unsharded parameter, and the number of
+tokens is prime. Sizes alone therefore tell copies of shards, parameters and activations apart.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROOF = LlamaConfig(dim=1536, num_layers=4, num_heads=12, num_kv_heads=4, ffn_di
 PROOF_SMALL = LlamaConfig(dim=96, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=256, vocab_size=320)
 NUM_TOKENS = 1021
 NUM_STEPS = 2
-SLOT_PADDING = 256  # Elements between the parameters of a flat shard, at most.
+SLOT_PADDING = 256  # Largest number of padding elements between the parameters of a flat shard.
 NUM_WARMUP_STEPS = 3
 
 PROFILE_SIZES = {"proof": PROOF, "proof_small": PROOF_SMALL, **SIZES}
@@ -43,18 +43,21 @@ def profile_steps(
     num_warmup_steps: int = NUM_WARMUP_STEPS,
     has_operators: bool = True,
 ) -> list[Kernel]:
-    """The kernels of `NUM_STEPS` steps on this rank, after a warm-up; operators where there is no GPU.
-
-    Every rank must call it.
+    """Return this rank's kernels of `NUM_STEPS` steps, after a warm-up; operators on a CPU.
 
     Args:
-        keep: Where to leave the trace.
-        num_warmup_steps: Steps before the profiled ones.
-        has_operators: Whether to record what the host calls too, which tells the sizes of what kernels are given. It
-            makes the host slower, and a device that waits for it more idle.
+        training: The backend's training.
+        tokens: Input of every step.
+        labels: Targets of every step.
+        keep: File to write the trace to; None keeps no trace.
+        num_warmup_steps: Steps before the profiled steps.
+        has_operators: Record the host's operators too, for the tensor sizes of kernels. Recording slows the host down,
+            and a device waiting for the host is idle for longer.
 
     Raises:
-        RuntimeError: The profiler saw no kernel.
+        RuntimeError: The profiler recorded no kernel.
+
+    Effects: collective over all ranks: trains for `num_warmup_steps` + `NUM_STEPS` steps.
     """
     for _ in range(num_warmup_steps):
         training.step(tokens, labels)
@@ -64,7 +67,7 @@ def profile_steps(
         torch.cuda.synchronize()
     with torch_profile(activities=activities, record_shapes=has_operators, acc_events=True) as profiler:
         for step in range(NUM_STEPS):
-            with record_function(f"ProfilerStep#{step}"):  # as torch's schedules name it: a step of the overlap report
+            with record_function(f"ProfilerStep#{step}"):  # marks a step, as torch's schedules do
                 training.step(tokens, labels)
         if tokens.is_cuda:
             torch.cuda.synchronize()
@@ -79,21 +82,21 @@ def profile_steps(
 
 
 def load_profiler(device: torch.device) -> None:
-    """Load what the profiler needs: on a GPU it stays, so what is timed before and after would not be timed alike."""
+    """Load the profiler's libraries: on a GPU they stay loaded, and timings before and after would differ."""
     if device.type == "cuda":
         with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True):
             torch.zeros(1, device=device)
 
 
 def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
-    """What `check_zero_copy` needs to know of a decoder sharded over the default group.
+    """Return the sizes for `check_zero_copy` of a decoder sharded over the default group.
 
-    Casts of shards: every unit's to the wire before forward, every block's again before backward, and every reduced
-    gradient's back to fp32; or, if it was added up in that, this rank's own piece to where the others' arrive. On a CPU
-    they are not counted: gloo copies what it reduced once more.
+    Casts of shards: every unit's shard to the communication dtype before forward, every block's again before backward,
+    and every reduced gradient back to fp32. With sums in fp32, the last cast is this rank's piece, copied beside the
+    pieces of its peers. On a CPU casts are not limited: gloo copies each reduced tensor once more.
 
     Raises:
-        ValueError: Sizes cannot tell a shard from a whole parameter, or a parameter from an activation.
+        ValueError: Sizes cannot tell a shard from an unsharded parameter, or a parameter from an activation.
     """
     with torch.device("meta"):
         model = Llama(workload.config)
@@ -123,7 +126,7 @@ def _shard_numel(parameters: Iterable[torch.Tensor], num_ranks: int, padding: in
 
 
 def markdown(name: str, found: Breakdown) -> str:
-    """One row of the table of where a step goes, in milliseconds a step."""
+    """Return a row of the table of phases, in milliseconds per step."""
     columns = [Kind.MATMUL, Kind.ATTENTION, Kind.ELEMENTWISE, Kind.COPY, Kind.FILL, Kind.OPTIMIZER]
     columns += [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL]
     header = ["backend", "span", *(kind.name.lower() for kind in columns), "collectives", "exposed", "idle"]
@@ -133,14 +136,14 @@ def markdown(name: str, found: Breakdown) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile a backend. 1 if a size made for the proof shows a copied parameter, else 0."""
+    """Profile a backend. Returns 1 if a size made for the proof shows a copied parameter, else 0."""
     parser = argparse.ArgumentParser(prog="lamella_integration.profile", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=PROFILE_SIZES, default="proof", help="other sizes are profiled, not proved")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     parser.add_argument("--backend", default="lamella", metavar="BACKEND[:OPTION=VALUE,...]", help="as for the bench")
     parser.add_argument("--reduce", choices=REDUCE_DTYPES, default="bf16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, help="where to leave rank 0's trace, for `lamella overlap-report`")
+    parser.add_argument("--out", type=Path, help="file for rank 0's trace, for `lamella overlap-report`")
     options = parser.parse_args(arguments)
     try:
         backend = backend_of(options.backend)
@@ -149,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = PROFILE_SIZES[options.size]
     with process_group(options.device) as device:
         workload = Workload(config=config, device=device, reduce_dtype=REDUCE_DTYPES[options.reduce])
-        # On every rank: one that alone finds sizes that prove nothing would leave the others waiting.
+        # On every rank: if only rank 0 computed the sizes and raised, its peers would wait in a collective.
         sizes = parameter_sizes(workload, options.tokens) if options.size.startswith("proof") else None
         keep = options.out if dist.get_rank() == 0 else None
         kernels = profile_steps(backend(workload), *workload.batch(options.tokens), keep)

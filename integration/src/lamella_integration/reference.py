@@ -1,8 +1,8 @@
-"""What reference models have in common: named units, and initial weights that are the same however they are stored.
+"""The base of reference models: named units, and initial weights independent of sharding.
 
-Each parameter is drawn from a generator seeded by the seed and the parameter's name. So a model built on
-the meta device and sharded before it has weights starts with exactly the weights of one built whole, on any
-number of ranks, and no rank ever holds more than one unsharded parameter.
+Each parameter is drawn from a generator seeded by the seed and the parameter's name. A model built on the meta device
+and sharded before initialisation therefore starts with exactly the weights of an unsharded model, on any number of
+ranks, and no rank ever holds more than one unsharded parameter.
 """
 
 import zlib
@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class ReferenceModel(nn.Module):
-    """A model that says where its units are."""
+    """A model with named units."""
 
     def units(self) -> list[nn.Module]:
-        """Modules to shard before the root, in execution order."""
+        """Return the modules to shard before the root, in execution order."""
         raise NotImplementedError(f"Expected {type(self).__name__} to name its units, got none.")
 
 
@@ -26,9 +26,10 @@ def init_weights(model: nn.Module, seed: int, *, round_to: torch.dtype | None = 
     Biases become 0, norm weights (one dim) 1, and matrices normal with a deviation of 1 / sqrt(last dim).
 
     Args:
-        model: Not on meta. Names must be the unsharded model's: call before a wrapper adds a prefix.
-        seed: The same on every rank.
-        round_to: Round each value to this dtype, so that a backend which stores nothing wider starts equal.
+        model: Model off the meta device, with the unsharded model's parameter names: initialise before any wrapper
+            adds a prefix.
+        seed: Seed, the same on every rank.
+        round_to: Dtype to round each value to, for equal starts with backends that store only `round_to`.
 
     Effects: no communication; holds one unsharded fp32 parameter at a time.
     """
@@ -53,5 +54,5 @@ def _draw(name: str, shape: torch.Size, device: torch.device, seed: int) -> torc
 def _as_sharded(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return weight
-    # Every rank has drawn the same tensor: without a source rank each one cuts out its own shard.
+    # Every rank has drawn the same tensor. Without a source rank, each rank cuts out its own shard, with no broadcast.
     return distribute_tensor(weight, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits every time."""
+"""Kernels with bitwise reproducible results."""
 
 import os
 
@@ -6,15 +6,15 @@ import torch
 
 
 def use_repeatable_kernels() -> None:
-    """Let what does the same arithmetic have the same results, bit for bit, from now on; call it before CUDA is used.
+    """Make equal arithmetic give equal bits from now on. Must precede any use of CUDA.
 
-    Fused attention's backward adds up in the order in which blocks finish, and training from a random start makes a
-    percent of that within ten steps.
+    Fused attention's backward sums in the order in which blocks finish, and training from a random start amplifies
+    the rounding differences to a percent of the loss within ten steps.
 
-    Effects: settings of this process; kernels get slower.
+    Effects: changes settings of this process; kernels get slower.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)  # A warning names what has no repeatable kernel.
+    torch.use_deterministic_algorithms(True, warn_only=True)  # A warning names operators without a repeatable kernel.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, the comparison of their losses, and the table, JSON and plot made of them."""
+"""A benchmark's results: rows, the comparison of losses, and the tables, JSON and plot."""
 
 import json
 import math
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 PEAK_TFLOPS = 989.0  # Dense bf16 of one H100 or H200.
 
 # Note [Loss tolerances]
-#   The first loss is a forward pass over equal bf16 weights. Backends that compute alike agree to the last bit;
+#   The first loss is a forward pass over equal bf16 weights. Backends with the same arithmetic agree to the last bit;
 #   autocast keeps the residual stream in fp32. bf16 rounds each activation by up to 2**-9, and the mean over
-#   thousands of tokens averages that away: 1e-3 is generous. AdamW's first updates move every weight by the sign of
-#   its gradient, whatever its size, so roundings of small gradients count in full, and where the loss falls steeply two
-#   runs of one backend end 8 % apart. The mean over all steps is within 0.6 % there, and within 0.2 % in longer
-#   sequences. A reduction that drops one rank of four moves it by more than 1 % even where little is learnt. (A
-#   gradient scaled as a whole does not: AdamW divides the scale out.)
+#   thousands of tokens averages the rounding out: 1e-3 is generous. AdamW's first updates move every weight by the
+#   sign of the gradient, of any size, so roundings of small gradients count in full, and on a steeply falling loss two
+#   runs of one backend end 8 % apart. Their means over all steps differ by at most 0.6 %, and by 0.2 % for longer
+#   sequences. A reduction without one of four ranks moves the mean by more than 1 %, even when little is learnt. (A
+#   scaled gradient does not move the mean: AdamW divides the scale out.)
 FIRST_LOSS_TOLERANCE = 1e-3
 MEAN_LOSS_TOLERANCE = 1e-2
-LEAK_TOLERANCE_GIB = 0.25  # cuBLAS keeps a workspace of 32 MiB for each stream that it was used on.
+LEAK_TOLERANCE_GIB = 0.25  # cuBLAS keeps a workspace of 32 MiB per stream.
 
 _COLUMNS = [
     *("tokens/s/GPU", "of ideal", "x FSDP2", "step s", "MFU", "peak GiB", "reserved", "at rest", "built"),
@@ -33,10 +33,10 @@ _COLUMNS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Milliseconds of a step on rank 0's device. What runs at the same time counts in each of its phases.
+    """Milliseconds of a step on rank 0's device. Kernels running at the same time count in each of their phases.
 
-    `compute_ms` is matrix products, attention and what is elementwise; `copies_ms` has fills too; `exposed_ms` is the
-    part of the collectives during which nothing else runs, `idle_ms` when nothing at all does.
+    `compute_ms` is matrix products, attention and elementwise kernels; `copies_ms` includes fills; `exposed_ms` is the
+    time of collectives without any other kernel, `idle_ms` the time without any kernel.
     """
 
     span_ms: float
@@ -50,10 +50,10 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """Microseconds that the slowest rank's host needs for a unit, forward and backward, when it waits for nothing.
+    """Microseconds of the slowest rank's host per unit, forward and backward, without waits for the device.
 
-    `total_us` is the whole time divided by the number of units; `above_ideal_us` is what the same takes more than the
-    model alone, unsharded: hooks, collectives, and the casts and copies around them.
+    `total_us` is the whole time divided by the number of units. `above_ideal_us` is the excess over the unsharded
+    model: hooks, collectives, casts and copies.
     """
 
     total_us: float
@@ -62,13 +62,13 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One backend's figures, the slowest or fullest rank's.
+    """One backend's figures: times of the slowest rank, memory of the fullest rank.
 
-    `losses` has every step's, the mean over ranks, from the first that warms up. `step_s` is the slowest rank's median
-    step; `steps_s` has every measured step, as long as its slowest rank took. `built_gib` is allocated before the first
-    step; `at_rest_gib` between steps, with optimizer state and without gradients. Allocated memory is counted without
-    what was there before the backend was built; reserved memory is all that the process has, windows that copy engines
-    keep from earlier rows among it. `trouble` is what kept phases or host time from being measured.
+    `losses` holds the mean over ranks for every step, warm-up steps included. `step_s` is the slowest rank's median
+    step; `steps_s` holds the slowest rank's time for each measured step. `built_gib` is allocated before the first
+    step; `at_rest_gib` between steps, with optimizer state and without gradients. Allocated memory excludes memory
+    allocated before the backend was built; reserved memory is the whole process's, including the copy engines' windows
+    of earlier rows. `trouble` is the error of a failed measurement of phases or host time.
     """
 
     step_s: float
@@ -108,7 +108,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A backend that raised."""
+    """The error of a failed backend."""
 
     error: str
     leaked_gib: float = 0.0
@@ -119,7 +119,7 @@ class Failure:
 
 @dataclass(kw_only=True)
 class Report:
-    """Rows by backend, in the order they ran."""
+    """Rows by backend, in the order of measurement."""
 
     title: str
     environment: dict[str, str]
@@ -130,12 +130,12 @@ class Report:
         return {name: row for name, row in self.rows.items() if isinstance(row, Measurement)}
 
     def ratio(self, name: str, of: str) -> float | None:
-        """A row's speed as a part of another backend's in its first row here. None if it has none."""
+        """Return a row's speed divided by that of the first row of backend `of`; None without a row of `of`."""
         rows = [row for other, row in self.measurements().items() if _backend(other) == of]
         return self.measurements()[name].tokens_per_s / rows[0].tokens_per_s if rows else None
 
     def disagreements(self) -> dict[str, str]:
-        """Backends whose losses are not those of the first that trained, with both values."""
+        """Describe backends with losses outside the tolerances of the first trained backend's losses."""
         trained = {name: row for name, row in self.measurements().items() if row.trained}
         if not trained:
             return {}
@@ -147,13 +147,13 @@ class Report:
         }
 
     def is_sound(self) -> bool:
-        """Whether every backend ran, everything that was asked for was measured, and the losses agree."""
+        """True when every backend ran, every requested measurement exists, and the losses agree."""
         measurements = self.measurements()
         troubled = any(row.trouble for row in measurements.values())
         return len(measurements) == len(self.rows) and not troubled and not self.disagreements()
 
     def markdown(self) -> str:
-        """The tables that people paste."""
+        """Return the tables in Markdown."""
         environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         command = [f"`{self.command}`", ""] if self.command else []
         rows = {name: self._cells(name, row) for name, row in self.rows.items()}
@@ -161,7 +161,7 @@ class Report:
         return "\n".join([*lines, *self._phases_table()])
 
     def write(self, folder: Path) -> None:
-        """Write `report.json`, `report.md` and, where matplotlib is installed, `report.png`."""
+        """Write `report.json`, `report.md` and, with matplotlib installed, `report.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(self._as_json(), indent=2) + "\n")
         (folder / "report.md").write_text(self.markdown())
@@ -245,7 +245,7 @@ class Report:
 
 
 def _plot_curve(axis: "Axes", measurements: dict[str, Measurement]) -> None:
-    """Speed against memory: what an option of lamella costs in one and brings in the other."""
+    """Plot speed against memory: the trade of each option of lamella."""
     points = {name: (row.peak_allocated_gib, row.tokens_per_s) for name, row in measurements.items()}
     ours = sorted(point for name, point in points.items() if _backend(name) == "lamella")
     axis.plot(*zip(*ours, strict=True), color="tab:blue", linewidth=0.8)
@@ -258,7 +258,7 @@ def _plot_curve(axis: "Axes", measurements: dict[str, Measurement]) -> None:
 
 
 def _backend(name: str) -> str:
-    """What a row's name begins with: the rest are options, or the number of a repetition."""
+    """Return the backend of a row's name, without options and repetition number."""
     return name.partition(":")[0].partition(" ")[0]
 
 

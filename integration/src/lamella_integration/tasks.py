@@ -1,7 +1,7 @@
-"""Small training tasks with an answer that does not depend on how the model is sharded, and a loop to train them.
+"""Small training tasks with results independent of sharding, and a training loop.
 
-A batch is global; a rank trains on its rows of it, microbatch by microbatch, and losses are means over rows of equal
-weight. So one process and any number of ranks that divides the rows take the same steps.
+A batch is global; a rank trains on its rows of the batch, microbatch by microbatch, and losses are means over rows of
+equal weight. One process and any number of ranks dividing the rows therefore take the same steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,25 +24,25 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class FullyShard(Protocol):
-    """The part of `fully_shard`'s signature that tasks use."""
+    """The part of `fully_shard`'s signature used by tasks."""
 
     def __call__(self, module: nn.Module, **options: object) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, what it is fed, and what it should learn."""
+    """A model, its data and its loss."""
 
     build: Callable[[], ReferenceModel]
     draw: Callable[[torch.Generator], Batch]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def batch(self, step: int) -> Batch:
-        """The global batch of a step, on the CPU. Two batches alternate, so that there is something to learn."""
+        """Return the global batch of a step, on the CPU. Two batches alternate, so the model can learn both."""
         return self.draw(torch.Generator().manual_seed(step % 2))
 
     def model(self, *, device: torch.device | str = "cpu", seed: int = 0) -> ReferenceModel:
-        """The unsharded model with its initial weights."""
+        """Make the unsharded model with its initial weights."""
         with torch.device(device):
             model = self.build()
         init_weights(model, seed)
@@ -51,12 +51,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train.
+    """Settings of training.
 
     Attributes:
-        reduce_every_microbatch: With several microbatches, which of the two ways to accumulate.
-        foreach: As for `torch.optim.AdamW`. False rounds each element alike whatever list of shards a rank has: torch
-            runs single-tensor kernels for some lists, and these round otherwise than the multi-tensor ones.
+        reduce_every_microbatch: With several microbatches, reduce gradients after each instead of after the last.
+        foreach: As for `torch.optim.AdamW`. False rounds each element alike for any list of shards: for some lists
+            torch runs single-tensor kernels, which round differently from multi-tensor kernels.
     """
 
     num_steps: int = 20
@@ -69,7 +69,7 @@ class Recipe:
 
 @dataclass(kw_only=True)
 class Trace:
-    """What training did: global losses, gradient norms before clipping, final unsharded weights."""
+    """The results of training: global losses, gradient norms before clipping, final unsharded weights."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -87,7 +87,7 @@ def _draw_points(generator: torch.Generator) -> Batch:
 
 
 def _squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    # In the labels' dtype: on CUDA, torch's backward of a loss of two dtypes is an error.
+    # Cast to the labels' dtype: on CUDA, torch's backward of a loss of two dtypes raises.
     return F.mse_loss(outputs.to(labels.dtype), labels)
 
 
@@ -114,15 +114,15 @@ def train(
     recipe: Recipe,
     prepare: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
 ) -> Trace:
-    """Train on this rank's rows; alone, without a process group, on all of them.
+    """Train on this rank's rows of each batch; without a process group, on all rows.
 
     Args:
-        task: What to train on.
-        model: What to train.
-        recipe: How.
-        prepare: Given the optimizer, before the first step.
+        task: Data and loss.
+        model: Model to train.
+        recipe: Settings of training.
+        prepare: Called with the optimizer before the first step.
 
-    Effects: with a process group, the collectives of the model, and one for each loss and weight of the trace.
+    Effects: with a process group, the collectives of the model, and a collective per loss and weight of the trace.
     """
     trace = Trace()
     optimizer = torch.optim.AdamW(
@@ -145,7 +145,7 @@ def train(
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered if it is a DTensor."""
+    """Return the unsharded tensor. Effects: collective over the mesh of a DTensor."""
     if isinstance(tensor, DTensor):
         full: torch.Tensor = tensor.full_tensor()
         return full

@@ -1,6 +1,6 @@
-"""What a profile shows to have been copied: whole parameters, or casts of shards and activations only.
+"""Copies in a profile: whole parameters, or only casts of shards and activations.
 
-Pure functions on lists of kernels. `profile` runs the profiler, and `lamella.overlap` reads what it wrote.
+Pure functions on lists of kernels. `profile` runs the profiler, and `lamella.overlap` reads the trace.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,13 +11,15 @@ from lamella.overlap import Kernel, Kind
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSizes:
-    """What tells copies of parameters from casts of shards and from copies of activations.
+    """Sizes to tell copies of parameters from casts of shards and copies of activations.
 
     Args:
-        full_numels: Of each matrix that divides. Vectors are as small as much else that is copied.
-        largest_shard_numel: Of a unit: nothing cast at once is larger.
-        cast_numel: Elements that casts between shards and wires may copy in the whole profile. None for any number.
-        num_tokens: A prime: the sizes of activations are multiples of it, those of parameters are not.
+        full_numels: Elements of each unsharded matrix with a dim 0 divisible by the number of ranks. Vectors are left
+            out: other, legitimate copies are as small.
+        largest_shard_numel: Elements of the largest unit's shard, the upper bound of a single cast.
+        cast_numel: Limit on the elements copied by casts between shards and payloads in the whole profile. None for no
+            limit.
+        num_tokens: A prime that divides the sizes of activations and no size of a parameter.
     """
 
     full_numels: frozenset[int]
@@ -27,21 +29,21 @@ class ParameterSizes:
 
 
 def parameter_copies(kernels: Iterable[Kernel], sizes: ParameterSizes) -> list[Kernel]:
-    """Copies that a zero-copy step has no reason to make: whole parameters, or more than a unit's shard.
+    """Return the copies a zero-copy step must not make: whole parameters, or more than a unit's shard.
 
-    A copy of unknown size is taken for one: a proof has no unknowns.
+    Copies of unknown size are included: a proof has no unknowns.
     """
     return [kernel for kernel in kernels if kernel.kind is Kind.COPY and _is_parameter_copy(kernel, sizes)]
 
 
 def copied_numel(kernels: Iterable[Kernel], sizes: ParameterSizes) -> int:
-    """Elements copied in all, activations left out: parameters copied piece by piece show here."""
+    """Sum the elements of all copies but activations: parameters copied piece by piece show in the sum."""
     by_operator = {
         kernel.operator: sum(numel for numel in kernel.numels if not _is_activation(numel, sizes)) // 2
         for kernel in kernels
         if kernel.kind is Kind.COPY
     }
-    return sum(by_operator.values())  # A copy names its source and its destination: half of the sum.
+    return sum(by_operator.values())  # Halved above: a copy's sizes list both source and destination.
 
 
 def check_zero_copy(kernels: Sequence[Kernel], sizes: ParameterSizes) -> None:

@@ -1,4 +1,4 @@
-"""Backends with options, as a command line names them: `lamella:keep=4GiB,mesh=2x2`."""
+"""Backends with options, in the command line's form: `lamella:keep=4GiB,mesh=2x2`."""
 
 import inspect
 import re
@@ -13,10 +13,10 @@ _ALLOCATORS = ("caching", "pool", "mempool")
 
 
 def backend_of(text: str) -> Backend:
-    """The backend that a text names, with the options that it gives.
+    """Return the named backend with the given options.
 
     Raises:
-        ValueError: The backend or an option is unknown, an option has a value that it cannot have, or comes twice.
+        ValueError: The backend or an option is unknown, or an option has an invalid value or appears twice.
     """
     name, _, listed = text.partition(":")
     if name not in BACKENDS:
@@ -33,7 +33,7 @@ def backend_of(text: str) -> Backend:
 
 
 def options_of(name: str) -> list[str]:
-    """The options of a backend."""
+    """Return the names of a backend's options."""
     parameters = inspect.signature(BACKENDS[name]).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
 

@@ -1,4 +1,4 @@
-"""Multi-rank tests in a fraction of a second: one function on every rank of a fresh process group."""
+"""Multi-rank tests in a fraction of a second: run a function on every rank of a fresh process group."""
 
 from lamella_testing._installed import write_entry_points as write_entry_points
 from lamella_testing._parity import assert_trains_as_unsharded as assert_trains_as_unsharded

@@ -1,17 +1,20 @@
-"""A package's entry points, where it runs from its sources and was never installed."""
+"""Entry points of a package running from its sources, without installation."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 
 def write_entry_points(folder: Path, distribution: str, group: str, entry_points: Mapping[str, str]) -> None:
-    """Write what an installer writes: with `folder` on `sys.path`, the entry points of a distribution are found.
+    """Write an installer's metadata: with `folder` on `sys.path`, importlib finds the entry points of a distribution.
 
     Args:
-        folder: Is made.
-        distribution: Its name.
-        group: Of the entry points.
+        folder: Created if missing.
+        distribution: Name of the distribution.
+        group: Group of the entry points.
         entry_points: Name -> object, as in `pyproject.toml`.
+
+    Raises:
+        FileExistsError: `folder` holds metadata of the distribution already.
     """
     metadata = folder / f"{distribution.replace('-', '_')}-0.dist-info"
     metadata.mkdir(parents=True)

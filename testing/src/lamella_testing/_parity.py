@@ -1,4 +1,4 @@
-"""Sharded training against unsharded training, for any model and any way to shard it."""
+"""Sharded training against unsharded training, for any model and any sharding."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,19 +22,19 @@ def assert_trains_as_unsharded(
     num_ranks: int = 2,
     num_steps: int = 4,
 ) -> None:
-    """Assert that ranks which share a batch take the steps that one process takes on all of it.
+    """Assert equal training by ranks with a share of the batch each and by a single process with the whole batch.
 
     Args:
-        make_model: Builds the model, in fp32, with the same weights every time.
-        shard: Shards it in place.
-        loss_of: The mean loss of a model on some rows of the batch.
-        batch: (num_rows, ...), divided over the ranks along dim 0.
-        num_ranks: Ranks to shard over.
-        num_steps: Steps of AdamW.
+        make_model: Builds the model, in fp32, with the same weights on every call.
+        shard: Shards the model in place.
+        loss_of: Returns the mean loss of a model on some rows of the batch, 0-D.
+        batch: (num_rows, ...), divided over the ranks along dim 0; `num_ranks` must divide num_rows.
+        num_ranks: Number of ranks to shard over.
+        num_steps: Number of AdamW steps.
 
     Raises:
-        AssertionError: Losses differ by more than 1e-5 relative, weights by more than a hundredth of a step, or nothing
-            was learned, so that equal losses would prove nothing.
+        AssertionError: Losses differ by more than 1e-5 relative; weights by more than a hundredth of a step; or the
+            loss fell by less than 0.1, since equal losses without learning prove nothing.
 
     Effects: forks ranks (gloo), twice.
     """
@@ -58,7 +58,7 @@ def assert_trains_as_unsharded(
     assert losses[-1] < losses[0] - 0.1, f"nothing was learned: {losses}"
     for sharded_losses, sharded_weights in run_ranks(lambda: train(shard), num_ranks):
         torch.testing.assert_close(sharded_losses, losses, rtol=1e-5, atol=0)
-        # Adam divides by the gradient's size, so that where that is near zero rounding decides the step: 1e-2 of one.
+        # Adam divides by the gradient's size: for gradients near zero, rounding decides the step. atol is 1e-2 steps.
         torch.testing.assert_close(sharded_weights, weights, rtol=1e-5, atol=1e-4)
 
 

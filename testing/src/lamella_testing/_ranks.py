@@ -1,14 +1,14 @@
-"""Run one function on every rank of a fresh process group, in forked children.
+"""Run a function on every rank of a fresh process group, in forked children.
 
 Note [Why fork]
-    Importing torch takes seconds; a forked child inherits it. Four gloo ranks and an `all_reduce` take 0.1 s
-    this way and 7-9 s with spawn or forkserver. Import whatever is slow (`torch.distributed.fsdp`, DTensor)
-    at the top of the test module, so that it is imported once in the parent and not once a rank. The
-    price on CUDA: the parent must not have touched a GPU.
+    Importing torch takes seconds; a forked child inherits the import. Four gloo ranks and an `all_reduce` take 0.1 s
+    with fork and 7-9 s with spawn or forkserver. Import slow modules (`torch.distributed.fsdp`, DTensor) at the top of
+    the test module: once in the parent instead of once per rank. The price on CUDA: the parent must not have used
+    a GPU.
 
-Note [Nobody leaves before everybody is done]
-    A rank that has finished or failed stays alive until the parent tells it to go. Its sockets closing would
-    otherwise raise in its peers, and their complaint could reach the parent before the cause does.
+Note [Ranks end together]
+    A finished or failed rank stays alive until the parent releases it. Its closing sockets would otherwise raise errors
+    in its peers, and a peer's error could reach the parent before the cause.
 """
 
 import faulthandler
@@ -41,7 +41,7 @@ _LEAVE_TIMEOUT_S = 10.0
 
 
 class RankFailure(RuntimeError):
-    """One rank raised, or died without a word. The other ranks have been killed."""
+    """A rank raised, or died without an exception. All other ranks have been killed."""
 
     def __init__(self, rank: int, rank_traceback: str) -> None:
         super().__init__(f"Rank {rank} failed:\n{rank_traceback}")
@@ -61,7 +61,7 @@ class RankTimeout(TimeoutError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What the parent holds of one child."""
+    """The parent's handles of a child process."""
 
     rank: int
     process: ForkProcess
@@ -77,24 +77,27 @@ def run_ranks(
     backend: str | None = None,
     timeout_s: float = 120.0,
 ) -> list[Result]:
-    """Results of `fn(*args)` by rank, each run in its own process of a fresh default process group.
+    """Run `fn(*args)` on every rank of a fresh default process group; return the results by rank.
 
-    `fn` may be a closure; its result must pickle, tensors on the CPU. Inside, `torch.distributed.get_rank()`
-    says which rank it is. On "cuda", rank r has GPU r as its current device.
+    Each rank is a forked process, and `torch.distributed` is initialised. On "cuda", rank r has GPU r as its current
+    device.
 
     Args:
+        fn: May be a closure. The result must pickle, with tensors on the CPU.
         num_ranks: At least 1. A single rank gets a process group too.
-        device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
-        backend: Of the process group, in torch's spelling ("cpu:gloo,cuda:nccl" serves both). None: gloo or NCCL.
-        timeout_s: For all ranks together, start included.
+        args: Arguments of `fn`.
+        device: "cpu" for gloo, "cuda" for NCCL with one GPU per rank.
+        backend: Backend of the process group, in torch's spelling ("cpu:gloo,cuda:nccl" for both). None: gloo or NCCL.
+        timeout_s: Limit in seconds for all ranks together, start included.
 
     Raises:
         RankFailure: A rank raised or died. Carries the rank and its traceback.
-        RankTimeout: Carries the ranks that still ran; its text shows where they stood.
-        RuntimeError: Fewer GPUs than ranks are visible, or this process has already used CUDA, or backward where torch
-            sees GPUs.
+        RankTimeout: Ranks were still running at the limit. Carries the ranks; the message shows their stacks.
+        RuntimeError: Fewer GPUs than ranks are visible; or the calling process has used CUDA, or run backward with
+            GPUs visible.
+        ValueError: `num_ranks` is below 1.
 
-    Effects: forks `num_ranks` children and waits for them; none outlives the call.
+    Effects: forks `num_ranks` children and waits for them; no child outlives the call.
     """
     if num_ranks < 1:
         raise ValueError(f"Expected `num_ranks` of at least 1, got {num_ranks}.")
@@ -110,7 +113,7 @@ def run_ranks(
             _serve(connection, call)
 
         try:
-            # No comprehension: were one start to fail, the ranks before it must be killed.
+            # No comprehension: if a later start fails, `kill` must find the earlier ranks in the list.
             for rank in range(num_ranks):
                 ranks.append(start(rank, Path(directory), serve))  # noqa: PERF401
             payloads = collect(ranks, timeout_s)
@@ -121,7 +124,7 @@ def run_ranks(
 
 
 def check_parent(num_ranks: int, device: Device) -> None:
-    """Refuse to fork ranks that could not run autograd, or could not use their GPUs."""
+    """Refuse to fork from a process whose children could not run autograd, or could not use GPUs."""
     if any(name.startswith("pt_autograd") for name in _thread_names()):
         raise RuntimeError(
             "Expected a parent process whose autograd has no threads, got one that ran a backward pass where torch saw "
@@ -134,7 +137,7 @@ def check_parent(num_ranks: int, device: Device) -> None:
 
 def _thread_names() -> Iterator[str]:
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # It has ended meanwhile.
+        with suppress(OSError):  # The thread has ended meanwhile.
             yield (thread / "comm").read_text()
 
 
@@ -153,7 +156,7 @@ def _check_gpus(num_ranks: int) -> None:
 
 
 def _num_visible_gpus() -> int:
-    # Asked in a child: without NVML the question initialises the driver, and later forks could not use it.
+    # Counted in a child: without NVML, counting initialises the CUDA driver, and later forks could not use the GPUs.
     receiver, sender = _FORK.Pipe(duplex=False)
     process = _fork(lambda: sender.send(torch.cuda.device_count()))
     sender.close()
@@ -168,18 +171,18 @@ def _num_visible_gpus() -> int:
 
 def _fork(target: Callable[[], None]) -> ForkProcess:
     process = _FORK.Process(target=target)
-    sys.stdout.flush()  # Else every child prints the parent's unflushed text again.
+    sys.stdout.flush()  # A child inherits unflushed buffers and would print the parent's text again.
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns when a process with threads forks. Ours are torch's idle pools, which the
-        # children, limited to one thread, never enter.
+        # Python 3.12 warns when a process with threads forks. The threads here are torch's idle pools, and the
+        # children, limited to one compute thread, never enter the pools.
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*fork.*")
         process.start()
     return process
 
 
 def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) -> Rank:
-    """Fork a rank that does nothing but `serve`, and never returns from it."""
+    """Fork a rank; the child runs `serve(rank, connection)` and then ends its process."""
     parent_end, child_end = _FORK.Pipe(duplex=True)
     stack_file = directory / f"stack-{rank}"
 
@@ -189,19 +192,20 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
         try:
             serve(rank, child_end)
         except (EOFError, OSError):
-            pass  # The parent is gone; so are we.
+            pass  # The parent has ended, or closed the connection: end too.
         finally:
-            # Group threads may need the interpreter lock during its shutdown, and abort (pytorch PR 179291).
+            # Threads of the process group may want the interpreter lock during the interpreter's shutdown, and abort
+            # the process (pytorch PR 179291).
             os._exit(0)
 
     process = _fork(main)
-    child_end.close()  # Now the child alone holds it, so that its death is an end of file here.
+    child_end.close()  # With the child as the only holder, the child's death is an end of file on `parent_end`.
     return Rank(rank=rank, process=process, connection=parent_end, stack_file=stack_file)
 
 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
-    """Make this process a rank."""
-    torch.set_num_threads(1)  # A forked child hangs in the parent's OpenMP pool.
+    """Initialise the default process group and this process's device. Effects: collective over all ranks."""
+    torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork: with more threads the child would hang.
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -214,9 +218,9 @@ def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backe
 
 
 def outcome_of(call: Callable[[], object]) -> bytes:
-    """What a rank tells its parent of a call."""
+    """Run a call and encode its result (`+` and a pickle) or its traceback (`-` and text), for `collect`."""
     try:
-        # Not `connection.send`: torch makes that pass tensors as file descriptors of a process about to go.
+        # Not `connection.send`: torch's reducer sends tensors as file descriptors of this process, which ends soon.
         message = b"+" + pickle.dumps(call())
     except BaseException:  # noqa: BLE001  pytest's outcomes and SystemExit must be reported too.
         message = b"-" + traceback.format_exc().encode()
@@ -226,7 +230,7 @@ def outcome_of(call: Callable[[], object]) -> bytes:
 
 
 def _serve(connection: Connection, call: Callable[[], object]) -> None:
-    """Send the outcome, and stay until the parent lets go."""
+    """Send the outcome, and wait for the parent's release; see Note [Ranks end together]."""
     connection.send_bytes(outcome_of(call))
     connection.recv_bytes()
     if dist.is_initialized():
@@ -234,7 +238,7 @@ def _serve(connection: Connection, call: Callable[[], object]) -> None:
 
 
 def collect(ranks: list[Rank], timeout_s: float) -> list[bytes]:
-    """Every rank's pickled result, or the first failure."""
+    """Return every rank's pickled result, or raise the first failure."""
     deadline = time.monotonic() + timeout_s
     by_connection = {rank.connection: rank for rank in ranks}
     payloads: dict[int, bytes] = {}
@@ -255,7 +259,7 @@ def _receive(ranks: list[Rank]) -> list[tuple[Rank, bytes]]:
         try:
             message = rank.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
-            # Raised at once: what its peers say about a dead rank is a consequence.
+            # Raised at once: failures of the dead rank's peers are consequences.
             raise RankFailure(rank.rank, _describe_death(rank.process)) from None
         if message[:1] == b"+":
             results.append((rank, message[1:]))
@@ -278,7 +282,7 @@ def _stacks(ranks: list[Rank]) -> str:
     for rank in ranks:
         if rank.process.pid is not None and rank.process.is_alive():
             os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(0.2)  # faulthandler writes from the signal handler and tells nobody when it is done.
+    time.sleep(0.2)  # faulthandler writes from the signal handler, without any sign of completion to wait for.
     return "\n".join(f"Rank {rank.rank}: {rank.stack_file.read_text()}" for rank in ranks)
 
 
@@ -291,7 +295,7 @@ def _let_go(ranks: list[Rank]) -> None:
 
 
 def kill(ranks: list[Rank]) -> None:
-    """End them wherever they are."""
+    """Kill the ranks, reap their processes and close the connections."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:

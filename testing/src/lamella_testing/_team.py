@@ -1,4 +1,4 @@
-"""Ranks that stay, and run one function after another: with GPUs, a process group takes seconds to start."""
+"""Persistent ranks for many functions in turn: on GPUs, a process group takes seconds to start."""
 
 import pickle
 from collections.abc import Callable
@@ -17,14 +17,14 @@ Result = TypeVar("Result")
 
 
 class Team:
-    """The ranks of one process group, started at the first function they are to run.
+    """The ranks of a process group, started by the first `run`.
 
-    What a function leaves behind in its processes the next one finds: process groups, caches, default devices. After a
-    failure the ranks are killed, and others start.
+    Process groups, caches and default devices persist from one function to the next. After a failure all ranks are
+    killed, and the next `run` starts new ranks.
 
     Args:
         num_ranks: At least 1.
-        device: "cpu" for gloo, "cuda" for NCCL with one GPU a rank.
+        device: "cpu" for gloo, "cuda" for NCCL with one GPU per rank.
     """
 
     def __init__(self, num_ranks: int, *, device: Device = "cpu") -> None:
@@ -34,13 +34,19 @@ class Team:
         self._directory: TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[[], Result], *, timeout_s: float = 120.0) -> list[Result]:
-        """Results of `fn` by rank. It may be a closure, as long as cloudpickle can take it along.
+        """Run `fn` on every rank; return the results by rank.
+
+        Args:
+            fn: May be a closure that cloudpickle can pickle. The result must pickle, with tensors on the CPU.
+            timeout_s: Limit in seconds for all ranks together.
 
         Raises:
             RankFailure: A rank raised or died.
-            RankTimeout: Not all of them were done in time.
-            RuntimeError: Fewer GPUs than ranks are visible, or this process has used CUDA, or backward
-                where torch sees GPUs.
+            RankTimeout: Ranks were still running at the limit.
+            RuntimeError: Fewer GPUs than ranks are visible; or the calling process has used CUDA, or run backward with
+                GPUs visible.
+
+        Effects: the first call forks the ranks; on any exception all ranks are killed.
         """
         message = cloudpickle.dumps(fn)
         try:

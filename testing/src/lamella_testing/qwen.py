@@ -1,4 +1,4 @@
-"""Tiny Qwen3.5s of every kind, as transformers makes them, which only this module needs."""
+"""Tiny Qwen3.5 models of every kind, made by transformers. Only this module of the package needs transformers."""
 
 import os
 
@@ -20,7 +20,7 @@ from transformers import (
 Kind = Literal["dense", "moe", "vision", "vision-moe"]
 KINDS: tuple[Kind, ...] = ("dense", "moe", "vision", "vision-moe")
 
-# Heads that four tensor-parallel ranks can share; three gated delta nets, then an attention layer.
+# Numbers of heads divisible over four tensor-parallel ranks; three gated delta nets, then an attention layer.
 _TEXT = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -54,7 +54,7 @@ _VISION = {
 
 
 def make_config(kind: Kind, *, vocab_size: int = 64) -> Any:
-    """A transformers config; the dense one with vision ties its embeddings."""
+    """Make a transformers config; "vision" ties its embeddings."""
     dense, moe = (sizes | {"vocab_size": vocab_size} for sizes in (_DENSE, _MOE))
     match kind:
         case "dense":
@@ -69,7 +69,7 @@ def make_config(kind: Kind, *, vocab_size: int = 64) -> Any:
 
 
 def make_empty_model(kind: Kind, *, vocab_size: int = 64) -> Any:
-    """A model whose weights are to come from elsewhere."""
+    """Make a model with transformers' initial weights, for a test to overwrite."""
     config = make_config(kind, vocab_size=vocab_size)
     match kind:
         case "vision":
@@ -81,7 +81,7 @@ def make_empty_model(kind: Kind, *, vocab_size: int = 64) -> Any:
 
 
 def make_model(kind: Kind, *, vocab_size: int = 64, spread: float = 0.2) -> Any:
-    """A model with no two weights alike: norms that are all ones would hide a wrong offset."""
+    """Make a model with distinct weights: norms of ones alone would hide wrong offsets."""
     torch.manual_seed(0)
     model = make_empty_model(kind, vocab_size=vocab_size)
     with torch.no_grad():
@@ -91,9 +91,9 @@ def make_model(kind: Kind, *, vocab_size: int = 64, spread: float = 0.2) -> Any:
 
 
 def make_mtp(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of the layer that predicts further tokens, which transformers has no module for.
+    """Make weights of the multi-token-prediction layer, which transformers has no module for.
 
-    It is an attention layer like the last of `weights`, between norms and a projection of its own.
+    The layer is an attention layer like the last of `weights`, with norms and a projection around the layer.
     """
     torch.manual_seed(1)
     last = {name.partition("layers.3.")[2]: tensor for name, tensor in weights.items() if "layers.3." in name}

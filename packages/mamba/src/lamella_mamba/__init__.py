@@ -1,4 +1,4 @@
-"""Mamba models under fully_shard: what to shard as one unit."""
+"""Mamba models under fully_shard: the modules to shard as units."""
 
 from lamella_mamba._units import declare_direct_reads as declare_direct_reads
 from lamella_mamba._units import sharding_units as sharding_units

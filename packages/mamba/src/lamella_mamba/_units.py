@@ -1,36 +1,37 @@
-"""What `fully_shard` is called on, and what has to be said for anything smaller.
+"""The units of a Mamba2 model, and declarations for units smaller than a block.
 
 Note [Why nothing smaller than a block]
-    A unit's parameters are gathered when its own forward is called. In training the mixer hands `conv1d.weight`, its
-    bias, `norm.weight` and `out_proj.weight` to one fused kernel, and the forwards of these children never run;
-    `A_log`, `D` and `dt_bias` are the mixer's own. The block reads the dtype of its `norm.weight` before it calls the
-    norm. So the block is the smallest unit that is right by itself. Where something smaller becomes a unit, the readers
-    have to say what they read, which `declare_direct_reads` does.
+    A unit's parameters are gathered when the unit's own forward is called. In training the mixer passes
+    `conv1d.weight`, `conv1d.bias`, `norm.weight` and `out_proj.weight` to one fused kernel, and the forwards of the
+    convolution, norm and projection never run; `A_log`, `D` and `dt_bias` are the mixer's own. The block reads the
+    dtype of `norm.weight` before calling the norm. The block is therefore the smallest unit correct by itself. With
+    smaller units, mixer and block must declare their reads: `declare_direct_reads`.
 """
 
 from torch import nn
 
 from lamella_engine import declare_reads
 
-# By name: a model that exists has its classes imported, and this package then needs no transformers of its own.
+# Classes by name: the package then works without importing transformers, which a caller's model has imported already.
 _UNIT_CLASSES = frozenset({"Mamba2Block"})
 
-# What modules read without calling the modules that hold it.
+# Class -> parameters read without a call of their module.
 _DIRECT_READS = {
     "Mamba2Mixer": ("conv1d.*", "norm.weight", "out_proj.*"),
-    "Mamba2Block": ("norm.weight",),  # its dtype
+    "Mamba2Block": ("norm.weight",),  # reads the dtype
 }
 
 
 def declare_direct_reads(model: nn.Module) -> None:
-    """Declare what the modules of a transformers Mamba2 model read without calling the modules that hold it.
+    """Declare the parameters that mixers and blocks of a transformers Mamba2 model read without calling their modules.
 
-    Call it before `fully_shard` where units are smaller than the blocks: convolutions, projections, byte budgets.
+    Needed before `fully_shard` when units are smaller than blocks: convolutions, projections, byte budgets. See
+    Note [Why nothing smaller than a block].
 
     Raises:
         ValueError: A module is in a unit already.
 
-    Effects: notes on the modules.
+    Effects: attaches the declarations to the modules, see `lamella_engine.declare_reads`.
     """
     for module in model.modules():
         for cls in type(module).__mro__:
@@ -39,12 +40,12 @@ def declare_direct_reads(model: nn.Module) -> None:
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformers Mamba2 model, to shard in order.
+    """Return the blocks of a transformers Mamba2 model, to shard in order.
 
-    Shard these, then the model itself, which keeps the embeddings, the last norm and the head.
+    Shard the blocks, then the model itself, whose unit holds the embeddings, the last norm and the head.
 
     Raises:
-        ValueError: The model has none, so it is not a Mamba2.
+        ValueError: The model has no Mamba2 blocks.
     """
     units = [module for module in model.modules() if _is_unit(module)]
     if not units:

@@ -1,3 +1,3 @@
-"""megatron-core models under fully_shard: what to shard as one unit."""
+"""megatron-core models under fully_shard: the modules to shard as units."""
 
 from lamella_megatron._units import sharding_units as sharding_units

@@ -1,4 +1,4 @@
-"""What `fully_shard` is called on. The one place that imports megatron-core, and only when it is asked."""
+"""The units of megatron-core models. Imports megatron-core inside `sharding_units`, and nowhere else."""
 
 import importlib
 
@@ -11,16 +11,16 @@ _UNIT_CLASSES = {
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """The layers of a megatron-core model (GPTModel, MambaModel, HybridModel), to shard in order.
+    """Return the layers of a megatron-core model (GPTModel, MambaModel, HybridModel), to shard in order.
 
-    A layer and nothing smaller: the mixer of a Mamba layer hands the weight of its convolution to a fused kernel
-    without calling the convolution, so the convolution sharded by itself would be read as a shard.
+    Layers are the smallest correct units: the mixer of a Mamba layer passes the convolution's weight to a fused kernel
+    without calling the convolution, and would read a shard of a convolution sharded by itself.
 
-    Shard these, then the model itself, which keeps the embedding, the last norm and the output layer.
+    Shard the layers, then the model itself, whose unit holds the embedding, the last norm and the output layer.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The model has no such layers.
+        ValueError: The model has no TransformerLayer or MambaLayer.
     """
     classes = _unit_classes()
     units = [module for module in model.modules() if isinstance(module, classes)]
