@@ -181,7 +181,7 @@ def _idle_function(name: str) -> Any:
 def measure(
     backends: Sequence[str], *, reduce_dtype: torch.dtype, num_layers: int, num_steps: int
 ) -> dict[str, tuple[Costs, Costs]]:
-    """Return the fastest decile and the median of each backend's costs per unit. The default process group must exist.
+    """Return the first decile and the median of each backend's costs per unit. The default process group must exist.
 
     Times are the thread's CPU time, so a busy machine distorts little. Operators and calls are counted in further
     steps, after the timed steps.

@@ -110,7 +110,7 @@ def parameter_sizes(workload: Workload, num_tokens: int) -> ParameterSizes:
     if ambiguous:
         raise ValueError(
             f"Expected sizes that tell shards, whole parameters and activations apart on {num_ranks} ranks, got "
-            f"{sorted(ambiguous)} for two of them. Use the size 'proof' and a prime number of tokens."
+            f"{sorted(ambiguous)} elements for two kinds. Use the size 'proof' and a prime number of tokens."
         )
     in_blocks, in_root = sum(_shard_numel(block, num_ranks) for block in blocks), _shard_numel(root, num_ranks)
     return ParameterSizes(

@@ -127,9 +127,9 @@ def check_parent(num_ranks: int, device: Device) -> None:
     """Refuse to fork from a process whose children could not run autograd, or could not use GPUs."""
     if any(name.startswith("pt_autograd") for name in _thread_names()):
         raise RuntimeError(
-            "Expected a parent process whose autograd has no threads, got one that ran a backward pass where torch saw "
-            "GPUs, or FakeTensorMode's in their place: its forks cannot run another. Move that pass into "
-            "`run_ranks(..., num_ranks=1)`; where no GPU is needed, CUDA_VISIBLE_DEVICES='' hides them."
+            "Expected a parent process whose autograd has no threads, got a process that ran backward with visible "
+            "GPUs, or with FakeTensorMode's: forked ranks cannot run backward. Move the backward into "
+            "`run_ranks(..., num_ranks=1)`; for tests without GPUs, CUDA_VISIBLE_DEVICES='' hides the GPUs."
         )
     if device == "cuda":
         _check_gpus(num_ranks)
@@ -144,14 +144,14 @@ def _thread_names() -> Iterator[str]:
 def _check_gpus(num_ranks: int) -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "Expected a parent process that has not used CUDA, got one that has: forked ranks cannot use it "
-            "again. Move the GPU work of this process into `run_ranks(..., num_ranks=1, device='cuda')`."
+            "Expected a parent process that has not used CUDA, got a process that has: forked ranks cannot use CUDA. "
+            "Move the GPU work of the parent into `run_ranks(..., num_ranks=1, device='cuda')`."
         )
     num_gpus = _num_visible_gpus()
     if num_gpus < num_ranks:
         raise RuntimeError(
             f"Expected at least {num_ranks} visible GPUs (one a rank), got {num_gpus}. "
-            "Run this test on a host that has them, or deselect it by its marker."
+            "Run the test on a host with enough GPUs, or deselect the test by its marker."
         )
 
 

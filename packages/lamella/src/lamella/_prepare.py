@@ -212,8 +212,8 @@ def _check_resumable(checkpoint: Path, model: nn.Module, config: Config, text: s
         first = "; ".join(map(str, error.differences.names[:_NUM_NAMED]))
         more = len(error.differences.names) - _NUM_NAMED
         raise ConfigError(
-            f"Expected a checkpoint of this model in {str(checkpoint)!r}, got one of another: {first}"
-            f"{f'; and {more} more' if more > 0 else ''}. Pass the --model it was made with, or another --run-dir."
+            f"Expected a checkpoint of this model in {str(checkpoint)!r}, got a checkpoint of another model: {first}"
+            f"{f'; and {more} more' if more > 0 else ''}. Pass the checkpoint's --model, or another --run-dir."
         ) from error
     _check_stream(extra, config, text)
     return int(extra["step"])
@@ -235,7 +235,7 @@ def _check_stream(stored: Mapping[str, object], config: Config, text: str) -> No
         if stored.get(name) != value:
             raise ConfigError(
                 f"Expected {name} to stay {stored.get(name)!r} as in the run to be resumed, got {value!r}. "
-                "Pass that, or another --run-dir."
+                "Pass the former value, or another --run-dir."
             )
     if stored.get("fingerprint") != text:
         raise ConfigError(

@@ -110,7 +110,7 @@ def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, 
 def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: Path) -> None:
     """Write the tokens of a corpus, batch by batch, to a second folder; then replace the old folder.
 
-    A run killed meanwhile leaves the old folder or none, never a folder with part of the tokens.
+    A run killed during tokenization leaves the old folder as it was.
     """
     staged = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)

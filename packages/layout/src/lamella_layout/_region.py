@@ -90,7 +90,7 @@ def region_of(chunk: Chunk, shape: Sequence[int], inside: Region | None) -> Regi
         return Region.whole(shape).take(chunk)
     if inside.shape != tuple(shape):
         raise ValueError(
-            f"Expected a region of shape {tuple(shape)!r}, as the layout has it, got one of {inside.shape!r}."
+            f"Expected a region of shape {tuple(shape)!r}, the tensor's in the layout, got one of {inside.shape!r}."
         )
     return inside.take(chunk)
 

@@ -212,8 +212,8 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
     host = Host(trace)
     if not any(found.unit != OPTIMIZER for found in host.ranges):
         raise TraceError(
-            f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU, "
-            "steps of a model under fully_shard that are no replay of a CUDA graph."
+            f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU "
+            "steps of a model under fully_shard, without replays of a CUDA graph."
         )
     placed = _one_a_push(_place(kernel, host) for kernel in kernels)
     placed.sort(key=lambda each: each.kernel.start_us)
@@ -240,8 +240,8 @@ def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
     names = [event["name"] for event in events_of(trace, "user_annotation")]
     if trace.get("distributedInfo", {}).get("backend") == "nccl" or any(name.startswith("nccl:") for name in names):
         raise TraceError(
-            f"Expected GPU kernels in {source!r}, got none. Record with ProfilerActivity.CUDA; if that is so, CUPTI "
-            "does not work on that machine."
+            f"Expected GPU kernels in {source!r}, got none. Record with ProfilerActivity.CUDA; if the profile was "
+            "recorded with CUDA, CUPTI does not work on the profiled machine."
         )
     operators = operators_of(trace)
     if not operators:
