@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions
 
 Options = Callable[[], dict[str, Any]]
 
@@ -19,14 +19,14 @@ def mesh(*shape: int) -> DeviceMesh:
 
 # Options of `fully_shard`, made on the ranks.
 WAYS: dict[str, Options] = {
-    "DDP": lambda: {"mesh": mesh(4), "placements": DDP},
-    "ZERO1": lambda: {"mesh": mesh(4), "placements": ZERO1},
-    "ZERO2": lambda: {"mesh": mesh(4), "placements": ZERO2},
-    "ZERO3": lambda: {"mesh": mesh(4), "placements": ZERO3},
+    "DDP": lambda: {"mesh": mesh(4), "options": ShardingOptions(placements=DDP)},
+    "ZERO1": lambda: {"mesh": mesh(4), "options": ShardingOptions(placements=ZERO1)},
+    "ZERO2": lambda: {"mesh": mesh(4), "options": ShardingOptions(placements=ZERO2)},
+    "ZERO3": lambda: {"mesh": mesh(4), "options": ShardingOptions(placements=ZERO3)},
     "HSDP as FSDP2": lambda: {"mesh": mesh(2, 2)},
-    "HSDP, ZERO1": lambda: {"mesh": mesh(2, 2), "placements": (HSDP, ZERO1)},
-    "HSDP, ZERO2": lambda: {"mesh": mesh(2, 2), "placements": (HSDP, ZERO2)},
-    "HSDP, ZERO3": lambda: {"mesh": mesh(2, 2), "placements": (HSDP, ZERO3)},
-    "HFSDP, ZERO3": lambda: {"mesh": mesh(2, 2), "placements": (HFSDP, ZERO3)},
+    "HSDP, ZERO1": lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HSDP, ZERO1))},
+    "HSDP, ZERO2": lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HSDP, ZERO2))},
+    "HSDP, ZERO3": lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HSDP, ZERO3))},
+    "HFSDP, ZERO3": lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HFSDP, ZERO3))},
     "pairs hold the whole after forward": lambda: {"mesh": mesh(4), "reshard_after_forward": 2},
 }

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
-from lamella_engine import Rows, Whole, _flat_group, fully_shard
+from lamella_engine import Rows, ShardingOptions, Whole, _flat_group, fully_shard
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -18,8 +18,8 @@ X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 LAYOUTS: dict[str, Any] = {
     "unsharded": None,
     "even": fully_shard,
-    "rows": lambda model: fully_shard(model, keep=Rows(1)),
-    "both": lambda model: fully_shard(model, keep=_matrices_whole),
+    "rows": lambda model: fully_shard(model, options=ShardingOptions(keep_together=Rows(1))),
+    "both": lambda model: fully_shard(model, options=ShardingOptions(keep_together=_matrices_whole)),
 }
 WAYS = [("rows", target) for target in LAYOUTS] + [(source, "rows") for source in LAYOUTS if source != "rows"]
 

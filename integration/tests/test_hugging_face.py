@@ -17,7 +17,7 @@ from transformers.quantizers import quantizer_finegrained_fp8
 
 from lamella_checkpoint import load, save
 from lamella_convert import convert, save_safetensors
-from lamella_engine import Rows, fully_shard
+from lamella_engine import Rows, ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 TOKENS = torch.arange(12)[None]
@@ -66,7 +66,7 @@ def test_what_ranks_write_from_their_shards_gives_the_same_logits(
     def write() -> None:
         model = _model()
         for layer in [*model.model.layers, model]:
-            fully_shard(layer, **({"keep": Rows(1)} if layout == "flat" else {}))
+            fully_shard(layer, **({"options": ShardingOptions(keep_together=Rows(1))} if layout == "flat" else {}))
         save_safetensors(tmp_path / "a", model=model, max_shard_nbytes=max_shard_nbytes, like=published)
 
     run_ranks(write, 3)

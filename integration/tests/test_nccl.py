@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from lamella.overlap import Kernel, Kind, streams_of
 from lamella_buffers import Allocator, CachingAllocator
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_integration import bench
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.collectives import CollectiveCounter
@@ -109,12 +109,11 @@ def test_bf16_training_equals_torch_fsdp2(
 
     def traces() -> dict[str, tuple[Trace, Trace]]:
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+        options = ShardingOptions(allocator=allocator)
         torch_policy = TorchMixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=sum_dtype)
         return {
             name: (
-                train(
-                    task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy, allocator=allocator), recipe
-                ),
+                train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy, options=options), recipe),
                 train(task, shard(task.model(device=_cuda()), torch_fully_shard, mp_policy=torch_policy), recipe),
             )
             for name, task in TASKS.items()

@@ -9,7 +9,7 @@ import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 
 from lamella_buffers import Allocator, CachingAllocator, MemPoolAllocator, PoolAllocator
 from lamella_buffers.testing import check_allocator
-from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine import FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine._attached import state_of
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
@@ -48,7 +48,7 @@ def test_it_conforms(name: str) -> None:
 def _wide(allocator: Allocator) -> FSDPModule:
     with torch.device("meta"):
         model = Llama(WIDE)
-    shard(model, fully_shard, mp_policy=BF16, allocator=allocator)
+    shard(model, fully_shard, mp_policy=BF16, options=ShardingOptions(allocator=allocator))
     model.to_empty(device="cuda")
     init_weights(model, 0, round_to=torch.bfloat16)
     assert isinstance(model, FSDPModule)
@@ -82,10 +82,10 @@ def test_training_is_bit_for_bit_that_of_the_caching_allocator(other: str) -> No
 
     def traces() -> list[Trace]:
         use_repeatable_kernels()
-        made = [ALLOCATORS[name]() for name in ("caching", other)]
+        made = [ShardingOptions(allocator=ALLOCATORS[name]()) for name in ("caching", other)]
         return [
-            train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=BF16, allocator=allocator), recipe)
-            for allocator in made
+            train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=BF16, options=options), recipe)
+            for options in made
         ]
 
     for expected, got in run_ranks(traces, 2, device="cuda"):

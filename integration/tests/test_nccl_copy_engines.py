@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lamella_buffers import CachingAllocator, NcclTransport, Payload, copy_engines_of
 from lamella_buffers.testing import check_allocator
-from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, fully_shard
+from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine._attached import state_of
 from lamella_integration.tasks import TASKS, Recipe, shard, train
 from lamella_testing import run_ranks
@@ -133,7 +133,9 @@ def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> No
             model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="cuda") for _ in range(3)))
             for layer in model:
                 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-                fully_shard(layer, mp_policy=policy, reshard_after_forward=True, allocator=allocator)
+                fully_shard(
+                    layer, mp_policy=policy, reshard_after_forward=True, options=ShardingOptions(allocator=allocator)
+                )
             fully_shard(model)
             x = torch.randn(4, 512, device="cuda")
             names = _kernels(lambda model=model, x=x: model(x).sum().backward())
@@ -162,10 +164,8 @@ def test_training_is_that_of_rings(num_ranks: int) -> None:
         for name, task in TASKS.items():
             device = torch.device("cuda", torch.cuda.current_device())
             pushed, rung = (
-                train(
-                    task, shard(task.model(device=device), fully_shard, mp_policy=policy, allocator=allocator), recipe
-                )
-                for allocator in (None, CachingAllocator())
+                train(task, shard(task.model(device=device), fully_shard, mp_policy=policy, options=options), recipe)
+                for options in (ShardingOptions(), ShardingOptions(allocator=CachingAllocator()))
             )
             assert pushed.losses == rung.losses, name
             torch.testing.assert_close(pushed.weights, rung.weights, rtol=0.0, atol=0.0)
@@ -183,7 +183,7 @@ def test_streams_that_are_late_at_random_change_no_bit(num_ranks: int, stage: Ax
     def sharded() -> nn.Module:
         model = LLAMA.model(device=torch.device("cuda", torch.cuda.current_device()))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        return shard(model, fully_shard, mp_policy=policy, placements=stage)
+        return shard(model, fully_shard, mp_policy=policy, options=ShardingOptions(placements=stage))
 
     assert_no_bit_changes_when_late(LLAMA, sharded, recipe, num_ranks)
 

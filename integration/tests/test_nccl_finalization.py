@@ -11,7 +11,7 @@ from late_streams import LONGEST_SLEEP
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import ZERO1, FSDPModule, MixedPrecisionPolicy, Rows, fully_shard
+from lamella_engine import ZERO1, FSDPModule, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
 from lamella_engine._attached import state_of
 from lamella_engine._state import FSDPState
 from lamella_integration.collectives import CollectiveCounter
@@ -28,8 +28,8 @@ NUM_MICROBATCHES = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WAYS: dict[str, Options] = {
     "even": lambda: {"mesh": mesh(2)},
-    "flat": lambda: {"mesh": mesh(2), "keep": Rows(1)},
-    "ZERO1": lambda: {"mesh": mesh(2), "placements": ZERO1},
+    "flat": lambda: {"mesh": mesh(2), "options": ShardingOptions(keep_together=Rows(1))},
+    "ZERO1": lambda: {"mesh": mesh(2), "options": ShardingOptions(placements=ZERO1)},
     "replicas": lambda: {"mesh": mesh(2, 1)},
 }
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)

@@ -20,6 +20,7 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     RaggedDTensor,
     Rows,
+    ShardingOptions,
     Whole,
     fully_shard,
 )
@@ -61,10 +62,10 @@ def test_fp32_training_takes_the_steps_of_one_unsharded_gpu(num_ranks: int) -> N
     def sharded() -> list[dict[str, Trace]]:
         return [
             {
-                name: train(task, shard(task.model(device=_cuda()), fully_shard, keep=keep), recipe)
+                name: train(task, shard(task.model(device=_cuda()), fully_shard, options=options), recipe)
                 for name, task in TASKS.items()
             }
-            for keep in KEEPS.values()
+            for options in (ShardingOptions(keep_together=keep) for keep in KEEPS.values())
         ]
 
     [expected] = run_ranks(unsharded, 1, device="cuda")
@@ -83,10 +84,11 @@ def test_bf16_training_takes_the_steps_of_the_even_layout(num_ranks: int) -> Non
 
     def traces() -> list[tuple[Trace, Trace]]:
         use_repeatable_kernels()
+        flat = ShardingOptions(keep_together=Rows(1))
         return [
             (
                 train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy), recipe),
-                train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy, keep=Rows(1)), recipe),
+                train(task, shard(task.model(device=_cuda()), fully_shard, mp_policy=policy, options=flat), recipe),
             )
             for task in TASKS.values()
         ]
@@ -113,7 +115,9 @@ def test_every_stage_takes_the_steps_of_one_unsharded_gpu(way: str) -> None:
     [expected] = run_ranks(lambda: train(task, task.model(device=_cuda()), recipe), 1, device="cuda")
 
     def sharded() -> Trace:
-        return train(task, shard(task.model(device=_cuda()), fully_shard, keep=Rows(1), **WAYS[way]()), recipe)
+        asked = WAYS[way]()
+        options = ShardingOptions(placements=asked.pop("placements", None), keep_together=Rows(1))
+        return train(task, shard(task.model(device=_cuda()), fully_shard, options=options, **asked), recipe)
 
     for trace in run_ranks(sharded, 4, device="cuda"):
         _assert_close(trace, expected)
@@ -124,7 +128,7 @@ def test_a_unit_is_one_gather_and_one_reduction(num_ranks: int) -> None:
     task = TASKS["llama"]
 
     def counted(keep: Keep | None) -> dict[str, int]:
-        model = shard(task.model(device=_cuda()), fully_shard, keep=keep)
+        model = shard(task.model(device=_cuda()), fully_shard, options=ShardingOptions(keep_together=keep))
         train(task, model, Recipe(num_steps=1))  # the order is learned
         with CollectiveCounter() as counter:
             train(task, model, Recipe(num_steps=1))
@@ -184,7 +188,7 @@ def test_optimizers_step_where_ranks_own_nothing_of_some_parameters(name: str, n
             torch.manual_seed(0)
             model = _Short().to(_cuda())
             if is_sharded:
-                fully_shard(model, keep=keep)
+                fully_shard(model, options=ShardingOptions(keep_together=keep))
                 assert all(isinstance(parameter, RaggedDTensor) for parameter in model.parameters())
             owns_nothing = any(not len(p.to_local()) for p in model.parameters() if isinstance(p, DTensor))
             results.append(_trained(model, make))
@@ -221,7 +225,7 @@ def test_whole_tensors_and_random_numbers_are_the_unsharded_ones(num_ranks: int)
         torch.manual_seed(0)
         reference = _Short().to(_cuda())
         torch.manual_seed(0)
-        sharded = fully_shard(_Short(), keep=Rows(1))
+        sharded = fully_shard(_Short(), options=ShardingOptions(keep_together=Rows(1)))
         for expected, got in zip(reference.parameters(), sharded.parameters(), strict=True):
             assert isinstance(got, RaggedDTensor)
             assert torch.equal(got.full_tensor(), expected)

@@ -18,6 +18,7 @@ from lamella_engine import (
     ZERO3,
     MixedPrecisionPolicy,
     Rows,
+    ShardingOptions,
     clip_grad_norm_,
     find_nonfinite,
     fully_shard,
@@ -34,11 +35,11 @@ TWO, FOUR = pytest.mark.gpu2, pytest.mark.gpu4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WAYS: dict[str, tuple[int, Options]] = {
     "even, two": (2, lambda: {"mesh": mesh(2)}),
-    "flat, two": (2, lambda: {"mesh": mesh(2), "keep": Rows(1)}),
+    "flat, two": (2, lambda: {"mesh": mesh(2), "options": ShardingOptions(keep_together=Rows(1))}),
     "bf16, two": (2, lambda: {"mesh": mesh(2), "mp_policy": BF16}),
     "even, four": (4, lambda: {"mesh": mesh(4)}),
     "HSDP, four": (4, lambda: {"mesh": mesh(2, 2)}),
-    "HFSDP, four": (4, lambda: {"mesh": mesh(2, 2), "placements": (HFSDP, ZERO3)}),
+    "HFSDP, four": (4, lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HFSDP, ZERO3))}),
 }
 EVERY_WAY = pytest.mark.parametrize(
     "way", [pytest.param(way, marks=TWO if num_ranks == 2 else FOUR) for way, (num_ranks, _) in WAYS.items()]

@@ -51,8 +51,8 @@ def test_budgets_bound_what_is_allocated_and_change_no_gradient() -> None:
         expected: list[torch.Tensor] = []
         for ahead, kept in ((None, 0), (0, 0), (3, 0), (3, 2), (9, 9)):
             model = _sharded()
-            _unit(model).set_prefetch_budget(None if ahead is None else ahead * BLOCK)
-            _unit(model).set_keep_budget(kept * BLOCK)
+            _unit(model).set_options(prefetch_budget=None if ahead is None else ahead * BLOCK)
+            _unit(model).set_options(keep_budget=kept * BLOCK)
             for _ in range(3):
                 model.zero_grad()
                 _step(model)
@@ -81,7 +81,7 @@ def test_budgets_bound_what_is_allocated_and_change_no_gradient() -> None:
 def test_a_rank_that_departs_is_told_so_before_the_collective() -> None:
     def check() -> str:
         model = _sharded()
-        _unit(model).set_order_check(timeout_s=60.0)
+        _unit(model).set_options(order_check=True, order_check_timeout_s=60.0)
         for _ in range(2):
             _step(model)
         model.skipped = 2 if dist.get_rank() == 1 else None

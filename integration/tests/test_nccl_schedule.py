@@ -16,7 +16,17 @@ import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 import torch.distributed as dist
 from torch import nn
 
-from lamella_engine import ZERO1, ZERO3, AxisPlacement, FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine import (
+    ZERO1,
+    ZERO3,
+    AxisPlacement,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    delay_gradient,
+    fully_shard,
+    set_main_grads,
+)
 from lamella_engine._attached import state_of
 from lamella_engine._context import Context
 from lamella_integration.tasks import unsharded
@@ -185,11 +195,10 @@ def _model() -> nn.Sequential:
 def _shard(model: nn.Sequential, *, is_fused: bool, **options: Any) -> None:
     for block in (cast(Block, block) for block in model):
         fully_shard(block, **options)
-        unit = cast(FSDPModule, block)
-        block.down.on_gradient = unit.delay_gradient(block.down.weight)
+        block.down.on_gradient = delay_gradient(block, block.down.weight)
         block.down.is_fused = is_fused
         if is_fused:
-            unit.set_main_grads([block.down.weight])
+            set_main_grads(block, [block.down.weight])
     fully_shard(model, **options)
 
 
@@ -223,7 +232,7 @@ def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisP
         expected, _ = _train(_model())
         gc.collect()  # now, and not between two looks at what is allocated
         model = _model()
-        _shard(model, is_fused=is_fused, placements=placements)
+        _shard(model, is_fused=is_fused, options=ShardingOptions(placements=placements))
         got, between = _train(model)
         return got, expected, len(between)
 

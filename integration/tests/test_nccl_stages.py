@@ -9,7 +9,7 @@ from late_streams import LLAMA, ODD, assert_no_bit_changes_when_late
 from torch import nn
 
 from lamella_buffers import MemPoolAllocator, PoolAllocator
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_integration.tasks import Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.gpu4
 
 WAYS: dict[str, Options] = {
     **four_gpus.WAYS,
-    "ZERO3 in a pool": lambda: {"mesh": mesh(4), "allocator": PoolAllocator()},
-    "ZERO3 in a MemPool": lambda: {"mesh": mesh(4), "allocator": MemPoolAllocator()},
+    "ZERO3 in a pool": lambda: {"mesh": mesh(4), "options": ShardingOptions(allocator=PoolAllocator())},
+    "ZERO3 in a MemPool": lambda: {"mesh": mesh(4), "options": ShardingOptions(allocator=MemPoolAllocator())},
 }
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 

@@ -14,7 +14,7 @@ from torch import nn
 from lamella.overlap import Kind, streams_of
 from lamella_buffers import NcclTransport, ShardedBuffer, reduce_scatter
 from lamella_buffers.testing import check_transport
-from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, Rows, fully_shard
+from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
 from lamella_engine._attached import state_of
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_integration.backends import BACKENDS, Workload
@@ -39,12 +39,12 @@ def _cuda() -> torch.device:
 
 
 WAYS: dict[str, Options] = {
-    "ZERO1": lambda: {"mesh": mesh(4), "placements": ZERO1},
-    "ZERO2": lambda: {"mesh": mesh(4), "placements": ZERO2},
+    "ZERO1": lambda: {"mesh": mesh(4), "options": ShardingOptions(placements=ZERO1)},
+    "ZERO2": lambda: {"mesh": mesh(4), "options": ShardingOptions(placements=ZERO2)},
     "ZERO3": lambda: {"mesh": mesh(4)},
-    "HSDP": lambda: {"mesh": mesh(2, 2), "placements": (HSDP, ZERO3)},
-    "HFSDP": lambda: {"mesh": mesh(2, 2), "placements": (HFSDP, ZERO3)},
-    "flat": lambda: {"mesh": mesh(4), "keep": Rows(1)},
+    "HSDP": lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HSDP, ZERO3))},
+    "HFSDP": lambda: {"mesh": mesh(2, 2), "options": ShardingOptions(placements=(HFSDP, ZERO3))},
+    "flat": lambda: {"mesh": mesh(4), "options": ShardingOptions(keep_together=Rows(1))},
 }
 
 

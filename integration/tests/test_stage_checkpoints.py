@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, _flat_group, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, ShardingOptions, _flat_group, fully_shard
 from lamella_testing import run_ranks
 
 
@@ -32,7 +32,7 @@ STAGES: dict[str, Any] = {
     "HSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HSDP, ZERO3)},
     "HFSDP": lambda: {"mesh": _mesh(2, 2), "placements": (HFSDP, ZERO3)},
 }
-LAYOUTS: dict[str, Any] = {"even": {}, "flat": {"keep": Rows(1)}}
+LAYOUTS = {"even": None, "flat": Rows(1)}
 WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS]
 
 
@@ -47,7 +47,9 @@ def _model(seed: int) -> nn.Module:
 
 
 def _training(stage: str, layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = fully_shard(_model(seed), **STAGES[stage](), **LAYOUTS[layout])
+    asked = STAGES[stage]()
+    options = ShardingOptions(placements=asked["placements"], keep_together=LAYOUTS[layout])
+    model = fully_shard(_model(seed), mesh=asked["mesh"], options=options)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -145,7 +147,9 @@ def test_optimizer_state_in_the_flat_layout_is_resharded_again_and_again(tmp_pat
     def pass_on(previous: int | None, num_ranks: int) -> dict[str, dict[str, Any]]:
         states = {}
         for name, make in _OPTIMIZERS.items():
-            model = fully_shard(_model(num_ranks), keep=Rows(1)) if num_ranks > 1 else _model(1)
+            model = _model(num_ranks)
+            if num_ranks > 1:
+                fully_shard(model, options=ShardingOptions(keep_together=Rows(1)))
             optimizer = make(model.parameters())
             if previous is None:
                 _step(model, optimizer)

@@ -179,17 +179,18 @@ def lamella(
         engine.fully_shard,
         mesh=_mesh(workload, mesh),
         mp_policy=engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype),
-        placements=tuple(getattr(engine, name) for name in placements) or None,
-        allocator=None if allocator is None else allocators[allocator](),
+        options=engine.ShardingOptions(
+            placements=tuple(getattr(engine, name) for name in placements) or None,
+            allocator=None if allocator is None else allocators[allocator](),
+            keep_budget=keep,
+            prefetch_budget=prefetch,
+        ),
     )
     prepare: Callable[[torch.optim.Optimizer], object] | None = None
     if overlap_optimizer != "false":
         prepare = partial(engine.overlap_optimizer, late_gradients=overlap_optimizer == "late")
     training = _train_sharded(workload, shard, reshard, prepare, graph=graph)
-    root = cast(engine.FSDPModule, training.model)
-    root.set_keep_budget(keep)
-    root.set_prefetch_budget(prefetch)
-    _set_reductions(root, reductions, separate)
+    _set_reductions(cast(engine.FSDPModule, training.model), reductions, separate)
     return training
 
 

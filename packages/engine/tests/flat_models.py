@@ -10,7 +10,7 @@ import pytest
 from engine_models import Net, inputs, mean_square, shard, units
 from torch import nn
 
-from lamella_engine import RaggedDTensor, Rows
+from lamella_engine import RaggedDTensor, Rows, ShardingOptions
 from lamella_layout import FlatLayout, Keep
 
 NEEDS_FLAT_LAYOUT = pytest.mark.usefixtures("small_parameters_are_cut")
@@ -23,9 +23,9 @@ def matrices_only(parameter: nn.Parameter) -> Keep | None:
     return Rows(2) if parameter.ndim == 2 else None
 
 
-def flat(keep: Any, **options: Any) -> Callable[[Net], Net]:
+def flat(keep: Any, *, placements: Any = None, **options: Any) -> Callable[[Net], Net]:
     """What shards a model so that `keep` stays together."""
-    return partial(shard, keep=keep, **options)
+    return partial(shard, options=ShardingOptions(keep_together=keep, placements=placements), **options)
 
 
 def layouts_of(model: nn.Module) -> list[FlatLayout]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engine_models import Net, unit
+from engine_models import Net
 from torch import nn
+
+from lamella_engine import set_main_grads
 
 DIM = 8
 
@@ -74,6 +76,6 @@ class FusedNet(Net):
 def fuse(module: nn.Module, *, asks: bool = True) -> None:
     """Make a sharded unit's fused layers use the buffers that it gives them."""
     fused = [layer for layer in module.modules() if isinstance(layer, FusedLinear)]
-    unit(module).set_main_grads([layer.weight for layer in fused])
+    set_main_grads(module, [layer.weight for layer in fused])
     for layer in fused:
         layer.fuses, layer.asks = True, asks

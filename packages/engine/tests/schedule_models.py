@@ -10,7 +10,7 @@ from engine_models import unit
 from torch import nn
 from torch.nn import functional as F
 
-from lamella_engine import Hold
+from lamella_engine import Hold, delay_gradient
 
 DIM, HIDDEN, NUM_LAYERS = 8, 12, 3
 
@@ -129,7 +129,7 @@ def delay(model: nn.Module) -> None:
     """Tell each unit which gradients come late, and each layer whom to tell that they are there."""
     for layer in model.get_submodule("layers").children():
         assert isinstance(layer, Block)
-        layer.down.on_gradient = unit(layer).delay_gradient(layer.down.weight)
+        layer.down.on_gradient = delay_gradient(layer, layer.down.weight)
 
 
 class _Slot:

@@ -9,7 +9,7 @@ import torch
 from engine_models import case, local, mesh_of, unit
 from torch import nn
 
-from lamella_engine import HFSDP, HSDP, ZERO1, ZERO3, Rows, fully_shard
+from lamella_engine import HFSDP, HSDP, ZERO1, ZERO3, Rows, ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 
@@ -29,7 +29,11 @@ def _assert_same_norm(shown: torch.Tensor, model: nn.Module, factor: float = 1.0
 
 @pytest.mark.parametrize(
     "options",
-    [{"placements": ZERO1}, {"placements": ZERO3}, {"keep": Rows(1)}],
+    [
+        {"options": ShardingOptions(placements=ZERO1)},
+        {"options": ShardingOptions(placements=ZERO3)},
+        {"options": ShardingOptions(keep_together=Rows(1))},
+    ],
     ids=str,
 )
 def test_it_has_the_norm_of_this_ranks_gradients(options: dict[str, Any]) -> None:
@@ -46,7 +50,7 @@ def test_it_has_so_over_two_axes() -> None:
     def on_each_rank() -> None:
         for outer in (HSDP, HFSDP):
             with case(outer):
-                model, shown = _watched(mesh=mesh_of((2, 2)), placements=(outer, ZERO3))
+                model, shown = _watched(mesh=mesh_of((2, 2)), options=ShardingOptions(placements=(outer, ZERO3)))
                 model(torch.ones(2, 3)).sum().backward()
                 _assert_same_norm(torch.cat(shown), model)
 

@@ -23,7 +23,7 @@ from engine_models import (
 from torch import nn
 
 from lamella_buffers import Allocator, CachingAllocator, PoolAllocator
-from lamella_engine import ZERO1, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from lamella_engine import ZERO1, MixedPrecisionPolicy, ShardingOptions, fully_shard, fully_shard_model
 from lamella_testing import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -50,9 +50,10 @@ class _FragileNet(Net):
 def _sharded(allocator: Allocator, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Net:
     torch.manual_seed(0)
     model = _FragileNet(num_layers=4)
+    chosen = ShardingOptions(allocator=allocator, **options)
     for layer in model.layers:
-        fully_shard(layer, allocator=allocator, mp_policy=policy, **options)
-    return fully_shard(model, allocator=allocator, mp_policy=policy, **options)
+        fully_shard(layer, options=chosen, mp_policy=policy)
+    return fully_shard(model, options=chosen, mp_policy=policy)
 
 
 def _backward(model: nn.Module, batch: torch.Tensor) -> None:
@@ -248,7 +249,7 @@ def test_copies_that_are_kept_between_steps_stay_outside() -> None:
 def test_a_whole_model_takes_one_allocator_for_all_of_its_units() -> None:
     def check() -> None:
         pool = PoolAllocator()
-        model = fully_shard_model(_FragileNet(), units=_Fragile, verbose=False, allocator=pool)
+        model = fully_shard_model(_FragileNet(), units=_Fragile, verbose=False, options=ShardingOptions(allocator=pool))
         assert {id(group.allocator) for _, state in units(model) for group in state.groups} == {id(pool)}
         _steps(model, pool, 4)
         assert _steps(model, pool) == 0
@@ -260,7 +261,7 @@ def test_something_else_than_an_allocator_is_refused_before_anything_changes() -
     def check() -> None:
         model = Net()
         with pytest.raises(TypeError, match=r"Expected `allocator` to be an Allocator or None, got str\. It needs"):
-            fully_shard(model, allocator="pool")  # type: ignore[arg-type]
+            fully_shard(model, options=ShardingOptions(allocator="pool"))  # type: ignore[arg-type]
         fully_shard(model)
 
     run_ranks(check, 1)

@@ -11,7 +11,7 @@ from engine_models import Net, inputs, mesh_of, rows_of_this_rank, twins, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamella_engine import HFSDP, ZERO2, ZERO3, clip_grad_norm_, fully_shard
+from lamella_engine import HFSDP, ZERO2, ZERO3, ShardingOptions, clip_grad_norm_, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -19,9 +19,9 @@ X = inputs(24)
 
 def _on_three_meshes(model: Net) -> None:
     one, two = init_device_mesh("cpu", (4,)), mesh_of((2, 2))
-    fully_shard(model.layers[0], mesh=two, placements=(HFSDP, ZERO3))
+    fully_shard(model.layers[0], mesh=two, options=ShardingOptions(placements=(HFSDP, ZERO3)))
     fully_shard(model.layers[1], mesh=two)
-    fully_shard(model.layers[2], mesh=one, placements=ZERO2)
+    fully_shard(model.layers[2], mesh=one, options=ShardingOptions(placements=ZERO2))
     fully_shard(model, mesh=one, ignored_params={model.head.bias})
 
 

@@ -13,7 +13,17 @@ from reading_models import LOSS, Block, Mixer, Model, X, convs_of, mixers_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import DDP, ZERO1, ZERO2, ZERO3, declare_reads, fully_shard, fully_shard_model, plan_units
+from lamella_engine import (
+    DDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    ShardingOptions,
+    declare_reads,
+    fully_shard,
+    fully_shard_model,
+    plan_units,
+)
 from lamella_testing import run_ranks
 
 
@@ -93,8 +103,8 @@ def test_a_declaration_that_comes_too_late_is_refused() -> None:
 def test_a_unit_of_another_stage_is_not_taken_over() -> None:
     def check() -> None:
         cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            ({"placements": ZERO1}, {"placements": ZERO2}),
-            ({"placements": ZERO3}, {"placements": DDP}),
+            ({"options": ShardingOptions(placements=ZERO1)}, {"options": ShardingOptions(placements=ZERO2)}),
+            ({"options": ShardingOptions(placements=ZERO3)}, {"options": ShardingOptions(placements=DDP)}),
             ({"reshard_after_forward": 2}, {"reshard_after_forward": True}),
             ({"reshard_after_forward": True}, {"reshard_after_forward": 2}),
         ]

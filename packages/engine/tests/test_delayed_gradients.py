@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import HSDP, ZERO1, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine import HSDP, ZERO1, ZERO3, MixedPrecisionPolicy, ShardingOptions, delay_gradient, fully_shard
 from lamella_engine._context import Context
 from lamella_testing import run_ranks
 
@@ -80,7 +80,7 @@ def test_a_unit_is_reduced_when_its_last_gradient_is_there() -> None:
     "options",
     [
         {"reshard_after_forward": False},
-        {"placements": ZERO1},
+        {"options": ShardingOptions(placements=ZERO1)},
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     ],
     ids=str,
@@ -196,7 +196,7 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
             on_gradient()
         _backward(model, BATCHES[0])
         with pytest.raises(RuntimeError, match=r"Expected 'layers\.1' between steps"):
-            unit(model.layers[1]).delay_gradient(_block(model, 1).mix.weight)
+            delay_gradient(model.layers[1], _block(model, 1).mix.weight)
 
     run_ranks(on_each_rank, 2)
 
@@ -237,7 +237,9 @@ def test_the_caller_waits_for_reductions_when_the_last_gradient_is_there_and_not
 def test_replicas_are_reduced_with_the_late_gradients_too() -> None:
     def on_each_rank() -> None:
         mesh = mesh_of((2, 1))
-        reference, model = twins(Stack, lambda model: _shard(model, mesh=mesh, placements=(HSDP, ZERO3)))
+        reference, model = twins(
+            Stack, lambda model: _shard(model, mesh=mesh, options=ShardingOptions(placements=(HSDP, ZERO3)))
+        )
         for i, batch in enumerate(BATCHES):
             unit(model).set_is_last_backward(i == 1)
             _backward(reference, batch)

@@ -47,10 +47,13 @@ from torch.utils.checkpoint import checkpoint
 from lamella_engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    ShardingOptions,
     declare_reads,
+    delay_gradient,
     describe,
     fully_shard,
     register_fsdp_forward_method,
+    set_main_grads,
 )
 from lamella_engine._attached import find_state
 from lamella_engine._residency import Residency
@@ -62,7 +65,7 @@ def test_every_zero_stage_trains_as_unsharded(stage: str) -> None:
     shape, placements = EVERY_STAGE[stage]
 
     def apply(model: Any) -> None:
-        shard_declared(model, mesh=mesh_of(shape), placements=placements)
+        shard_declared(model, mesh=mesh_of(shape), options=ShardingOptions(placements=placements))
 
     def check() -> None:
         reference, sharded = twins(partial(Model, dim=8), apply)
@@ -179,7 +182,7 @@ def _shard_after(model: Any, tell: Callable[[nn.Linear], object]) -> list[Any]:
 def test_a_gradient_that_was_said_to_come_late_before_is_waited_for() -> None:
     def check() -> None:
         reference, sharded = twins(Model, lambda model: None)
-        came = _shard_after(sharded, lambda conv: unit(conv).delay_gradient(conv.get_parameter("weight")))
+        came = _shard_after(sharded, lambda conv: delay_gradient(conv, conv.get_parameter("weight")))
         shards = [conv.weight for conv in convs_of(sharded)]
         for model in (reference, sharded):
             LOSS(model).backward()
@@ -195,7 +198,7 @@ def test_a_gradient_that_was_said_to_come_late_before_is_waited_for() -> None:
 def test_a_buffer_for_gradients_that_was_asked_for_before_is_there() -> None:
     def check() -> None:
         sharded = Model()
-        _shard_after(sharded, lambda conv: unit(conv).set_main_grads([conv.get_parameter("weight")]))
+        _shard_after(sharded, lambda conv: set_main_grads(conv, [conv.get_parameter("weight")]))
         for layer in sharded.layers:
             unit(layer).unshard()
         for conv in convs_of(sharded):

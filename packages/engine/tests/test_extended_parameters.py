@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella_engine import MixedPrecisionPolicy, Whole, describe, fully_shard
+from lamella_engine import MixedPrecisionPolicy, ShardingOptions, Whole, describe, fully_shard
 from lamella_engine._candidates import move_to
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import ExtendedGroup
@@ -183,7 +183,7 @@ def test_extended_parameters_accumulate_and_are_reduced_over_replicas() -> None:
 @pytest.mark.parametrize("stage", [ZERO1, ZERO2])
 def test_a_copy_that_is_kept_is_made_once_a_gather(stage: Any) -> None:
     def on_each_rank() -> None:
-        reference, sharded = _shard(_model(Halves)), _shard(_model(Halves), placements=stage)
+        reference, sharded = _shard(_model(Halves)), _shard(_model(Halves), options=ShardingOptions(placements=stage))
         for _ in range(2):
             for microbatch in range(2):
                 for model in (reference, sharded):
@@ -348,8 +348,8 @@ def test_what_an_extended_parameter_cannot_is_refused() -> None:
             (_OneMethod, {}, MisuseError, "fsdp_pre_all_gather and fsdp_post_all_gather should be defined"),
             (_OddSignature, {}, MisuseError, "Invalid fsdp_pre_all_gather"),
             (Halves, {"reshard_after_forward": 2}, NotImplementedError, "`reshard_after_forward`"),
-            (Halves, {"placements": DDP}, NotImplementedError, "`placements`"),
-            (Halves, {"keep": Whole()}, NotImplementedError, "`keep`"),
+            (Halves, {"options": ShardingOptions(placements=DDP)}, NotImplementedError, "`placements`"),
+            (Halves, {"options": ShardingOptions(keep_together=Whole())}, NotImplementedError, "`keep_together`"),
             (Halves, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, NotImplementedError, "dim 0"),
             (
                 Halves,

@@ -33,7 +33,9 @@ from lamella_engine import (
     CPUOffloadPolicy,
     FSDPModule,
     GradientReductionHandle,
+    ShardingOptions,
     clip_grad_norm_,
+    delay_gradient,
     find_nonfinite,
     fully_shard,
     overlap_optimizer,
@@ -82,7 +84,7 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded, model = _by_hand(Net, shard_on(shape, placements=placements))
+        reference, sharded, model = _by_hand(Net, shard_on(shape, options=ShardingOptions(placements=placements)))
         for step in range(2):
             for microbatch in range(3):
                 model.set_requires_gradient_sync(not keeps)
@@ -102,7 +104,7 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
 
 def test_what_is_reduced_once_a_step_is_reduced_at_the_end() -> None:
     def on_each_rank() -> None:
-        _, sharded, model = _by_hand(Net, shard_on((2,), placements=EVERY_STAGE["ZERO1"][1]))
+        _, sharded, model = _by_hand(Net, shard_on((2,), options=ShardingOptions(placements=EVERY_STAGE["ZERO1"][1])))
         log = record(sharded)
         for microbatch in range(2):
             _backward(sharded, microbatch)
@@ -217,7 +219,7 @@ def test_a_gradient_that_was_delayed_must_come_before_the_end() -> None:
         _, sharded = twins()
         model = unit(sharded)
         assert isinstance(sharded, Net)
-        note = model.delay_gradient(sharded.stem.weight)
+        note = delay_gradient(model, sharded.stem.weight)
         model.set_manual_backward_finalization(True)
         _backward(sharded)
         with pytest.raises(RuntimeError, match=r"Expected every delayed gradient.*stem\.weight"):

@@ -45,6 +45,7 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     RaggedDTensor,
     Rows,
+    ShardingOptions,
     Whole,
     fully_shard,
     fully_shard_model,
@@ -139,12 +140,12 @@ def test_bf16_compute_takes_the_steps_of_the_even_layout() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def check() -> None:
-        for policy_, options in ((policy, {}), (MixedPrecisionPolicy(torch.bfloat16), {"placements": ZERO2})):
+        for policy_, placements in ((policy, None), (MixedPrecisionPolicy(torch.bfloat16), ZERO2)):
             results = []
             for keep in (None, Rows(2)):
                 torch.manual_seed(0)
                 model = Net()
-                flat(keep, mp_policy=policy_, **options)(model)
+                flat(keep, mp_policy=policy_, placements=placements)(model)
                 optimizer = adamw(list(model.parameters()))
                 for _ in range(3):
                     model(rows_of_this_rank(X)).square().mean().backward()
@@ -199,7 +200,10 @@ def test_gradients_that_layers_add_to_buffers_are_reduced_as_those_of_autograd()
 
 def test_a_whole_model_is_sharded_in_one_call(capsys: pytest.CaptureFixture[str]) -> None:
     def check() -> None:
-        reference, sharded = twins(Net, partial(fully_shard_model, units="layers.*", keep=Rows(1), verbose=False))
+        reference, sharded = twins(
+            Net,
+            partial(fully_shard_model, units="layers.*", options=ShardingOptions(keep_together=Rows(1)), verbose=False),
+        )
         assert all(isinstance(parameter, RaggedDTensor) for parameter in sharded.parameters())
         assert_trains_alike(reference, sharded, LOSS)
 
@@ -274,20 +278,20 @@ def test_both_layouts_of_a_unit_travel_in_one_call() -> None:
 
 def test_what_does_not_go_with_keep_is_refused_at_the_call_and_changes_nothing() -> None:
     def check() -> None:
-        for options, error, message in (
-            ({"keep": 3}, TypeError, "`keep` to be Rows"),
-            ({"keep": lambda _: "whole"}, TypeError, "`keep` to be Rows"),
-            ({"keep": Rows(1), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}, NotImplementedError, "at dim 0"),
+        for keep, options, error, message in (
+            (3, {}, TypeError, "`keep_together` to be Rows"),
+            (lambda _: "whole", {}, TypeError, "`keep_together` to be Rows"),
+            (Rows(1), {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, NotImplementedError, "at dim 0"),
         ):
             model = Net()
             before = dict(model.named_parameters())
             with pytest.raises(error, match=message):
-                fully_shard(model, **options)  # type: ignore[arg-type]
+                flat(keep, **options)(model)  # type: ignore[arg-type]
             assert all(before[name] is parameter for name, parameter in model.named_parameters())
         model = Net()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh["tensor"], [Replicate()]))
         with pytest.raises(NotImplementedError, match="a plain parameter"):
-            fully_shard(model, mesh=mesh["data"], keep=Rows(1))
+            fully_shard(model, mesh=mesh["data"], options=ShardingOptions(keep_together=Rows(1)))
 
     run_ranks(check, 2)

@@ -23,7 +23,7 @@ from engine_models import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import ZERO1, fully_shard
+from lamella_engine import ZERO1, ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -37,7 +37,7 @@ def _kept(model: Any) -> list[str]:
 
 def _learned(model: Any, num_blocks: float) -> tuple[Any, Log]:
     """A model whose order is known, whose budget holds so many blocks."""
-    unit(model).set_keep_budget(int(num_blocks * unsharded_nbytes(model.layers[0])))
+    unit(model).set_options(keep_budget=int(num_blocks * unsharded_nbytes(model.layers[0])))
     return model, record_third_step(model, LOSS)
 
 
@@ -70,7 +70,7 @@ def test_training_is_the_unsharded_models(num_blocks: float) -> None:
 def test_nothing_stays_of_the_first_forward_nor_of_one_without_gradients() -> None:
     def check() -> None:
         model = shard(Net())
-        unit(model).set_keep_budget(10**9)
+        unit(model).set_options(keep_budget=10**9)
         LOSS(model)
         assert _kept(model) == []
         unit(model).reset_iter_state()
@@ -137,7 +137,7 @@ def test_recomputed_units_may_stay(reentrant: bool) -> None:
 
 def test_whole_copies_that_stay_anyway_take_no_room() -> None:
     def apply(model: Net) -> None:
-        fully_shard(model.layers[2], placements=ZERO1)
+        fully_shard(model.layers[2], options=ShardingOptions(placements=ZERO1))
         fully_shard(model.layers[1])
         fully_shard(model.layers[0])
         fully_shard(model)
@@ -157,9 +157,9 @@ def test_what_is_no_budget_is_refused() -> None:
     def check() -> None:
         model = shard(Net())
         for nbytes, error in ((None, TypeError), (1.5, TypeError), (-1, ValueError)):
-            with pytest.raises(error, match=r"Expected `nbytes` to be"):
-                unit(model).set_keep_budget(nbytes)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"outermost unit, got 'layers\.0'. Call set_keep_budget\(\)"):
-            unit(model.layers[0]).set_keep_budget(1)
+            with pytest.raises(error, match=r"Expected `keep_budget` to be"):
+                unit(model).set_options(keep_budget=nbytes)
+        with pytest.raises(RuntimeError, match=r"outermost unit, got 'layers\.0'. Call set_options\(\)"):
+            unit(model.layers[0]).set_options(keep_budget=1)
 
     run_ranks(check, 1)

@@ -24,7 +24,7 @@ from extended_models import Halves
 from torch import nn
 
 from lamella_buffers import PoolAllocator
-from lamella_engine import fully_shard
+from lamella_engine import ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 
@@ -77,8 +77,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "as a rule": {},
     "kept after forward": {"reshard_after_forward": False},
     "two neighbours": {"reshard_after_forward": 2},
-    "ZERO1": {"placements": ZERO1},
-    "DDP": {"placements": DDP},
+    "ZERO1": {"options": ShardingOptions(placements=ZERO1)},
+    "DDP": {"options": ShardingOptions(placements=DDP)},
 }
 
 
@@ -106,7 +106,7 @@ def test_it_trains_as_unsharded(way: str) -> None:
 def test_a_pool_plans_for_the_others() -> None:
     def on_each_rank() -> None:
         pool = PoolAllocator()
-        reference, model = twins(Net, lambda model: shard(model, allocator=pool))
+        reference, model = twins(Net, lambda model: shard(model, options=ShardingOptions(allocator=pool)))
         assert isinstance(model, Net)
         unit(model.layers[0]).set_keep_unsharded_storage(True)
         for num_steps in (4, 2):

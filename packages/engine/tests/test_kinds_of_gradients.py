@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lamella_engine import ZERO1, MixedPrecisionPolicy, Rows, fully_shard
+from lamella_engine import ZERO1, MixedPrecisionPolicy, Rows, ShardingOptions, delay_gradient, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -38,9 +38,9 @@ def _train_on_pairs(reference: nn.Module, sharded: nn.Module) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"placements": ZERO1},
+        {"options": ShardingOptions(placements=ZERO1)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-        {"keep": Rows(1)},
+        {"options": ShardingOptions(keep_together=Rows(1))},
     ],
     ids=str,
 )
@@ -81,13 +81,13 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"keep": Rows(1)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"options": ShardingOptions(keep_together=Rows(1))}], ids=str)
 def test_a_gradient_that_its_layer_installs_may_lie_in_memory_as_it_likes(kind: str, options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         for num_rows in (6, 7):
             with case(num_rows):
                 layer = LateLinear(4, num_rows)
-                done = unit(fully_shard(layer, **options)).delay_gradient(layer.weight)
+                done = delay_gradient(fully_shard(layer, **options), layer.weight)
                 values = torch.arange(4.0 * num_rows).view(num_rows, 4)
                 layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
                 gradient = KINDS[kind](values)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_buffers import PoolAllocator
-from lamella_engine import MixedPrecisionPolicy, fully_shard, fully_shard_model
+from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard, fully_shard_model
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -123,8 +123,8 @@ def test_a_deleted_model_frees_its_pool_without_the_cyclic_collector(keeps_pool:
                 pool = PoolAllocator()
                 model = Net()
                 for layer in model.layers:
-                    fully_shard(layer, allocator=pool)
-                fully_shard(model, allocator=pool)
+                    fully_shard(layer, options=ShardingOptions(allocator=pool))
+                fully_shard(model, options=ShardingOptions(allocator=pool))
                 for _ in range(4):
                     _runs_backward(model)
                 chunks = {f"chunk {i}": chunk.memory for i, chunk in enumerate(pool._plan._chunks)}

@@ -27,7 +27,19 @@ from fused_models import DIM, Block, FusedLinear, FusedNet, fuse
 from torch import nn
 
 from lamella_buffers import CachingAllocator, UnshardedBuffer
-from lamella_engine import DDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine import (
+    DDP,
+    HSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    allocate_main_grads,
+    delay_gradient,
+    fully_shard,
+    set_main_grads,
+)
 from lamella_engine._main_grads import MainGrads
 from lamella_testing import run_ranks
 
@@ -77,7 +89,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, asks: bool
 
     def on_each_rank() -> None:
         mesh = mesh_of(shape)
-        reference, model = _pair(mesh=mesh, placements=placements, asks=asks)
+        reference, model = _pair(mesh=mesh, options=ShardingOptions(placements=placements), asks=asks)
         optimizers = [sgd(list(each.parameters())) for each in (reference, model)]
         for _ in range(2):
             for i in range(3):
@@ -327,7 +339,7 @@ def test_by_hand_the_buffer_is_made_when_it_is_asked_for() -> None:
                 with unit(model).hold():
                     out = Block.forward(model, scale * rows_of_this_rank(x))  # type: ignore[arg-type]
                     if not asks:
-                        unit(model).allocate_main_grads()
+                        allocate_main_grads(model)
                     out.square().mean().backward()
                     unit(model).reduce_gradients()
             unit(model).wait_for_gradients()
@@ -360,7 +372,7 @@ def test_a_late_weight_gradient_may_be_added_to_the_buffer() -> None:
     def on_each_rank() -> None:
         reference, model = twins(lambda: nn.Sequential(Late(DIM, DIM), nn.Linear(DIM, 3)), fully_shard)
         fuse(model)
-        done = unit(model).delay_gradient(model[0].weight)  # type: ignore[index]
+        done = delay_gradient(model, model[0].weight)  # type: ignore[index]
         x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))
         for scale in (1, 2):
             for each, rows in ((reference, x), (model, rows_of_this_rank(x))):
@@ -378,8 +390,8 @@ def test_late_gradients_of_other_streams_are_waited_for_before_they_are_added_up
     def on_each_rank() -> None:
         model = fully_shard(nn.Linear(DIM, 3))
         streams, seen = fake_streams(model), []
-        unit(model).set_main_grads([model.weight])
-        weight_came, bias_came = (unit(model).delay_gradient(each) for each in (model.weight, model.bias))
+        set_main_grads(model, [model.weight])
+        weight_came, bias_came = (delay_gradient(model, each) for each in (model.weight, model.bias))
         _backward(model, torch.ones(6, DIM))
         with streams.stream(streams.Stream(0)):
             work = streams.work()
@@ -395,7 +407,7 @@ def test_they_may_be_taken_away_again() -> None:
     def on_each_rank() -> None:
         reference, model = _pair()
         for layer in model.get_submodule("layers").children():
-            unit(layer).set_main_grads([])
+            set_main_grads(layer, [])
             with unit(layer).hold():
                 assert not hasattr(layer.up.weight, "get_main_grad")
         for layer in model.modules():
@@ -422,16 +434,24 @@ def test_a_deleted_model_goes_at_once() -> None:
     run_ranks(on_each_rank, 1)
 
 
+@pytest.mark.parametrize(
+    "call", [allocate_main_grads, lambda it: set_main_grads(it, []), lambda it: delay_gradient(it, it.weight)]
+)
+def test_a_module_that_is_no_unit_is_refused(call: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(ValueError, match=r"Expected `module` to be a unit, got Linear\. Call fully_shard on it"):
+        call(nn.Linear(2, 2))
+
+
 def test_what_cannot_have_one_is_refused() -> None:
     def on_each_rank() -> None:
         model = FusedNet()
         _shard(model)
         layer = model.layers[0]
         with pytest.raises(ValueError, match=r"Expected a parameter of 'layers\.0', got one of shape \(8, 3\)"):
-            unit(layer).set_main_grads([model.stem.weight])
+            set_main_grads(layer, [model.stem.weight])
         with no_gradient_sync(model):
             _backward(model, X)
         with pytest.raises(RuntimeError, match=r"Expected 'layers\.0' between steps"):
-            unit(layer).set_main_grads([])
+            set_main_grads(layer, [])
 
     run_ranks(on_each_rank, 2)

@@ -25,7 +25,7 @@ from schedule_models import NUM_LAYERS, Block, Microbatch, Stack, backward_dw, d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, fully_shard
+from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions, delay_gradient, fully_shard
 from lamella_engine._context import Context
 from lamella_testing import run_ranks
 
@@ -43,7 +43,7 @@ def _shard(model: nn.Module, stage: str) -> None:
     shape, placements = STAGES[stage]
     mesh = mesh_of(shape)
     for module in (*model.get_submodule("layers").children(), model):
-        fully_shard(module, mesh=mesh, placements=placements)
+        fully_shard(module, mesh=mesh, options=ShardingOptions(placements=placements))
     delay(model)
 
 
@@ -324,7 +324,7 @@ def test_verbs_are_refused_where_hooks_are_at_work() -> None:
                 loss.backward()
             unit(model).reset_iter_state()
         with pytest.raises(ValueError, match=r"Expected a parameter of 'layers\.0', got one of shape \(5, 8\)"):
-            unit(model.layers[0]).delay_gradient(model.head.weight)
+            delay_gradient(model.layers[0], model.head.weight)
 
     run_ranks(on_each_rank, 2)
 

@@ -249,7 +249,7 @@ def test_a_prefetch_budget_is_what_is_unsharded_beside_the_units_that_run(
         num_layers = 6
         model = _build(num_layers, policy)
         root, block = _cost(model, policy), _cost(model.layers[0], policy)
-        unit(model).set_prefetch_budget(int(budget * block.unsharded))
+        unit(model).set_options(prefetch_budget=int(budget * block.unsharded))
         shards = root.shards + num_layers * block.shards
         expected = shards + root.unsharded + (1 + num_ahead) * block.unsharded
         _assert_just_below(_peak(model, _infer), expected, num_layers)
@@ -287,7 +287,7 @@ def test_a_keep_budget_is_what_stays_unsharded_between_forward_and_backward(budg
     def check() -> None:
         model = _build(4, MixedPrecisionPolicy())
         root, block = _cost(model, MixedPrecisionPolicy()), _cost(model.layers[0], MixedPrecisionPolicy())
-        unit(model).set_keep_budget(int(budget * block.unsharded))
+        unit(model).set_options(keep_budget=int(budget * block.unsharded))
         _train(model, torch.ones(1, DIM))
         model.zero_grad(set_to_none=True)
         with LiveBytes() as live:

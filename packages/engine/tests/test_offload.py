@@ -50,6 +50,7 @@ from lamella_engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     Rows,
+    ShardingOptions,
     clip_grad_norm_,
     describe,
     fully_shard,
@@ -67,15 +68,15 @@ WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as FSDP2": ((2,), {}),
     "kept after forward": ((2,), {"reshard_after_forward": False}),
     "along another dim": ((2,), {"shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None}),
-    "blocks of rows": ((2,), {"keep": Rows(2)}),
-    "DDP": ((2,), {"placements": DDP}),
-    "ZERO1": ((2,), {"placements": ZERO1}),
-    "ZERO2": ((2,), {"placements": ZERO2}),
+    "blocks of rows": ((2,), {"options": ShardingOptions(keep_together=Rows(2))}),
+    "DDP": ((2,), {"options": ShardingOptions(placements=DDP)}),
+    "ZERO1": ((2,), {"options": ShardingOptions(placements=ZERO1)}),
+    "ZERO2": ((2,), {"options": ShardingOptions(placements=ZERO2)}),
     "pairs keep the whole": ((4,), {"reshard_after_forward": 2}),
     "HSDP as FSDP2": ((2, 2), {}),
-    "HSDP, ZERO1": ((2, 2), {"placements": (HSDP, ZERO1)}),
-    "HSDP, ZERO3": ((2, 2), {"placements": (HSDP, ZERO3)}),
-    "HFSDP, ZERO3": ((2, 2), {"placements": (HFSDP, ZERO3)}),
+    "HSDP, ZERO1": ((2, 2), {"options": ShardingOptions(placements=(HSDP, ZERO1))}),
+    "HSDP, ZERO3": ((2, 2), {"options": ShardingOptions(placements=(HSDP, ZERO3))}),
+    "HFSDP, ZERO3": ((2, 2), {"options": ShardingOptions(placements=(HFSDP, ZERO3))}),
 }
 
 
@@ -533,7 +534,7 @@ def _sharded_like(model: nn.Module, reference: nn.Module) -> dict[str, torch.Ten
 @pytest.mark.parametrize("assign", [True, False])
 def test_weights_that_are_loaded_are_gathered_and_rest_apart_from_what_computes(assign: bool) -> None:
     def on_each_rank() -> None:
-        reference, model = _pair(placements=ZERO2)
+        reference, model = _pair(options=ShardingOptions(placements=ZERO2))
         model(X)
         with torch.no_grad():
             for parameter in reference.parameters():

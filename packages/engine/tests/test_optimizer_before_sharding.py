@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_optimizer
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingOptions, fully_shard, shard_optimizer
 from lamella_testing import run_ranks
 
 Optimize = Callable[..., torch.optim.Optimizer]
@@ -198,7 +198,7 @@ def test_state_lies_as_the_main_weights_do_at_every_stage(stage: str) -> None:
     shape, placements = EVERY_STAGE[stage]
 
     def check() -> None:
-        apply = shard_on(shape, placements=placements)
+        apply = shard_on(shape, options=ShardingOptions(placements=placements))
         reference, sharded, optimizer = _pair(apply=apply, make=partial(Net, dim=8))
         for expected, got in zip(reference.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(whole(got), expected.detach(), rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ from optimizer_models import OPTIMIZERS
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import HFSDP, ZERO3, RaggedDTensor, Rows, Whole, _flat_group, fully_shard
+from lamella_engine import HFSDP, ZERO3, RaggedDTensor, Rows, ShardingOptions, Whole, _flat_group, fully_shard
 from lamella_layout import Keep
 from lamella_testing import run_ranks
 
@@ -89,7 +89,7 @@ def test_every_variant_of_every_optimizer_takes_the_unsharded_steps(name: str) -
     def check() -> tuple[bool, bool]:
         for variant in _variants(name):
             with case(f"{name} {variant}"):
-                reference, sharded = twins(Ragged, partial(fully_shard, keep=Rows(1)))
+                reference, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
                 for model in (reference, sharded):
                     _train(model, partial(OPTIMIZERS[name], lr=1e-2, **variant))
                 assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
@@ -108,7 +108,9 @@ def _matrices_in_the_flat_layout(parameter: nn.Parameter) -> Keep | None:
 @pytest.mark.parametrize("variant", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=repr)
 def test_one_optimizer_steps_both_layouts(variant: dict[str, Any]) -> None:
     def check() -> None:
-        reference, sharded = twins(Ragged, partial(fully_shard, keep=_matrices_in_the_flat_layout))
+        reference, sharded = twins(
+            Ragged, partial(fully_shard, options=ShardingOptions(keep_together=_matrices_in_the_flat_layout))
+        )
         assert len({type(parameter) for parameter in sharded.parameters()}) == 2
         for model in (reference, sharded):
             _train(model, partial(torch.optim.AdamW, lr=1e-2, **variant))
@@ -121,7 +123,9 @@ def test_one_optimizer_steps_both_layouts(variant: dict[str, Any]) -> None:
 def test_main_weights_that_two_axes_cut_take_the_unsharded_steps(name: str) -> None:
     def check() -> None:
         mesh = mesh_of((2, 2))
-        apply = partial(fully_shard, keep=Rows(1), mesh=mesh, placements=(HFSDP, ZERO3))
+        apply = partial(
+            fully_shard, options=ShardingOptions(keep_together=Rows(1), placements=(HFSDP, ZERO3)), mesh=mesh
+        )
         for variant in ({"foreach": True}, {"fused": True}):
             reference, sharded = twins(Ragged, apply)
             for model in (reference, sharded):
@@ -134,11 +138,11 @@ def test_main_weights_that_two_axes_cut_take_the_unsharded_steps(name: str) -> N
 def test_muon_takes_the_unsharded_steps_where_matrices_are_whole_and_is_refused_where_not() -> None:
     def check() -> None:
         for variant in ({}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}):
-            reference, sharded = twins(Ragged, partial(fully_shard, keep=Whole()))
+            reference, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Whole())))
             for model in (reference, sharded):
                 _train(model, partial(torch.optim.Muon, lr=1e-2, **variant))
             assert_weights_equal(reference, sharded, rtol=1e-3, atol=1e-5)
-        reference, sharded = twins(Ragged, partial(fully_shard, keep=Rows(1)))
+        reference, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         assert not all(len(p.to_local()) in (0, len(p)) for p in sharded.parameters())  # type: ignore[attr-defined]
         with pytest.raises(NotImplementedError, match=r"Whole\(\)"):
             _train(sharded, partial(torch.optim.Muon, lr=1e-2))
@@ -149,7 +153,7 @@ def test_muon_takes_the_unsharded_steps_where_matrices_are_whole_and_is_refused_
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_more_than_elements_is_an_error_on_every_rank_and_leaves_the_unit_at_rest(name: str) -> None:
     def check() -> None:
-        _, sharded = twins(Ragged, partial(fully_shard, keep=Rows(1)))
+        _, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         with pytest.raises((RuntimeError, NotImplementedError)):
             _train(sharded, partial(OPTIMIZERS[name]))
         assert_at_rest(sharded)
@@ -160,7 +164,7 @@ def test_what_needs_more_than_elements_is_an_error_on_every_rank_and_leaves_the_
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizer_of_one_parameter_writes_no_others_rows(fused: bool) -> None:
     def check() -> None:
-        _, sharded = twins(Ragged, partial(fully_shard, keep=Rows(1)))
+        _, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         optimizer = torch.optim.AdamW([sharded.get_parameter("one.bias")], lr=0.5, fused=fused)
         before = {name: p.to_local().clone() for name, p in sharded.named_parameters()}  # type: ignore[attr-defined]
         sharded(X).square().mean().backward()
@@ -175,13 +179,13 @@ def test_an_optimizer_of_one_parameter_writes_no_others_rows(fused: bool) -> Non
 
 def test_state_of_a_parameter_that_is_not_here_is_kept_and_loaded_again() -> None:
     def check() -> None:
-        _, sharded = twins(Ragged, partial(fully_shard, keep=Rows(1)))
+        _, sharded = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
         for _ in range(2):
             sharded(X).square().mean().backward()
             optimizer.step()
         state = optimizer.state_dict()
-        _, again = twins(Ragged, partial(fully_shard, keep=Rows(1)))
+        _, again = twins(Ragged, partial(fully_shard, options=ShardingOptions(keep_together=Rows(1))))
         other = torch.optim.AdamW(again.parameters(), lr=1e-2)
         other.load_state_dict(state)
         for mine, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):

@@ -23,7 +23,7 @@ from engine_models import (
 )
 from torch import nn
 
-from lamella_engine import HSDP, ZERO3, fully_shard
+from lamella_engine import HSDP, ZERO3, ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -47,7 +47,7 @@ def _error(model: nn.Module, run: Callable[[nn.Module], None]) -> str:
 
 def _checked(make: Callable[[], Any] = Routed, timeout_s: float = PATIENCE) -> Any:
     model = shard(make())
-    unit(model).set_order_check(True, timeout_s=timeout_s)
+    unit(model).set_options(order_check=True, order_check_timeout_s=timeout_s)
     for _ in range(2):
         _step(model)
     return model
@@ -113,7 +113,7 @@ def test_a_swap_that_sends_nothing_is_found_at_the_end_of_the_pass() -> None:
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=False)
-        unit(model).set_order_check(timeout_s=PATIENCE)
+        unit(model).set_options(order_check=True, order_check_timeout_s=PATIENCE)
         LOSS(model)
         if _the_odd_one():
             model.route = (1, 0, 2)
@@ -144,8 +144,8 @@ def test_ranks_of_other_groups_are_told_too() -> None:
     """Rows of two ranks each: the second row agrees in itself, and would wait for the first in the all-reduce."""
 
     def check() -> str:
-        model: Any = shard_on((2, 2), placements=(HSDP, ZERO3))(Routed())
-        unit(model).set_order_check(timeout_s=PATIENCE)
+        model: Any = shard_on((2, 2), options=ShardingOptions(placements=(HSDP, ZERO3)))(Routed())
+        unit(model).set_options(order_check=True, order_check_timeout_s=PATIENCE)
         _step(model)
         if dist.get_rank() == 1:
             model.route = (0, 2)
@@ -172,7 +172,7 @@ def test_ranks_that_agree_get_the_same_to_the_bit(num_ranks: int) -> None:
     def train(checked: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = shard(Routed())
-        unit(model).set_order_check(checked)
+        unit(model).set_options(order_check=checked)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for route in ((0, 1, 2), (0, 2), (2, 0, 0)):
             model.route = route  # type: ignore[assignment]
@@ -217,10 +217,10 @@ def test_nothing_is_left_in_the_store_but_the_last_comparison() -> None:
 def test_who_checks_how_is_refused() -> None:
     def check() -> None:
         model = shard(Net())
-        with pytest.raises(ValueError, match="`timeout_s` to be a positive number of seconds, got 0"):
-            unit(model).set_order_check(timeout_s=0)
-        with pytest.raises(RuntimeError, match=r"outermost unit, got 'layers\.0'. Call set_order_check\(\)"):
-            unit(model.layers[0]).set_order_check()
+        with pytest.raises(ValueError, match="`order_check_timeout_s` to be a positive number of seconds, got 0"):
+            unit(model).set_options(order_check=True, order_check_timeout_s=0)
+        with pytest.raises(RuntimeError, match=r"outermost unit, got 'layers\.0'. Call set_options\(\)"):
+            unit(model.layers[0]).set_options(order_check=True)
 
     run_ranks(check, 1)
 
@@ -228,8 +228,8 @@ def test_who_checks_how_is_refused() -> None:
 def test_it_trains_as_unsharded() -> None:
     def check() -> None:
         reference, model = twins()
-        unit(model).set_order_check()
-        unit(model).set_prefetch_budget(10**9)
+        unit(model).set_options(order_check=True)
+        unit(model).set_options(prefetch_budget=10**9)
         assert_trains_alike(reference, model, LOSS, num_steps=3)
 
     run_ranks(check, 2)

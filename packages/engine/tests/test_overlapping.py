@@ -47,6 +47,7 @@ from lamella_engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     Rows,
+    ShardingOptions,
     clip_grad_norm_,
     overlap_optimizer,
     step_on_local_shards,
@@ -113,7 +114,7 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
         for budget in (None, 0, 2**30):
             with case(budget):
                 pair = Overlapped()
-                unit(pair.model).set_prefetch_budget(budget)
+                unit(pair.model).set_options(prefetch_budget=budget)
                 assert pair.train() == ["root", "layers.0"]
                 held = {name: state_of(pair.model.get_submodule(name)) for name in ("", "layers.0")}
                 assert held_nbytes(pair.model) == {n or "root": each.unsharded_nbytes for n, each in held.items()}
@@ -125,7 +126,7 @@ def test_a_budget_counts_what_the_step_has_gathered() -> None:
     def check() -> None:
         pair = Overlapped(partial(Net, dim=64))
         nbytes = state_of(pair.model.get_submodule("layers.0")).unsharded_nbytes
-        unit(pair.model).set_prefetch_budget(2 * nbytes)
+        unit(pair.model).set_options(prefetch_budget=2 * nbytes)
         pair.train()
         most = 0
 
@@ -273,7 +274,7 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
         for policy in (MixedPrecisionPolicy(), BF16):
             for late in (False, True):
                 with case((policy, late)):
-                    apply = shard_on(shape, placements=placements, mp_policy=policy)
+                    apply = shard_on(shape, options=ShardingOptions(placements=placements), mp_policy=policy)
                     pair = Overlapped(partial(Net, dim=8), apply, backward=backward, looks=False, late_gradients=late)
                     pair.train(set_to_none=late)
                     computes_with_main = stage == "DDP" and policy.param_dtype is None
@@ -286,7 +287,11 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
 
 @pytest.mark.parametrize(
     "options",
-    [{"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"keep": Rows(1)}],
+    [
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2},
+        {"options": ShardingOptions(keep_together=Rows(1))},
+    ],
     ids=str,
 )
 def test_other_ways_to_lie_take_the_same_steps(options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from optimizer_pairs import ADAMW, LOSS, Act, Overlapped, X, do_nothing, held_nb
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import fully_shard, overlap_optimizer, share_comm_ctx
+from lamella_engine import ShardingOptions, fully_shard, overlap_optimizer, share_comm_ctx
 from lamella_testing import run_ranks
 
 # -- weights between step and forward --------------------------------------------------------------------------------
@@ -141,7 +141,9 @@ def test_copies_that_persist_are_made_again_too(stage: str) -> None:
         for act in (_write, _freeze_the_stem, act_after_resharding):
             with case(act.__name__):
                 pair = Overlapped(
-                    partial(Net, dim=8), shard_on(shape, placements=placements, mp_policy=BF16), looks=False
+                    partial(Net, dim=8),
+                    shard_on(shape, options=ShardingOptions(placements=placements), mp_policy=BF16),
+                    looks=False,
                 )
                 pair.train(between=act)
                 pair.assert_looks_alike()
@@ -346,7 +348,7 @@ def test_an_outer_unit_that_comes_later_finds_nothing_gathered() -> None:
 def test_the_order_check_finds_nothing_to_say() -> None:
     def check() -> None:
         pair = Overlapped()
-        unit(pair.model).set_order_check()
+        unit(pair.model).set_options(order_check=True)
         assert pair.train(between=_write) == ["root", "layers.0"]
         pair.backward()
 

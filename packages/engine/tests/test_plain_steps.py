@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_engine import Rows, fully_shard, overlap_optimizer
+from lamella_engine import Rows, ShardingOptions, fully_shard, overlap_optimizer
 from lamella_engine._plain_steps import _ELEMENTWISE
 from lamella_engine._sharding import local_of
 from lamella_testing import run_ranks
@@ -57,7 +57,7 @@ def _sharded(module: nn.Module, **options: Any) -> nn.Module:
 
 def _pair(name: str = "AdamW", *, keep: bool = False, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
     """The same model and optimizer twice: what steps on DTensors, and what does not."""
-    how = {"keep": lambda parameter: Rows(1)} if keep else {}
+    how = {"options": ShardingOptions(keep_together=lambda parameter: Rows(1))} if keep else {}
     models = [twins(Short, lambda module: _sharded(module, **how))[1] for _ in range(2)]
     return [(model, OPTIMIZERS[name](model.parameters(), **{"lr": 1e-2, **options})) for model in models]
 

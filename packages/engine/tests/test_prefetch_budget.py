@@ -34,7 +34,7 @@ LOSS = mean_square(lambda model: model(X))
 def _learned(model: Any, num_blocks: float | None) -> tuple[Net, Log]:
     """A model whose order is known, whose budget holds so many blocks."""
     budget = None if num_blocks is None else int(num_blocks * unsharded_nbytes(model.layers[0]))
-    unit(model).set_prefetch_budget(budget)
+    unit(model).set_options(prefetch_budget=budget)
     return model, record_third_step(model, LOSS)
 
 
@@ -241,9 +241,9 @@ def test_what_is_no_budget_is_refused() -> None:
     def check() -> None:
         model = shard(Net())
         for nbytes, error in ((True, TypeError), (1.5, TypeError), (-1, ValueError)):
-            with pytest.raises(error, match=r"Expected `nbytes` to be"):
-                unit(model).set_prefetch_budget(nbytes)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"outermost unit, got 'layers\.0'. Call set_prefetch_budget\(\)"):
-            unit(model.layers[0]).set_prefetch_budget(1)
+            with pytest.raises(error, match=r"Expected `prefetch_budget` to be"):
+                unit(model).set_options(prefetch_budget=nbytes)
+        with pytest.raises(RuntimeError, match=r"outermost unit, got 'layers\.0'. Call set_options\(\)"):
+            unit(model.layers[0]).set_options(prefetch_budget=1)
 
     run_ranks(check, 1)

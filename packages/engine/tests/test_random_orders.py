@@ -218,9 +218,9 @@ def _run(seed: int) -> None:
     with watch.watching(pytest.MonkeyPatch()):
         for _ in range(NUM_STEPS):
             watch.budget = choose.choice([None, 0, block, int(2.5 * block), 10**9])
-            unit(pair[1]).set_prefetch_budget(watch.budget)
-            unit(pair[1]).set_keep_budget(choose.choice([0, 0, block, int(2.5 * block), 10**9]))
-            unit(pair[1]).set_order_check(choose.random() < 0.2)
+            unit(pair[1]).set_options(prefetch_budget=watch.budget)
+            unit(pair[1]).set_options(keep_budget=choose.choice([0, 0, block, int(2.5 * block), 10**9]))
+            unit(pair[1]).set_options(order_check=choose.random() < 0.2)
             _reroute(choose, pair)
             recomputes = choose.choice([None, True, False])
             for model in pair:

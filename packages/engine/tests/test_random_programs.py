@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from lamella_buffers import PoolAllocator
+from lamella_buffers import Allocator, PoolAllocator
 from lamella_engine import (
     DDP,
     HFSDP,
@@ -41,6 +41,7 @@ from lamella_engine import (
     FSDPModule,
     MixedPrecisionPolicy,
     Rows,
+    ShardingOptions,
     Whole,
     _flat_group,
     fully_shard,
@@ -124,8 +125,8 @@ def _cut(choose: Random, model: nn.Module) -> None:
     allocator = choose.choice([None, PoolAllocator()])
     for module in reversed(inner):
         if choose.random() < 0.4 and not _is_tied_outside(module, model):
-            fully_shard(module, allocator=allocator, **_rests(choose), **_options(choose))
-    fully_shard(model, allocator=allocator, **_rests(choose), **_options(choose))
+            fully_shard(module, **_rests(choose), **_asked(choose, allocator))
+    fully_shard(model, **_rests(choose), **_asked(choose, allocator))
 
 
 def _rests(choose: Random) -> dict[str, Any]:
@@ -142,11 +143,16 @@ def _mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
-def _options(choose: Random) -> dict[str, Any]:
+def _asked(choose: Random, allocator: Allocator | None) -> dict[str, Any]:
     """Where one unit's parameters lie, what stays together, and when they go."""
-    options = _placed(choose)
+    asked = _placed(choose)
     keep = choose.choice([None, None, Rows(1), Rows(2), Whole(), _matrices_by_rows])
-    return options if "shard_placement_fn" in options else {**options, "keep": keep}
+    options = ShardingOptions(
+        placements=asked.pop("placements", None),
+        allocator=allocator,
+        keep_together=None if "shard_placement_fn" in asked else keep,
+    )
+    return {**asked, "options": options}
 
 
 def _matrices_by_rows(parameter: nn.Parameter) -> Keep | None:
@@ -208,8 +214,8 @@ def _keep(choose: Random, pair: Pair) -> None:
 
 
 def _look_ahead(choose: Random, pair: Pair) -> None:
-    unit(pair[1]).set_prefetch_budget(choose.choice([None, 0, 1000, 10**9]))
-    unit(pair[1]).set_keep_budget(choose.choice([0, 1000, 10**9]))
+    unit(pair[1]).set_options(prefetch_budget=choose.choice([None, 0, 1000, 10**9]))
+    unit(pair[1]).set_options(keep_budget=choose.choice([0, 1000, 10**9]))
 
 
 def _read_state(_: Random, pair: Pair) -> None:

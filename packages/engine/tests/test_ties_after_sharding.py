@@ -16,14 +16,13 @@ from engine_models import (
     no_gradient_sync,
     shard,
     twins,
-    unit,
     units,
     whole,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lamella_engine import DDP, HSDP, ZERO1, ZERO3, Rows, fully_shard
+from lamella_engine import DDP, HSDP, ZERO1, ZERO3, Rows, ShardingOptions, fully_shard, set_main_grads
 from lamella_testing import run_ranks
 
 TOKENS = torch.arange(12).view(3, 4) % 11
@@ -57,9 +56,9 @@ def _num_parameters(model: nn.Module) -> int:
 OPTIONS: list[Any] = [
     {},
     {"reshard_after_forward": False},
-    {"mesh": (2,), "placements": DDP},
-    {"mesh": (2,), "placements": ZERO1},
-    {"mesh": (2, 1), "placements": (HSDP, ZERO3)},
+    {"mesh": (2,), "options": ShardingOptions(placements=DDP)},
+    {"mesh": (2,), "options": ShardingOptions(placements=ZERO1)},
+    {"mesh": (2, 1), "options": ShardingOptions(placements=(HSDP, ZERO3))},
 ]
 
 
@@ -257,7 +256,7 @@ def test_a_tie_in_the_middle_of_a_step_is_refused() -> None:
 def test_a_tie_of_what_was_given_to_layers_is_refused() -> None:
     def on_each_rank() -> None:
         model = shard(_Untied())
-        unit(model).set_main_grads([model.head.weight])
+        set_main_grads(model, [model.head.weight])
         model.tie_weights()  # type: ignore[operator]
         with pytest.raises(RuntimeError, match=r"\['head\.weight'\] to be tied before set_main_grads"):
             model(TOKENS)
@@ -265,7 +264,7 @@ def test_a_tie_of_what_was_given_to_layers_is_refused() -> None:
     run_ranks(on_each_rank, 2)
 
 
-@pytest.mark.parametrize("options", [{"keep": Rows(1)}], ids=str)
+@pytest.mark.parametrize("options", [{"options": ShardingOptions(keep_together=Rows(1))}], ids=str)
 def test_a_tie_in_the_flat_layout_is_refused(options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         model = shard(_Untied(), **options)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamella_buffers import GlooTransport
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_layout import Rows
 from lamella_testing import run_ranks
@@ -46,10 +46,10 @@ def _by_column(parameter: nn.Parameter) -> Any:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "even": {},
-    "flat": {"keep": _flat},
+    "flat": {"options": ShardingOptions(keep_together=_flat)},
     "by_column": {"shard_placement_fn": _by_column},
-    "ZERO1": {"placements": ZERO1},
-    "ZERO2": {"placements": ZERO2},
+    "ZERO1": {"options": ShardingOptions(placements=ZERO1)},
+    "ZERO2": {"options": ShardingOptions(placements=ZERO2)},
 }
 
 
@@ -112,7 +112,7 @@ def test_a_narrow_reduction_is_added_up_in_the_main_dtype_where_copy_engines_pus
         unit(hooked).set_all_reduce_hook(lambda reduced: shown.append(reduced.dtype))
         with patch("lamella_engine._parameter_group.CopyEngineTransport", GlooTransport):
             assert is_exact(fully_shard(_Scaled(), mp_policy=policy))
-            assert is_exact(fully_shard(_Scaled(), mp_policy=policy, keep=_flat))
+            assert is_exact(fully_shard(_Scaled(), mp_policy=policy, options=ShardingOptions(keep_together=_flat)))
             assert not is_exact(fully_shard(_Scaled(), mesh=mesh, mp_policy=policy))
             assert not is_exact(hooked)
         assert set(shown) == {BF16}
@@ -149,11 +149,11 @@ def _wide_wire() -> Any:
 
 SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any], Callable[[Any], object]]] = {
     "ZERO3": ((2,), {}, lambda model: None),
-    "ZERO1": ((2,), {"placements": ZERO1}, lambda model: None),
-    "DDP": ((2,), {"placements": DDP}, lambda model: None),
-    "flat": ((2,), {"keep": _flat}, lambda model: None),
-    "HSDP": ((2, 2), {"placements": (HSDP, ZERO3)}, lambda model: None),
-    "HFSDP": ((2, 2), {"placements": (HFSDP, ZERO3)}, lambda model: None),
+    "ZERO1": ((2,), {"options": ShardingOptions(placements=ZERO1)}, lambda model: None),
+    "DDP": ((2,), {"options": ShardingOptions(placements=DDP)}, lambda model: None),
+    "flat": ((2,), {"options": ShardingOptions(keep_together=_flat)}, lambda model: None),
+    "HSDP": ((2, 2), {"options": ShardingOptions(placements=(HSDP, ZERO3))}, lambda model: None),
+    "HFSDP": ((2, 2), {"options": ShardingOptions(placements=(HFSDP, ZERO3))}, lambda model: None),
     "sums": ((2,), {}, lambda model: model.set_force_sum_reduction_for_comms(True)),
     "divisor": ((2,), {}, lambda model: model.set_gradient_divide_factor(3.0)),
 }
@@ -227,7 +227,7 @@ def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
     def check() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         for module in (*model, model):
-            fully_shard(module, mp_policy=POLICY, placements=ZERO2)
+            fully_shard(module, mp_policy=POLICY, options=ShardingOptions(placements=ZERO2))
         x = torch.ones(2, 4)
         with torch.no_grad():
             model(x)  # every copy is there

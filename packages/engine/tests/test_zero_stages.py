@@ -37,6 +37,7 @@ from lamella_engine import (
     AxisPlacement,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    ShardingOptions,
     fully_shard,
 )
 from lamella_testing import run_ranks
@@ -88,7 +89,7 @@ def test_it_trains_as_unsharded_with_several_microbatches(stage: str, set_to_non
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded = twins(_net, shard_on(shape, placements=placements))
+        reference, sharded = twins(_net, shard_on(shape, options=ShardingOptions(placements=placements)))
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (reference, sharded)]
         for _ in range(3):
             for microbatch in range(2):
@@ -112,7 +113,7 @@ def test_a_loop_that_knows_nothing_of_last_backwards_is_right_too(stage: str) ->
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded = twins(_net, shard_on(shape, placements=placements))
+        reference, sharded = twins(_net, shard_on(shape, options=ShardingOptions(placements=placements)))
         for _ in range(2):
             for model, batch in ((reference, X), (sharded, rows_of_this_rank(X))):
                 for scale in (1, 2):
@@ -128,7 +129,9 @@ def test_a_loop_that_knows_nothing_of_last_backwards_is_right_too(stage: str) ->
 def test_with_main_weights_on_both_axes_the_outer_one_is_used_once_a_step_each_way() -> None:
     def on_each_rank() -> None:
         model = Net(dim=8)  # 8 rows divide over 4 ranks; 13, 5 and 1 do not, and lie whole on the outer axis
-        shard_on((2, 2), placements=(HFSDP, ZERO3), mp_policy=MixedPrecisionPolicy(torch.bfloat16))(model)
+        shard_on(
+            (2, 2), options=ShardingOptions(placements=(HFSDP, ZERO3)), mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+        )(model)
         cut = [group for _, state in units(model) for group in state.groups if group.outer is not None]
         assert len(cut) == 4
         used: list[str] = []
@@ -186,7 +189,7 @@ def test_it_communicates_as_often_as_it_must(
 
     def on_each_rank() -> None:
         sharded = Net()
-        shard_on(shape, placements=placements)(sharded)
+        shard_on(shape, options=ShardingOptions(placements=placements))(sharded)
         log, all_reduced = _counted(sharded)
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
         for _ in range(2):
@@ -209,7 +212,9 @@ def test_at_rest_it_holds_the_bytes_that_its_placements_say(stage: str, param_dt
     def on_each_rank() -> None:
         model = Net(dim=8)
         numel = sum(parameter.numel() for parameter in model.parameters())
-        shard_on(placements=ONE_AXIS[stage], mp_policy=MixedPrecisionPolicy(param_dtype))(model)
+        shard_on(options=ShardingOptions(placements=ONE_AXIS[stage]), mp_policy=MixedPrecisionPolicy(param_dtype))(
+            model
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model(X).square().mean().backward()
@@ -235,7 +240,7 @@ def test_between_microbatches_stage_one_keeps_whole_gradients_and_stage_two_shar
     def on_each_rank() -> None:
         for stage, keeps_whole in ((ZERO1, True), (ZERO2, False), (ZERO3, False)):
             model = Net()
-            shard_on(placements=stage)(model)
+            shard_on(options=ShardingOptions(placements=stage))(model)
             unit(model).set_is_last_backward(False)
             model(X).square().mean().backward()
             parameters = [p for _, state in units(model) for group in state.groups for p in group.parameters]
@@ -286,7 +291,7 @@ def test_a_copy_is_made_anew_after_whatever_writes_main_weights(
 ) -> None:
     def on_each_rank() -> None:
         model = Net()
-        shard_on(placements=ONE_AXIS[stage])(model)
+        shard_on(options=ShardingOptions(placements=ONE_AXIS[stage]))(model)
         with torch.no_grad():
             model(X)
         write(model, 0.25)
@@ -301,7 +306,7 @@ def test_a_copy_is_made_anew_after_whatever_writes_main_weights(
 def test_modules_hold_dtensors_between_steps_and_optimizers_made_late_train() -> None:
     def on_each_rank() -> None:
         model = Net()
-        shard_on(placements=ZERO1)(model)
+        shard_on(options=ShardingOptions(placements=ZERO1))(model)
         model(X).square().mean().backward()
         before = [whole(parameter).clone() for parameter in model.parameters()]
         assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
@@ -320,7 +325,7 @@ def test_sharded_parameters_lie_as_its_placements_say() -> None:
             ((1, 2), (HFSDP, ZERO3), (_StridedShard(0, split_factor=2), Shard(0))),
         ):
             model = _net()
-            shard_on(shape, placements=placements)(model)
+            shard_on(shape, options=ShardingOptions(placements=placements))(model)
             weight = model.get_parameter("layers.0.down.weight")
             assert isinstance(weight, DTensor)
             assert weight.placements == expected
@@ -347,7 +352,7 @@ def test_placements_that_cannot_be_are_refused(
     def on_each_rank() -> None:
         model = Net()
         with pytest.raises(ValueError, match=message):
-            shard_on(shape, placements=placements, **options)(model)
+            shard_on(shape, options=ShardingOptions(placements=placements), **options)(model)
         assert type(model.layers[0]).__name__ == "Residual"
 
     run_ranks(on_each_rank, 1)
@@ -358,7 +363,9 @@ def test_main_weights_sharded_along_another_dim_lie_whole_on_the_outer_axis() ->
         return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % 4 == 0 else None
 
     def on_each_rank() -> None:
-        reference, sharded = twins(_net, shard_on((2, 2), placements=(HFSDP, ZERO3), shard_placement_fn=last_dim))
+        reference, sharded = twins(
+            _net, shard_on((2, 2), options=ShardingOptions(placements=(HFSDP, ZERO3)), shard_placement_fn=last_dim)
+        )
         for model, batch in ((reference, X), (sharded, rows_of_this_rank(X))):
             model(batch).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -388,7 +395,9 @@ def test_gradients_of_a_unit_that_the_last_microbatch_passes_over_are_reduced_al
     shape, placements = EVERY_STAGE[stage]
 
     def on_each_rank() -> None:
-        reference, sharded = twins(lambda: _Skipping(dim=8), shard_on(shape, placements=placements))
+        reference, sharded = twins(
+            lambda: _Skipping(dim=8), shard_on(shape, options=ShardingOptions(placements=placements))
+        )
         for _ in range(2):
             for is_last in (False, True):
                 unit(sharded).set_is_last_backward(is_last)
@@ -421,7 +430,7 @@ def test_a_stage_may_lie_on_a_named_axis_of_a_whole_mesh(stage: str) -> None:
                         module._parameters[name] = nn.Parameter(replicated)
             for module in (*model.layers, model):
                 dims = DataParallelMeshDims("data")
-                fully_shard(module, mesh=mesh, dp_mesh_dims=dims, placements=ONE_AXIS[stage])
+                fully_shard(module, mesh=mesh, dp_mesh_dims=dims, options=ShardingOptions(placements=ONE_AXIS[stage]))
 
         reference, sharded = twins(_net, apply)
         rows = X.chunk(2)[mesh["data"].get_local_rank()]

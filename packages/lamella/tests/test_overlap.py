@@ -284,8 +284,8 @@ def _report(
 @pytest.mark.parametrize(
     ("report", "loss", "knob"),
     [
-        (_report(exposed=Role.FORWARD_GATHER), "exposed gathers in forward", "set_prefetch_budget"),
-        (_report(exposed=Role.BACKWARD_GATHER), "exposed gathers in backward", "set_keep_budget"),
+        (_report(exposed=Role.FORWARD_GATHER), "exposed gathers in forward", "prefetch_budget"),
+        (_report(exposed=Role.BACKWARD_GATHER), "exposed gathers in backward", "keep_budget"),
         (_report(exposed=Role.REDUCE), "exposed reductions", "set_reduce_scatter_max_input_buffers"),
         (_report(exposed=Role.REDUCE, collectives=90.0), "exposed reductions", "bfloat16"),
         (_report(host_gaps=20.0), "waits for the host", "CUDA graph"),

@@ -17,9 +17,13 @@ from lamella_engine._handles import Hold as Hold
 from lamella_engine._handles import UnshardHandle as UnshardHandle
 from lamella_engine._installation import Installation as Installation
 from lamella_engine._installation import install as install
+from lamella_engine._layer_gradients import allocate_main_grads as allocate_main_grads
+from lamella_engine._layer_gradients import delay_gradient as delay_gradient
+from lamella_engine._layer_gradients import set_main_grads as set_main_grads
 from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards
 from lamella_engine._module import FSDPModule as FSDPModule
 from lamella_engine._optimizers import shard_optimizer as shard_optimizer
+from lamella_engine._options import ShardingOptions as ShardingOptions
 from lamella_engine._overlapping import OverlapOptimizer as OverlapOptimizer
 from lamella_engine._overlapping import overlap_optimizer as overlap_optimizer
 from lamella_engine._placements import DDP as DDP

@@ -1,4 +1,4 @@
-"""Which unit a module is: its state, where the module keeps it."""
+"""The unit that a module is: its state, and the module's attributes that hold the state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ def attach_state(
 ) -> None:
     """Give the modules of a unit its state, past `nn.Module.__setattr__`, and mark them as torch marks its own units.
 
-    Those `besides` had one of their own before, whose parameters the unit took over.
+    By the marks `torch.distributed._composable.replicate` leaves the modules alone, and readers of FSDP2's state find a
+    view.
 
-    By the marks `torch.distributed._composable.replicate` leaves them alone, and readers of FSDP2's state find a view.
+    Args:
+        modules: The unit's modules.
+        state: The unit's state.
+        view: The state as FSDP2's is read.
+        besides: Modules of former units, whose parameters the unit took over.
     """
     state.view = weakref.ref(view)
     for module in (*modules, *besides):
@@ -37,10 +42,7 @@ def attach_state(
 
 
 def view_of(module: object) -> StateView | None:
-    """A unit's state as FSDP2's is read, or None for a module that is no unit.
-
-    Effects: none.
-    """
+    """A unit's state as FSDP2's is read, or None for a module that is no unit."""
     state = find_state(module)
     return None if state is None else cast(StateView, state.view())
 
@@ -70,14 +72,14 @@ def states_of(module: object, recurse: bool) -> Iterator[FSDPState]:
 
 
 def unit_state_of(module: object, expects: str = "Expects FSDPModule") -> FSDPState:
-    """The state of one of the `modules` that a user listed.
+    """The state of a module that a user listed in `modules`.
 
     Args:
-        module: One of them.
-        expects: FSDP2's words for what it must be.
+        module: One of the list.
+        expects: FSDP2's words for the expected kind.
 
     Raises:
-        ValueError: It is no unit.
+        ValueError: The module is no unit.
     """
     state = find_state(module)
     if state is None:

@@ -1,9 +1,9 @@
-"""The parameters that a unit is made of: which they are, what they must be, and where they go first."""
+"""The parameters that a unit is made of: the search for them, the checks of each, and the first move."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn as nn
@@ -12,19 +12,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamella_engine._attached import find_state
 from lamella_engine._extended_group import is_extended
+from lamella_engine._options import KeepFn, checked_keep
 from lamella_engine._parameter_group import dtypes_of
 from lamella_engine._sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
-from lamella_layout import Keep, Rows, Whole
 from lamella_precision import MixedPrecisionPolicy
-
-KeepFn = Callable[[nn.Parameter], Keep | None]
 
 
 def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules and those below them that are in no inner unit, with dotted prefixes; each once.
+    """Modules, and the modules below that are in no inner unit, with dotted prefixes; each once.
 
-    One module is where names begin; of several, each begins with its place in the list.
+    Names begin in the module; of several modules, names begin with the module's place in the list.
     """
     seen: set[int] = set()
 
@@ -48,7 +46,7 @@ def candidates_of(
     keep_fn: KeepFn,
     policy: MixedPrecisionPolicy,
 ) -> list[Candidate]:
-    """The unit's parameters, each once with every place that holds it."""
+    """The unit's parameters, each once with all modules that hold the parameter."""
     found: dict[int, Candidate] = {}
     ignored_ids = {id(parameter) for parameter in ignored}
     for prefix, inner in own_modules(modules):
@@ -62,33 +60,12 @@ def candidates_of(
                 )
             if id(parameter) not in found:
                 _check_parameter(prefix + name, parameter)
-                kept = _checked_keep(prefix + name, keep_fn(parameter))
+                kept = checked_keep(prefix + name, keep_fn(parameter))
                 sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
                 own = policy.resolved_for(parameter)
                 found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, own)
             found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(found.values())
-
-
-def as_keep_fn(keep: Keep | KeepFn | None) -> KeepFn:
-    """What `keep` says, as a function of the parameter.
-
-    Raises:
-        TypeError: It is neither a function nor something that a function may return.
-    """
-    if callable(keep):
-        return keep
-    _checked_keep("every parameter", keep)
-    return lambda _: keep
-
-
-def _checked_keep(name: str, keep: object) -> Keep | None:
-    if keep is None or isinstance(keep, Rows | Whole):
-        return keep
-    raise TypeError(
-        f"Expected `keep` to be Rows(n), Whole(), None, or a function that returns one of them, got {keep!r} for "
-        f"{name}."
-    )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -120,7 +97,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
-    """Group what can share buffers: equal axes and dtypes, and frozen apart from trainable, which has gradients."""
+    """Group parameters that can share buffers: equal axes and dtypes, and trained apart from frozen."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in candidates:
         parameter, policy = candidate.parameter, candidate.policy
@@ -131,7 +108,7 @@ def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
 
 
 def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move the unit's own buffers to the device, and its parameters to where they are to rest, but those on meta.
+    """Move the unit's own buffers to the device, and its parameters to their place of rest, but tensors on meta.
 
     Raises:
         ValueError: A DTensor that would move lies on a mesh of another kind of device.
@@ -160,5 +137,5 @@ def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, 
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes are in other tensors, which setting its `data` leaves alone."""
+    """Whether a tensor's bytes are in inner tensors, which an assignment to `data` leaves alone."""
     return is_traceable_wrapper_subclass(tensor)

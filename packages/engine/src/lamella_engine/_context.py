@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lamella_engine._ahead import Gatherable, GatheredAhead
 from lamella_engine._kept import KeptForBackward
 from lamella_engine._labels import label
+from lamella_engine._options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._order import LearnedOrders, ReplayedOrder
 from lamella_engine._order_check import OrderCheck
 from lamella_engine._step_hooks import held_by
@@ -143,20 +144,26 @@ class Listener:
 class Context(Streams):
     """Shared by all units under one outermost `fully_shard`; a new outer unit takes over its children's.
 
+    Args:
+        device: Of the tree's parameters while they are used.
+        options: The first unit's.
+
     Attributes:
+        options: The outermost unit's; only the fields of the tree count here.
         is_last_backward: Whether the backward under way, or the next one, is the step's last.
         finalizes_by_hand: Whether it is the user who ends a step's backward, and no hook (`finalize`).
         num_resets: How often whatever was under way was dropped.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, options: ShardingOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(device)
         self.is_last_backward = True
         self.finalizes_by_hand = False
         self.num_resets = 0
         self.ahead = GatheredAhead()
         self.kept = KeptForBackward()
-        self.order_check = OrderCheck.from_environment()
+        self.order_check: OrderCheck | None = None
+        self.follow(options)
         # Weak: modules own their states. A strong reference back would keep a deleted model's memory until the cyclic
         # collector runs.
         self._states: list[weakref.ref[Member]] = []
@@ -192,6 +199,14 @@ class Context(Streams):
     def states(self) -> Iterator[Member]:
         """The units that are still alive, in the order of their `fully_shard` calls: equal on every rank."""
         return (state for ref in self._states if (state := ref()) is not None)
+
+    def follow(self, options: ShardingOptions) -> None:
+        """Let the fields of the tree in some options count from now on."""
+        self.options = options
+        self.ahead.budget, self.kept.budget = options.prefetch_budget, options.keep_budget
+        timeout_s = options.order_check_timeout_s if options.checks_order else None
+        if timeout_s != (self.order_check and self.order_check.timeout_s):  # else it goes on with what it has noted
+            self.order_check = None if timeout_s is None else OrderCheck(timeout_s)
 
     def add(self, state: Member) -> None:
         """Make a unit one of this tree's."""

@@ -30,8 +30,6 @@ def is_extended(tensor: torch.Tensor) -> bool:
 
     Raises:
         MisuseError: It has one of the two methods only.
-
-    Effects: none.
     """
     has = [hasattr(tensor, name) for name in (_PRE, _POST)]
     if any(has) and not all(has):
@@ -86,7 +84,7 @@ def split_extended(groups: Sequence[ParameterGroup]) -> tuple[ParameterGroup, ..
     Raises:
         NotImplementedError, MisuseError: As `new_group`.
 
-    Effects: none if there are none; else copies the shards of the groups that have some. Not a collective.
+    Effects: copies the shards of the groups that have some. Not a collective.
     """
     split: list[ParameterGroup] = []
     for group in groups:
@@ -130,7 +128,7 @@ class ExtendedGroup(ParameterGroup):
         allocator: Not used: the second method allocates.
         offload: As for `ParameterGroup`.
 
-    Effects: none. What is gathered into is allocated by the first gather.
+    The first gather allocates the memory that parameters are gathered into.
     """
 
     def __init__(
@@ -361,7 +359,7 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
     unsupported = {
         f"`shard_placement_fn` to shard {name!r} along dim 0": sharding.dim != 0,
         f"no number as `reshard_after_forward` for {name!r}": neighbours is not None,
-        f"`keep` to return None for {name!r}": sharding.keep is not None,
+        f"`keep_together` to return None for {name!r}": sharding.keep is not None,
         f"`placements` that shard {name!r} over one axis": axes.shard_axis is None or axes.outer_axis is not None,
     }
     for expected, is_so in unsupported.items():

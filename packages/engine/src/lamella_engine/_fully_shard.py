@@ -1,4 +1,4 @@
-"""The entry: checks what was asked, shards a module's parameters, and makes it a unit."""
+"""The entry: checks the arguments, shards a module's parameters, and makes the module a unit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamella_buffers import Allocator, Transport, transport_for
+from lamella_buffers import Transport, transport_for
 from lamella_engine._attached import attach_state, find_state, is_torchs_unit, view_of
-from lamella_engine._candidates import KeepFn, as_keep_fn, by_kind, candidates_of, move_to, own_modules
+from lamella_engine._candidates import by_kind, candidates_of, move_to, own_modules
 from lamella_engine._context import Context
 from lamella_engine._errors import MisuseError
 from lamella_engine._extended_group import new_group
 from lamella_engine._hooks import register_hooks
 from lamella_engine._module import FSDPModule
 from lamella_engine._offload import CPU, Offload
-from lamella_engine._placements import AxisPlacement, Strategy, strategy_of
+from lamella_engine._options import DEFAULT_OPTIONS, ShardingOptions, as_keep_fn
+from lamella_engine._placements import Strategy
 from lamella_engine._policies import DataParallelMeshDims, OffloadPolicy
 from lamella_engine._private_view import StateView
 from lamella_engine._reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._sharded_parameter import Candidate
 from lamella_engine._sharding import DataAxes, PlacementFn
 from lamella_engine._state import FSDPState
-from lamella_layout import Keep
+from lamella_engine._strategy import strategy_of
 from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -48,93 +49,87 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    placements: AxisPlacement | tuple[AxisPlacement, ...] | None = None,
-    allocator: Allocator | None = None,
-    keep: Keep | KeepFn | None = None,
+    options: ShardingOptions = DEFAULT_OPTIONS,
 ) -> M:
     """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
 
     The module is changed in place: its parameters become DTensors (chunks along dim 0), its class becomes
-    `FSDP<Class>`, a subclass of `FSDPModule` and of its own class. Apply it to inner modules first: each call makes one
-    unit of all parameters that no inner unit owns, and a unit is gathered, used and freed as one. One unit a
-    transformer block and one for the rest is the usual choice.
+    `FSDP<Class>`, a subclass of `FSDPModule` and of its own class. Apply `fully_shard` to inner modules first: each
+    call makes one unit of all parameters that no inner unit owns, and a unit is gathered, used and freed as a whole.
+    One unit a transformer block and one for the rest is the usual choice.
 
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())     # after sharding
 
-    In forward a unit's parameters are gathered before it runs and freed after; in backward again, and then its
-    gradients are averaged over the ranks into the shards. From the second step on, each unit is gathered while the one
-    before it computes.
+    A unit's parameters are gathered before forward and freed after; in backward again, and then the unit's gradients
+    are averaged over the ranks into the shards. From the second step on, each unit is gathered while the unit before
+    computes.
 
     Args:
-        module: What to shard. Containers without a forward are refused: their hooks would never fire. Several modules
-            in a list or tuple make one unit: it is gathered before the first of them runs, and freed after the last. Of
-            modules nested in one another the outer one counts. Where a forward runs only some of them (`[norm, head]`,
-            with the head called on chunks later), the unit is freed at the end of the outermost unit's forward.
-        mesh: 1-D: parameters are sharded over it. 2-D with names: replicated over its first axis and sharded over its
-            second (HSDP). None makes a 1-D one over all ranks. Parameters may come as DTensors on other axes of the
-            same root mesh (tensor or expert parallel).
+        module: The module to shard. Containers without a forward are refused: their hooks would never fire. Several
+            modules in a list or tuple make one unit: gathered before the first of them runs, and freed after the last.
+            Of modules nested in one another the outer one counts. If a forward runs only some of the modules (`[norm,
+            head]`, with the head called on chunks later), the unit is freed at the end of the outermost unit's forward.
+        mesh: 1-D: parameters are sharded over the axis. 2-D with names: replicated over the first axis and sharded over
+            the second (HSDP). None makes a 1-D mesh over all ranks. Parameters may come as DTensors on other axes of
+            the same root mesh (tensor or expert parallel).
         reshard_after_forward: True frees the parameters between forward and backward; False keeps them, for memory
-            against a second gather. None means True but for the outermost unit, whose backward comes next. A number,
-            a factor of the ranks that share a parameter, keeps 1 / number of each: in backward only so many neighbours
-            gather from each other.
-        shard_placement_fn: Says of each parameter the dim to shard it along (None means dim 0; another dim must divide,
-            and costs a staging copy each way), and with FSDP2's `ShardPlacementResult` its own mesh.
+            against a second gather. None means True but for the outermost unit, whose backward comes next. A number, a
+            factor of the ranks that share a parameter, keeps 1 / number of each parameter: in backward only so many
+            neighbours gather from each other.
+        shard_placement_fn: Returns for each parameter the dim to shard along (None means dim 0; another dim must
+            divide, and costs a staging copy each way), and with FSDP2's `ShardPlacementResult` a mesh of the
+            parameter's own.
         mp_policy: Number formats; torch's own policy is taken too. None keeps the parameters' own.
         offload_policy: `CPUOffloadPolicy` lets shards, gradients and optimizer state rest on the CPU, in pinned memory
-            unless it says otherwise; the optimizer steps there. Each gather copies this rank's shards to the device,
-            each reduction the gradients back, and the host waits for those at the end of backward.
+            unless the policy turns pinning off; the optimizer steps on the CPU. Each gather copies this rank's shards
+            to the device, each reduction the gradients back, and the host waits for the gradients at the end of
+            backward.
         ignored_params: Parameters that are left alone: not sharded, moved or reduced.
         dp_mesh_dims: Names the data axes of `mesh`, which is then the whole mesh: every parameter must be a DTensor on
-            it, replicated over the data axes.
-        placements: The ZeRO stage, one for each axis of `mesh`: DDP, ZERO1, ZERO2 or ZERO3 on a 1-D mesh; (HSDP, one of
-            the last three) or (HFSDP, ZERO3) on a 2-D one. None means what FSDP2 does: ZERO3, and gradients reduced
-            over replicas after every microbatch. FSDP2 has no such argument.
-        allocator: Gives unsharded parameters, and gradients that fused kernels add to, their bytes. None means
-            memory that copy engines gather into, where the ranks are on one host, else torch's caching allocator. A
-            `CachingAllocator` asks for rings everywhere; a `PoolAllocator` plans for what it serves, so give one object
-            to all units. FSDP2 has no such argument.
-        keep: What of a parameter must stay on one rank: `Rows(n)` for blocks of n rows, `Whole()`, or a function that
-            says so of each parameter. Those parameters are packed into one buffer which is cut where that allows (the
-            flat layout), so a rank may have any number of their rows. They become `RaggedDTensor`s. None, also from the
-            function, means torch's chunks. FSDP2 has no such argument.
+            the mesh, replicated over the data axes.
+        options: lamella's own choices: the ZeRO stage, an allocator, the flat layout, budgets of bytes, a check of the
+            order (`ShardingOptions`). The defaults are FSDP2's behaviour. FSDP2 has no such argument.
 
     Returns:
-        `module`, changed; every module of a list is a unit's module then, and they share one state.
+        `module`, changed; every module of a list is a unit's module then, and the modules share one state.
 
     Raises:
-        ValueError: No modules, or one twice; a module has no forward, was sharded before, or a part of
-            it by torch's own FSDP2; it is inside a unit already, or shares a parameter with another unit; a parameter
+        ValueError: No modules, or one twice; a module has no forward, was sharded before, or a part of the module by
+            torch's own FSDP2; the module is inside a unit already, or shares a parameter with another unit; a parameter
             is 0-D, or its gradient would be sparse; the mesh or `dp_mesh_dims` name no data axes; `shard_placement_fn`
-            returns something else than it may; `placements` do not fit the mesh or `reshard_after_forward`; a
-            parameter's class defines one of the two methods that say what is gathered, or one that takes other
-            arguments; what a module reads directly (`declare_reads`) is not there, or cannot be gathered with it.
+            returns an unknown value; `placements` do not fit the mesh or `reshard_after_forward`; a unit below has
+            another value in a field of `options` that belongs to the tree; a parameter's class defines only one of
+            `fsdp_pre_all_gather` and `fsdp_post_all_gather`, or takes other arguments; a parameter that a module reads
+            directly (`declare_reads`) is missing, or cannot be gathered with the module.
         TypeError: An argument is of the wrong type.
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous or has a
-            `grad_dtype` of its own, or one whose class says what is gathered lies as that cannot.
+            `grad_dtype` of its own, or a parameter whose class says what is gathered lies otherwise than such
+            parameters may.
         RuntimeError: A unit below is in the middle of a step.
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. On GPUs
-        the first call on a mesh axis without an `allocator` is a collective on it, after which the host waits for the
-        device (`lamella_buffers.copy_engines_of`). Else not a collective: every rank must hold the same values. Moves
-        the unit's parameters and buffers to the mesh's device; with `CPUOffloadPolicy` parameters to the CPU.
+        the first call on a mesh axis without an allocator is a collective on the axis, after which the host waits for
+        the device (`lamella_buffers.copy_engines_of`). Else not a collective: every rank must hold the same values.
+        Moves the unit's parameters and buffers to the mesh's device; with `CPUOffloadPolicy` parameters to the CPU.
 
     Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
     """
     modules = _outer_modules(module)
-    _check_arguments(modules, reshard_after_forward, offload_policy)
+    _check_arguments(modules, reshard_after_forward, offload_policy, options)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        below.context.options.check_inside(options, name)
     axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    axes, strategy = strategy_of(placements, axes)
-    keep_fn = as_keep_fn(keep)
+    axes, strategy = strategy_of(options.placements, axes)
     _check_stage(strategy, reshard_after_forward)
     policy = as_policy(mp_policy)
-    _check_allocator(allocator)
     owners = [inner for _, inner in own_modules(modules)]
     device = _device_of(axes.mesh)
+    keep_fn = as_keep_fn(options.keep_together)
     candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn, policy)
-    inner = _inner_units(modules)
     for below, name in inner.items():
         _check_resting(name, below)
     read = units_read(
@@ -148,15 +143,15 @@ def fully_shard(
     offload = Offload.of(offload_policy, device)
     move_to(modules, device, CPU if offload else device, ignored_params or set())
 
-    context = Context(device)
+    context = Context(device, options)
     groups = [
-        new_group(members, allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
+        new_group(members, options.allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
         for members in by_kind(candidates)
     ]
     del candidates  # the originals: their bytes go before the unsharded buffers take theirs
     for group in groups:
         group.build_unsharded()
-    state = FSDPState(groups, context, policy, _as_flag(reshard_after_forward), strategy)
+    state = FSDPState(groups, context, policy, _as_flag(reshard_after_forward), strategy, options)
     taken = [each for below in read for each in _modules_of(below, modules)]
     _put_inside(state, inner, read)
     for each in modules:
@@ -172,7 +167,7 @@ fully_shard.state = view_of  # type: ignore[attr-defined]  # as FSDP2's function
 
 
 def _outer_modules(module: object) -> list[nn.Module]:
-    """The module, or those of several that are inside no other."""
+    """The module, or the modules of a list that are inside no other."""
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     if not modules:
         raise ValueError("Expected `module` to be a module or several, got an empty list.")
@@ -196,7 +191,7 @@ def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
 
 
 def _put_inside(outer: FSDPState, inner: dict[FSDPState, str], read: Collection[FSDPState]) -> None:
-    """Make units the inner ones of another, under their names; those that it reads are its own from now on."""
+    """Make units the inner units of another, under their names; the outer unit takes over the units that it reads."""
     for below, name in inner.items():
         below.name = name
         below.become_inner()
@@ -214,6 +209,7 @@ def _check_arguments(
     modules: list[nn.Module],
     reshard_after_forward: object,
     offload_policy: object | None,
+    options: object,
 ) -> None:
     for module in modules:
         _check_module(module)
@@ -227,6 +223,11 @@ def _check_arguments(
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
+        )
+    if not isinstance(options, ShardingOptions):
+        raise TypeError(
+            f"Expected `options` to be ShardingOptions, got {type(options).__name__}. Write "
+            "options=ShardingOptions(...)."
         )
 
 
@@ -263,7 +264,7 @@ def as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) 
     """A policy of this package's; None keeps every parameter's own dtype.
 
     Raises:
-        TypeError: It is neither this package's nor torch's.
+        TypeError: The policy is neither this package's nor torch's.
     """
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy or MixedPrecisionPolicy()
@@ -278,23 +279,15 @@ def as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) 
     raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
 
 
-def _check_allocator(allocator: Allocator | None) -> None:
-    if allocator is not None and not isinstance(allocator, Allocator):
-        raise TypeError(
-            f"Expected `allocator` to be an Allocator or None, got {type(allocator).__name__}. It needs the methods "
-            "create, allocate and free."
-        )
-
-
 def _as_flag(reshard_after_forward: bool | int | None) -> bool | None:
-    """Whether the parameters go after forward: not if one rank is to keep them whole."""
+    """Whether the parameters go after forward; not if one rank is to keep them whole."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     return reshard_after_forward != 1
 
 
 def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:
-    """With whom each group shares larger parts between forward and backward: nobody, unless a number was given."""
+    """The ranks that share larger parts between forward and backward, for each mesh; none without a number."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return {}
     all_axes = dict.fromkeys(candidate.sharding.axes for candidate in candidates)

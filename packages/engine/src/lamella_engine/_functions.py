@@ -1,4 +1,4 @@
-"""FSDP2's functions that are no methods of a unit: another forward, and streams that several models share."""
+"""FSDP2's functions of a unit: forwards by another name, and streams that several models share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let another method of a unit unshard before and reshard after, as `forward` does.
 
     Args:
-        module: A unit; nothing happens to another module, so that the same code runs without sharding.
+        module: A unit; nothing happens to any other module, so that the same code runs without sharding.
         method_name: Such as "generate" or "encode".
 
     Raises:
@@ -58,13 +58,13 @@ def _with_hooks(module: nn.Module, method: Callable[..., object]) -> Callable[..
 def share_comm_ctx(modules: Sequence[fsdp2.FSDPModule]) -> None:
     """Let several outermost units share streams, and the limit on reductions in flight: pipeline stages of one rank.
 
-    Each stays the outermost unit of its own tree. Call it after the last `fully_shard` on any of them.
+    Each stays the outermost unit of its own tree. Call it after the last `fully_shard` on any of the units.
 
     Args:
         modules: Units, on one device.
 
     Raises:
-        ValueError: One of them is no unit, or they lie on different devices.
+        ValueError: A module is no unit, or the units lie on different devices.
     """
     contexts = [unit_state_of(module, "Expects list of FSDPModules").context for module in modules]
     for context in contexts[1:]:

@@ -1,15 +1,14 @@
-"""Whether ranks run and communicate in one order: compared before each collective, so that none is entered by a part.
+"""Whether ranks run and communicate in one order: compared before each collective, so that all ranks enter or none.
 
 Note [Agreement]. Messages go through the default process group's store, not through a collective: a rank that waits for
-one that will never come can look around meanwhile. Each comparison ends in a verdict that is written once, atomically,
-by the first rank that reaches one. So either every rank goes on to the collective, or none does, also where one gave up
-waiting in the moment in which the last one came. A rank that raises leaves word for those that wait on other groups.
+a rank that never comes can look around meanwhile. Each comparison ends in a verdict, written once and atomically by the
+first rank that reaches a verdict. So either every rank goes on to the collective, or none does, also if a rank gave up
+waiting at the moment in which the last rank came. A rank that raises leaves word for ranks that wait in other groups.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 import weakref
 import zlib
@@ -20,14 +19,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-DEFAULT_TIMEOUT_S = 300.0
 _NUM_RECENT = 20
 _AGREED, _DIFFERENT, _MISSING, _ELSEWHERE = "agreed", "different", "missing", "elsewhere"
 
 
 @dataclass
 class _Point:
-    """Where a rank is: what it is about to do, a checksum of all that it did before, and the last of that."""
+    """A rank's place in its program: the next act, a checksum of all acts before, and the last few of them."""
 
     about_to: str
     checksum: int
@@ -39,7 +37,7 @@ class _Point:
 
 @dataclass
 class _Progress:
-    """What this process has compared within one process group."""
+    """The comparisons that this process has made within one process group."""
 
     number: int = 0
     last: str = "its start"
@@ -53,45 +51,37 @@ class OrderCheck:
     """Compares the order of one tree's passes and collectives with the other ranks'.
 
     Args:
-        timeout_s: How long to wait for a rank before it counts as missing.
+        timeout_s: The longest wait for a rank, in seconds, before the rank counts as missing.
     """
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
         self._checksum = 0
 
-    @classmethod
-    def from_environment(cls) -> OrderCheck | None:
-        """One, if `LAMELLA_DEBUG` names "order"; it may name several things, with commas between them."""
-        return cls() if "order" in os.environ.get("LAMELLA_DEBUG", "").split(",") else None
-
     def note(self, what: str) -> None:
-        """Remember what this rank does; it is compared at the next collective.
-
-        Effects: none.
-        """
+        """Remember an act of this rank, for comparison at the next collective."""
         self._recent.append(what)
         self._checksum = zlib.crc32(what.encode(), self._checksum)
 
     def before(self, what: str, groups: Iterable[dist.ProcessGroup], detail: str = "") -> None:
-        """Compare where the ranks of some groups are, and what they are about to do.
+        """Compare the places of the ranks of some groups, and their next act.
 
         Args:
-            what: Is remembered afterwards.
-            groups: Whose ranks must agree.
-            detail: Is compared and reported too, but not remembered.
+            what: The act; remembered afterwards.
+            groups: Process groups whose ranks must agree.
+            detail: Compared and reported too, but not remembered.
 
         Raises:
-            RuntimeError: They differ, a rank did not come in time, or ranks of another group differ. Every rank of the
-                groups raises, if it comes here at all.
+            RuntimeError: Ranks differ, a rank did not come in time, or ranks of another group differ. Every rank of the
+                groups that comes here raises.
 
         Effects: not a collective; blocks the host until every rank of the groups has come.
         """
         point = _Point(what + detail, self._checksum, tuple(self._recent))
         for group in groups:
             if group.size() > 1:
-                _Comparison(group, point, self._timeout_s).settle()
+                _Comparison(group, point, self.timeout_s).settle()
         self.note(what)
 
     def forget(self) -> None:
@@ -114,7 +104,7 @@ class _Comparison:
         self._progress.number += 1
 
     def settle(self) -> None:
-        """Say where this rank is, wait for the others, and raise unless all agree."""
+        """Write this rank's place, wait for the other ranks, and raise unless all agree."""
         store = self._store(self._number)
         store.set(self._me, json.dumps(vars(self._mine)))
         verdict = store.compare_set("verdict", "", self._wait(store)).decode()
@@ -127,7 +117,7 @@ class _Comparison:
         return PrefixStore(f"{self._group.group_name}/{number}", _store())
 
     def _wait(self, store: Store) -> str:
-        """This rank's verdict, as soon as it can have one."""
+        """This rank's verdict, as soon as there is enough for a verdict."""
         deadline, pause = time.monotonic() + self._timeout_s, 0.0005
         while not store.check(self._keys):
             if _failure() is not None:
@@ -140,11 +130,11 @@ class _Comparison:
         return _AGREED if all(_is_same(point, self._mine) for point in points) else _DIFFERENT
 
     def _points(self, store: Store) -> dict[str, _Point]:
-        """The points of the ranks that have come."""
+        """The places of the ranks that have come."""
         return {key: _Point(**json.loads(store.get(key))) for key in self._keys if store.check([key])}
 
     def _clean_up(self, number: int) -> None:
-        """Delete what every rank has read: each that came to this comparison was done with the one before."""
+        """Delete a comparison's messages, read by every rank: each rank here has finished the comparison before."""
         if number >= 0:
             store = self._store(number)
             store.delete_key(self._me)
@@ -186,7 +176,7 @@ def _failure_key() -> str:
 
 
 def _failure() -> str | None:
-    """What another rank left when it raised."""
+    """The report that another rank left before it raised."""
     store, key = _store(), _failure_key()
     return store.get(key).decode() if store.check([key]) else None
 

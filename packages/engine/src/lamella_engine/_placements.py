@@ -1,18 +1,16 @@
-"""Every ZeRO stage as placements: what lies where between uses, along one mesh axis."""
+"""Every ZeRO stage as placements: the place of each tensor between uses, along one mesh axis."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lamella_engine._sharding import DataAxes
-
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """How a unit's tensors lie along one mesh axis between uses. The named ones below are all there are.
+    """How a unit's tensors lie along one mesh axis between uses. The named placements below are all.
 
     A replicated parameter is a copy in the compute dtype, beside the main weights. It is made anew at the first use
     after a step of a `torch.optim` optimizer, a state dict was taken or loaded, `mark_updated()`, or the last backward
@@ -21,13 +19,17 @@ class AxisPlacement:
     Attributes:
         parameters: Of compute's parameters.
         gradients: `Shard`: reduced after each microbatch. `Replicate`: kept whole, and reduced after the step's last.
-            `Partial`: reduced along the other axis after each microbatch, along this one after the last.
+            `Partial`: reduced along the inner axis after each microbatch, along the outer axis after the last.
         optimizer: Of main weights and optimizer state.
     """
 
     parameters: Placement
     gradients: Placement
     optimizer: Placement
+
+    def __repr__(self) -> str:
+        kinds = f"parameters={self.parameters}, gradients={self.gradients}, optimizer={self.optimizer}"
+        return _NAMES.get(self, f"AxisPlacement({kinds})")
 
 
 DDP = AxisPlacement(Replicate(), Replicate(), Replicate())
@@ -42,7 +44,7 @@ _NAMES = {DDP: "DDP", ZERO1: "ZERO1", ZERO2: "ZERO2", ZERO3: "ZERO3", HSDP: "HSD
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the placements make a unit do.
+    """The consequences of the placements for a unit.
 
     Attributes:
         keeps_copy: The whole parameters stay between uses.
@@ -53,50 +55,3 @@ class Strategy:
     keeps_copy: bool = False
     reduces_once: bool = False
     reduces_outer_once: bool = False
-
-
-def strategy_of(
-    placements: AxisPlacement | tuple[AxisPlacement, ...] | None, axes: DataAxes
-) -> tuple[DataAxes, Strategy]:
-    """Read a unit's placements.
-
-    Args:
-        placements: One for each axis of the mesh; None means what FSDP2 does.
-        axes: Of the mesh.
-
-    Returns:
-        The axes, of which none is sharded any more for DDP, and what follows.
-
-    Raises:
-        ValueError: Another number of placements than axes, an unknown one, or one that its axis cannot have.
-
-    Effects: none.
-    """
-    if placements is None:
-        return axes, Strategy()
-    given = placements if isinstance(placements, tuple) else (placements,)
-    if len(given) != axes.mesh.ndim or axes.shard_axis is None:
-        raise ValueError(
-            f"Expected one of `placements` for each of the {axes.mesh.ndim} axes of {axes.mesh}, got {len(given)}. On "
-            "a 2-D mesh they are the outer axis's (HSDP, HFSDP) and the inner one's."
-        )
-    inner = given[-1]
-    for placement, possible in zip(given, _possible(given), strict=True):
-        if placement not in possible:
-            raise ValueError(
-                f"Expected one of {', '.join(_NAMES[each] for each in possible)} among `placements` for this axis, got "
-                f"{_NAMES.get(placement, placement)}."
-            )
-    if inner == DDP:
-        axes = replace(axes, shard_axis=None, replicate_axis=0, names=((), axes.names[0]))
-    elif given[0] == HFSDP:
-        axes = replace(axes, replicate_axis=None, outer_axis=axes.replicate_axis)
-    keeps_copy = inner.parameters.is_replicate()
-    return axes, Strategy(keeps_copy, inner.gradients.is_replicate(), len(given) == 2)
-
-
-def _possible(given: tuple[AxisPlacement, ...]) -> tuple[tuple[AxisPlacement, ...], ...]:
-    """What each axis can have."""
-    if len(given) == 1:
-        return ((DDP, ZERO1, ZERO2, ZERO3),)
-    return (HSDP, HFSDP), ((ZERO3,) if given[0] == HFSDP else (ZERO1, ZERO2, ZERO3))

@@ -31,11 +31,11 @@ from lamella_precision import MixedPrecisionPolicy
 
 
 class _LackedError(NotImplementedError, AttributeError):
-    """Something of FSDP2's that lamella has not; `hasattr` is False for it."""
+    """A part of FSDP2's state that lamella lacks; `hasattr` is False for it."""
 
 
 class _View:
-    """An object that shows and takes nothing but what its class says."""
+    """An object that shows and takes only the names of its class."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise self._lacks(name)
@@ -51,13 +51,13 @@ class _View:
 
 
 class StateView(_View):
-    """What `fully_shard.state(module)` returns.
+    """The value of `fully_shard.state(module)`.
 
     Args:
-        state: The unit's.
-        modules: The unit.
+        state: The unit's state.
+        modules: The unit's modules.
         policy: The unit's number formats.
-        hooks: What removes the unit's hooks before forward, and those after it.
+        hooks: The handles that remove the unit's hooks before forward, and after.
     """
 
     _state: FSDPState
@@ -109,7 +109,7 @@ class StateView(_View):
         return self._state.is_outermost
 
     def _lazy_init(self) -> None:
-        """Nothing is left to initialise after `fully_shard`."""
+        """Does nothing: `fully_shard` has initialised everything."""
 
     @property
     def _state_ctx(self) -> Self:
@@ -117,7 +117,7 @@ class StateView(_View):
 
     @property
     def all_states(self) -> list[object]:
-        """Those of the tree, the outermost unit's first."""
+        """The states of the tree, the outermost unit's first."""
         return [unit.view() for unit in _tree(self._state)]
 
     @property
@@ -144,7 +144,7 @@ class StateView(_View):
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
-        """Those of several modules that the forward under way has not run yet."""
+        """Of several modules, the modules that the forward under way has not run yet."""
         if len(self.modules) == 1:
             return set()
         return {module for ref in self.modules if (module := ref()) is not None and self._state.awaits(id(module))}
@@ -154,7 +154,7 @@ class StateView(_View):
 
 
 class GroupView(_View):
-    """The parameters of a unit that lie on one mesh; lamella has a group of its own for each set of dtypes of them.
+    """The parameters of a unit that lie on one mesh; lamella has a group of its own for each set of their dtypes.
 
     `pre_backward` and `post_backward` may be replaced by wrappers around them, and put back.
     """
@@ -191,12 +191,12 @@ class GroupView(_View):
 
     @property
     def mesh_info(self) -> MeshView:
-        """Where they lie."""
+        """The mesh of the parameters."""
         return MeshView(self._groups[0].axes)
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the modules hold them whole."""
+        """Whether the modules hold unsharded parameters."""
         return self._state.residency is Residency.UNSHARDED
 
     @property
@@ -222,7 +222,7 @@ class GroupView(_View):
 
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
-        """As the unit was told."""
+        """The unit's own number."""
         return self._state.max_reductions_in_flight
 
     @property
@@ -235,13 +235,13 @@ class GroupView(_View):
         return not self._state.is_outermost if asked is None else asked
 
     def pre_backward(self, *_: object) -> None:
-        """Begin the unit's backward, if it is not under way."""
+        """Begin the unit's backward, unless begun."""
         FSDPState.begin_backward(self._state)
 
     def post_backward(self, *_: object) -> None:
-        """End the unit's backward, if it is under way.
+        """End the unit's backward, if begun.
 
-        Schedules call it for every group before the outermost unit's last callback, which would do it too.
+        Schedules call it for every group before the outermost unit's last callback, which would call it too.
         """
         if self._state.awaits_backward_end:
             FSDPState.end_backward(self._state)
@@ -251,7 +251,7 @@ _WRAPPED = {"pre_backward": "begin_backward", "post_backward": "end_backward"}  
 
 
 class ParameterView(_View):
-    """A parameter. As in FSDP2, a dtype that nothing is cast to is None."""
+    """A parameter. As in FSDP2, a dtype without a cast is None."""
 
     _param_fqn: str
     sharded_param: nn.Parameter
@@ -290,7 +290,7 @@ class MeshView(_View):
 
 
 class CommView(_View):
-    """What the units of a tree communicate on: one object for trees that share streams, as tools compare them."""
+    """The streams of the units of a tree: one object for trees that share streams, as tools compare them."""
 
     _context: weakref.ref[Context]  # weak: that has this
     all_gather_stream: torch.Stream
@@ -307,13 +307,13 @@ class CommView(_View):
 
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
-        """As the units of the tree were told, or of the first to be looked at of several that share this."""
+        """The largest number of the tree's units; of trees that share streams, of the tree that was looked at first."""
         context = self._context()
         return max((member.max_reductions_in_flight for member in context.states), default=1) if context else 1
 
 
 def _training_state(state: FSDPState) -> TrainingState:
-    """A unit's phase. In the tree's backward all units are in it: each gather then is for a backward."""
+    """A unit's phase. In the tree's backward all units are in backward: each gather then is for a backward."""
     if state.context.is_in_backward:
         return TrainingState.PRE_BACKWARD
     return TrainingState.FORWARD if state.is_in_forward else TrainingState.IDLE

@@ -28,7 +28,7 @@ class RaggedDTensor(DTensor):
     fused ones, norms, sums and extremes), and refuses everything else: `full_tensor()` is the way out, and
     `redistribute` makes a plain DTensor of it. `torch.distributed.checkpoint` writes and reads its rows.
 
-    `fully_shard(..., keep=)` makes parameters of this class.
+    `ShardingOptions(keep_together=...)` makes parameters of this class.
     """
 
     @classmethod
@@ -56,8 +56,6 @@ class RaggedDTensor(DTensor):
 
         Raises:
             NotImplementedError: Others were asked for.
-
-        Effects: none; a view.
         """
         _check_gradient_lies_alike(grad_placements)
         if torch.is_grad_enabled() and self.requires_grad:
@@ -138,20 +136,14 @@ class RaggedDTensor(DTensor):
 
 
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of the class that its placements ask for, over its local tensor.
-
-    Effects: none.
-    """
+    """A DTensor of the class that its placements ask for, over its local tensor."""
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return _over(local, spec)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def lie_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are cut at the same bounds, where one of them is ragged.
-
-    Effects: none.
-    """
+    """Whether two tensors of one shape are cut at the same bounds, where one of them is ragged."""
     if isinstance(tensor, RaggedDTensor) is not isinstance(other, RaggedDTensor):
         return False
     if not isinstance(tensor, RaggedDTensor) or not isinstance(other, RaggedDTensor):

@@ -115,10 +115,7 @@ class DataAxes:
 
     @classmethod
     def from_info(cls, info: MeshInfo) -> DataAxes:
-        """The axes that FSDP2's mesh infos describe.
-
-        Effects: none.
-        """
+        """The axes that FSDP2's mesh infos describe."""
         return cls(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
 
     @property
@@ -211,10 +208,7 @@ class DataAxes:
         return list(strided_placements(self.mesh.shape, flat, order=(self.shard_axis, self.outer_axis)))
 
     def flat_placements(self, layout: FlatLayout, index: int) -> tuple[Placement, ...]:
-        """One placement for each axis of `mesh`, of main weights that lie as tensor `index` of a flat layout.
-
-        Effects: none.
-        """
+        """One placement for each axis of `mesh`, of main weights that lie as tensor `index` of a flat layout."""
         strides = {self.shard_axis: self.num_outer_shards, self.outer_axis: 1}
         return tuple(
             layout.placement(index, stride=strides[axis]) if axis in strides else Replicate()
@@ -257,10 +251,7 @@ class Sharding:
     keep: Keep | None = None
 
     def own_part(self, local: torch.Tensor) -> torch.Tensor:
-        """What this rank owns of a tensor of the parameter's shape, or of its local part's where it came as a DTensor.
-
-        Effects: none; a view.
-        """
+        """This rank's view of a tensor of the parameter's shape, or of its local part's for a DTensor."""
         if self.keep is not None and (coordinate := self.mesh.get_coordinate()) is not None:
             rows = ragged_rows(self.placements, coordinate)
             return local if rows is None else local[slice(*rows)]
@@ -268,10 +259,7 @@ class Sharding:
         return parts[self.axes.main_rank] if self.axes.main_rank < len(parts) else local.narrow(self.dim, 0, 0)
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """The unsharded parameter over its local part: a DTensor if it came as one.
-
-        Effects: none.
-        """
+        """The unsharded parameter over its local part: a DTensor if it came as one."""
         if self.part is None:
             return local
         return DTensor(local, self.part, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -281,8 +269,6 @@ class Sharding:
 
         Args:
             shape: Of the part on this rank.
-
-        Effects: none.
         """
         if self.part is None:
             return shape
@@ -323,8 +309,6 @@ def sharding_of(
             parameter has not; the parameter is replicated on no data axis of a whole mesh.
         NotImplementedError: A dim other than the first does not divide over the ranks; a parameter that is to lie in
             the flat layout is sharded along one, or comes as a DTensor.
-
-    Effects: none.
     """
     dim, axes = _resolve(name, parameter, axes, placement_fn)
     if keep is not None:
@@ -346,10 +330,7 @@ def sharding_of(
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local tensor; any other tensor itself.
-
-    Effects: none.
-    """
+    """A DTensor's local tensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -358,8 +339,6 @@ def groups_that_share(tensor: DTensor, name: str = "a gradient") -> list[dist.Pr
 
     Raises:
         ValueError: It is `Partial`: a sum that was not made yet.
-
-    Effects: none.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
@@ -424,13 +403,13 @@ def _check_dim(name: str, local: torch.Tensor, dim: int, num_shards: int) -> Non
 def _check_flat(name: str, parameter: nn.Parameter, dim: int) -> None:
     if dim != 0:
         raise NotImplementedError(
-            f"Expected `shard_placement_fn` to leave {name!r} at dim 0, as `keep` puts it into the flat layout, got "
-            f"dim {dim}. Return None for it from `keep`."
+            f"Expected `shard_placement_fn` to leave {name!r} at dim 0, as `keep_together` puts it into the flat "
+            f"layout, got dim {dim}. Return None for it from `keep_together`."
         )
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
-            f"Expected {name!r} to be a plain parameter, as `keep` puts it into the flat layout, got a DTensor "
-            f"{parameter.placements}. Return None for it from `keep`."
+            f"Expected {name!r} to be a plain parameter, as `keep_together` puts it into the flat layout, got a "
+            f"DTensor {parameter.placements}. Return None for it from `keep_together`."
         )
 
 

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._context import Context, Member
 from lamella_engine._labels import label, log
+from lamella_engine._options import DEFAULT_OPTIONS, ShardingOptions
 from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._placements import Strategy
 from lamella_engine._residency import Residency, UnitParameters
@@ -33,6 +34,7 @@ class FSDPState(UnitParameters):
         policy: Number formats; here only those of inputs and outputs.
         reshard_after_forward: FSDP2's flag; None means "unless I am the outermost unit".
         strategy: What its ZeRO stage makes it do.
+        options: As `fully_shard` was given them; the fields of the tree count in `context`.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class FSDPState(UnitParameters):
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         strategy: Strategy = _AS_FSDP2,
+        options: ShardingOptions = DEFAULT_OPTIONS,
     ) -> None:
         super().__init__(groups, context, strategy)
+        self.options = options
         self.index = -1
         self.is_outermost = True
         self.hooks_of_outermost: list[RemovableHandle] = []
@@ -75,10 +79,7 @@ class FSDPState(UnitParameters):
         self.hooks_of_outermost.clear()
 
     def take_over(self, other: FSDPState) -> None:
-        """Communicate another unit's parameters from now on, with this one's own. Both must be at rest.
-
-        Effects: none; not a collective.
-        """
+        """Communicate another unit's parameters from now on, with this one's own. Both must be at rest."""
         other.drop_copy()
         self.gradients.take_over(other.gradients)
         for parameter in (p for group in other.groups for p in group.parameters):

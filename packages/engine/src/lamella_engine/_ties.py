@@ -115,5 +115,6 @@ def _check_between_steps(groups: Sequence[ParameterGroup], gone: Sequence[Sharde
         )
     if any(parameter.sharding.keep is not None for parameter in gone):
         raise NotImplementedError(
-            f"Expected {names} to be tied before fully_shard, as `keep` packs them, got some tied after it. {_WAY_OUT}"
+            f"Expected {names} to be tied before fully_shard, as `keep_together` packs them, got some tied after it. "
+            f"{_WAY_OUT}"
         )

@@ -1,16 +1,16 @@
-"""A whole model in one call: which of its modules become units, and `fully_shard` on each.
+"""A whole model in one call: the choice of modules that become units, and `fully_shard` on each.
 
 Note [Outermost wins]
-    Of two modules that match and lie in each other, the outer one becomes a unit and the inner one stays in it.
+    Of two modules that match and lie in each other, the outer module becomes a unit and the inner module stays in it.
     `fnmatch`'s `*` matches dots too: "layers.*" means the layers, and would otherwise make a unit of every leaf.
-    Units inside units are made by hand: `fully_shard` the inner ones first. What is a unit already is left as it is,
-    and matches around it still become units.
+    Units inside units are made by hand: `fully_shard` the inner modules first. A module that is a unit already stays as
+    it is, and matches around it still become units.
 
-Note [What is passed over]
-    A module that matches is not always one that can be a unit. One without a forward never runs, so its hooks never
-    fire: what it holds stands in for it. One that shares a parameter with a module outside of it would split
-    the parameter over two units: it is left to the unit around both, which is the model's, and what matches inside is
-    looked at in its turn. So is one with a parameter that a module around it reads without calling it.
+Note [Modules that are passed over]
+    A module that matches is not always a module that can be a unit. A module without a forward never runs, so its hooks
+    never fire: the modules inside stand in for it. A module that shares a parameter with a module outside would split
+    the parameter over two units: the module is left to the unit around both, which is the model's, and matches inside
+    are looked at in turn. So is a module with a parameter that a module around reads without calling it.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ _NUM_SUGGESTIONS = 8
 def fully_shard_model(
     model: M, *, units: Selector | Collection[Selector] | SupportsIndex, verbose: bool = True, **fully_shard_kwargs: Any
 ) -> M:
-    """Shard a whole model: `fully_shard` on each of its units, then on the model, which takes what they leave.
+    """Shard a whole model: `fully_shard` on each of its units, then on the model, which takes the rest.
 
         fully_shard_model(model, units=DecoderLayer)           # every module of a class, or of several
         fully_shard_model(model, units=["layers.*", "head"])   # by name
         fully_shard_model(model, units="no_split")             # as a Hugging Face model says itself
-        fully_shard_model(model, units=256 * 2**20)            # whatever gathers at most 256 MiB
+        fully_shard_model(model, units=256 * 2**20)            # units of at most 256 MiB, unsharded
 
-    Of matches inside each other the outermost wins. A module without a forward is replaced by what it holds. One that
-    shares a parameter with the rest of the model is left to the model's own unit. `plan_units` tells beforehand.
+    Of matches inside each other the outermost wins. A module without a forward is replaced by the modules inside. A
+    module that shares a parameter with the rest of the model is left to the model's own unit. `plan_units` tells
+    beforehand.
 
     Args:
-        model: What to shard, in place. Units that are in it already stay as they are.
+        model: The model to shard, in place. Units that are in it already stay as they are.
         units: A module class or several; a pattern of dotted names (`fnmatch`) or several; "no_split" for the classes
-            in `_no_split_modules` of the model and the modules in it; or a number of bytes: the outermost modules whose
-            unsharded parameters fit in it become units, and so do single modules that are larger.
+            in `_no_split_modules` of the model and of its modules; or a number of bytes: the outermost modules whose
+            unsharded parameters fit become units, and so do single modules that are larger.
         verbose: Print the plan, on rank 0.
-        fully_shard_kwargs: For every `fully_shard` call alike.
+        fully_shard_kwargs: For every `fully_shard` call alike; `options` too.
 
     Returns:
         `model`, changed.
 
     Raises:
-        TypeError: `units` is none of the above, or `model` no module.
-        ValueError: A class or a pattern matches nothing that holds parameters, a byte budget is not positive, the
-            model says nothing about "no_split", has no forward, or is sharded already.
-        What `fully_shard` raises.
+        TypeError: `units` is of another kind, or `model` no module.
+        ValueError: A class or a pattern matches no module that holds parameters, a byte budget is not positive, the
+            model has no `_no_split_modules` for "no_split", has no forward, or is sharded already.
+        The errors of `fully_shard`.
 
-    Effects: those of `fully_shard`, once a unit; prints.
+    Effects: as `fully_shard`, once a unit; prints.
     """
     known = {name: fully_shard_kwargs.get(name) for name in ("mp_policy", "ignored_params")}
     plan = plan_units(model, units=units, **known)
@@ -91,22 +92,20 @@ def plan_units(
     ignored_params: set[nn.Parameter] | None = None,
     num_ranks: int | None = None,
 ) -> ShardingPlan:
-    """What `fully_shard_model` would do, without doing it; a model on the meta device will do.
+    """The plan of `fully_shard_model`, without sharding; a model on the meta device will do.
 
     Args:
         model: As for `fully_shard_model`, like `units`.
-        units: See there.
+        units: As for `fully_shard_model`.
         mp_policy: Number formats that sizes are counted in.
         ignored_params: Parameters that will be left alone.
-        num_ranks: Ranks that will share each parameter, for the bytes that each holds. None leaves them out.
+        num_ranks: Ranks that will share each parameter, for the bytes that each rank holds. None leaves the bytes out.
 
     Returns:
         The plan.
 
     Raises:
         TypeError, ValueError: As `fully_shard_model`.
-
-    Effects: none; not a collective.
     """
     _check_model(model)
     tree = _Tree(model, ignored_params or set(), mp_policy)
@@ -118,7 +117,7 @@ def plan_units(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what the last `fully_shard` call would, before the first one changes anything."""
+    """Refuse a model that the last `fully_shard` call would refuse, before the first call changes anything."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be an nn.Module, got {type(model).__name__}.")
     if find_state(model) is not None:
@@ -135,14 +134,14 @@ def _num_ranks(units: list[nn.Module]) -> int | None:
     return groups[0].layout.num_shards if groups else None
 
 
-# -- what the model holds -------------------------------------------------------------------------------------------
+# -- modules and parameters -----------------------------------------------------------------------------------------
 
 
 class _Tree:
-    """The modules of a model that hold parameters, themselves or below, under every name that they have.
+    """The modules of a model that hold parameters, themselves or below, under all of their names.
 
     Attributes:
-        entries: Every name with its module, but the model's own; a shared module has several.
+        entries: Every name with its module, but the model's own; a shared module has several names.
     """
 
     def __init__(self, model: nn.Module, ignored: set[nn.Parameter], policy: Policy | None) -> None:
@@ -175,11 +174,11 @@ class _Tree:
                 self._readers.setdefault(id(inner), (type(reader).__name__, _join(name, read)))
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether there is anything in a module to shard."""
+        """Whether a module holds parameters to shard."""
         return id(module) in self._held
 
     def held(self, module: nn.Module, *, besides: Collection[nn.Module] = ()) -> list[PlannedParameter]:
-        """The parameters of a module, each once, but those of some modules in it."""
+        """The parameters of a module, each once, but the parameters of some modules inside."""
         wanted = set(self._held.get(id(module), ())).difference(*(self._held[id(other)] for other in besides))
         return [self._described(name, p) for name, p in module.named_parameters() if id(p) in wanted]
 
@@ -192,16 +191,16 @@ class _Tree:
         return PlannedUnit(name="", class_name="", parameters=tuple(self.held(module))).unsharded_nbytes
 
     def is_leaf(self, module: nn.Module) -> bool:
-        """Whether nothing inside can be a unit."""
+        """Whether no module inside can be a unit."""
         inside = (inner for inner in module.modules() if inner is not module)
         return not any(self.holds(inner) and self.reader(inner) is None for inner in inside)
 
     def reader(self, module: nn.Module) -> tuple[str, str] | None:
-        """The class of a module around this one that reads a parameter in it without calling it, and which."""
+        """The class of a module around that reads a parameter inside without a call, and the parameter's name."""
         return self._readers.get(id(module))
 
     def tie(self, module: nn.Module) -> tuple[str, str] | None:
-        """The names, in a module and outside of it, of a parameter that is shared with the rest of the model."""
+        """The names, in a module and outside, of a parameter that is shared with the rest of the model."""
         for parameter in self._held[id(module)]:
             places = self._places[parameter]
             outside = [name for name, through in places if id(module) not in through]
@@ -211,7 +210,7 @@ class _Tree:
 
 
 def _paths(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Every way from the model to a module that is in no unit yet; a shared module is met once a way."""
+    """Every way from the model to a module that is in no unit yet; a shared module comes once a way."""
 
     def walk(name: str, path: tuple[nn.Module, ...]) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
         yield name, path
@@ -227,7 +226,7 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# -- what was asked for ---------------------------------------------------------------------------------------------
+# -- matches of `units` ---------------------------------------------------------------------------------------------
 
 
 def _matched(tree: _Tree, units: Selector | Collection[Selector] | SupportsIndex) -> set[int]:
@@ -296,14 +295,14 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _names_like(tree: _Tree, pattern: str) -> str:
-    """The names nearest to a pattern that matches none, numbers as `*`."""
+    """The names nearest to a pattern without a match, numbers as `*`."""
     names = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in tree.entries))
     near = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), names, n=_NUM_SUGGESTIONS, cutoff=0.5)
     return _listed([repr(name) for name in near or names])
 
 
 def _classes_in(tree: _Tree, instead_of: type | None = None) -> str:
-    """The classes that could be named; one of the name that was asked for comes first, in full."""
+    """The classes that could be named; a class of the wanted name comes first, in full."""
     classes = list(dict.fromkeys(type(module) for _, module in tree.entries if _has_forward(module)))
     name = instead_of.__name__ if instead_of else ""
     same = [_full_name(cls) for cls in classes if cls.__name__ == name]
@@ -319,13 +318,13 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NUM_SUGGESTIONS] + more) or "none"
 
 
-# -- what can be done -----------------------------------------------------------------------------------------------
+# -- the choice of units ---------------------------------------------------------------------------------------------
 
 
 class _Choice:
-    """The outermost matches that can be units, and what is to be said about the others.
+    """The outermost matches that can be units, and notes on the other matches.
 
-    A class: two functions in a function that call each other are a cycle, and this one would hold the model.
+    A class: two functions in a function that call each other are a cycle, and the cycle would hold the model.
     """
 
     def __init__(self, tree: _Tree, matched: set[int]) -> None:

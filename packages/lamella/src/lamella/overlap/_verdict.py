@@ -60,7 +60,8 @@ _HOST = (
 )
 _LATENCIES = (
     "The next kernel had been launched. Many small kernels each need a few microseconds to begin: compile units. "
-    "Where copy engines gather, waiting for the peers' copies is idle too: gather further ahead (set_prefetch_budget)."
+    "Where copy engines gather, waiting for the peers' copies is idle too: gather further ahead "
+    "(set_options(prefetch_budget=...))."
 )
 _COPIES = (
     "Parameters whose dim divides by the number of ranks are gathered and reduced in place; casts between main weights "
@@ -68,7 +69,7 @@ _COPIES = (
 )
 _FEWER_BYTES = {
     Role.FORWARD_GATHER: "let a step have more tokens",
-    Role.BACKWARD_GATHER: "keep units unsharded for backward, as many as memory allows (set_keep_budget)",
+    Role.BACKWARD_GATHER: "keep units unsharded for backward, as many as memory allows (set_options(keep_budget=...))",
     Role.REDUCE: "reduce in bfloat16 (MixedPrecisionPolicy.reduce_dtype), or every few microbatches "
     "(set_requires_gradient_sync)",
 }
@@ -79,9 +80,10 @@ _ENDS = {
     Role.REDUCE: "If backward ends with it, nothing hides its reduction: move parameters from it to other units.",
 }
 _LATE = {
-    Role.FORWARD_GATHER: "There is compute to hide them behind: gather further ahead (set_prefetch_budget).",
-    Role.BACKWARD_GATHER: "There is compute to hide them behind: gather further ahead (set_prefetch_budget), or keep "
-    "units unsharded for backward (set_keep_budget).",
+    Role.FORWARD_GATHER: "There is compute to hide them behind: gather further ahead "
+    "(set_options(prefetch_budget=...)).",
+    Role.BACKWARD_GATHER: "There is compute to hide them behind: gather further ahead "
+    "(set_options(prefetch_budget=...)), or keep units unsharded for backward (set_options(keep_budget=...)).",
     Role.REDUCE: "There is compute to hide them behind: let more be in flight (set_reduce_scatter_max_input_buffers).",
 }
 
