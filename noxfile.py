@@ -18,7 +18,10 @@ import nox
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = ["layout", "buffers", "precision", "engine", "checkpoint", "convert", "mamba", "qwen", "megatron", "lamella"]
+PACKAGES = [
+    *("layout", "buffers", "precision", "engine", "optim", "checkpoint", "convert"),
+    *("mamba", "qwen", "megatron", "lamella"),
+]
 FOLDERS = {
     **{package: ROOT / "packages" / package for package in PACKAGES},
     "testing": ROOT / "testing",

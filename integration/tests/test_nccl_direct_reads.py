@@ -9,7 +9,8 @@ import torch._dynamo  # `full_tensor` and optimizers import it: once here instea
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import MixedPrecisionPolicy, declare_reads, fully_shard, shard_optimizer
+from lamella_engine import MixedPrecisionPolicy, declare_reads, fully_shard
+from lamella_optim import shard_optimizer
 from lamella_testing import run_ranks
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)

@@ -11,10 +11,11 @@ from torch import nn
 
 from lamella.overlap import Kernel, Kind
 from lamella_buffers import _driver
-from lamella_engine import MixedPrecisionPolicy, _overlapping, capture_step, fully_shard, overlap_optimizer
+from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import PROOF, profile_steps
 from lamella_integration.tasks import TASKS, shard, unsharded
+from lamella_optim import _overlap, capture_step, overlap_optimizer
 from lamella_testing import run_ranks
 
 ALL_RANKS = pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_captured_step_updates_some_while_the_last_gradients_are_reduced(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[list[int]] = []
-    step_some = _overlapping._step
+    step_some = _overlap._step
 
     def note(optimizer: torch.optim.Optimizer, part: Any) -> None:
         parts[-1].append(sum(map(len, part)))
@@ -92,7 +93,7 @@ def test_a_captured_step_updates_some_while_the_last_gradients_are_reduced(
         expected = eager.losses(eager.step), eager.weights()
         loop = Loop(max_norm=None)
         overlap_optimizer(loop.optimizer, late_gradients=True)
-        monkeypatch.setattr(_overlapping, "_step", note)
+        monkeypatch.setattr(_overlap, "_step", note)
 
         def step(*batch: torch.Tensor) -> torch.Tensor:
             parts.append([])

@@ -19,15 +19,14 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     Rows,
     ShardingOptions,
-    clip_grad_norm_,
     find_nonfinite,
     fully_shard,
-    overlap_optimizer,
     parameter_norms,
 )
 from lamella_engine._attached import state_of
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.tasks import TASKS, shard
+from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
 
 TASK = TASKS["odd"]  # on four ranks some own nothing of some parameters

@@ -15,16 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from lamella_engine import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    clip_grad_norm_,
-    find_nonfinite,
-    fully_shard,
-    parameter_norms,
-)
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, find_nonfinite, fully_shard, parameter_norms
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.tasks import TASKS, Recipe, Task, Trace, shard, train
+from lamella_optim import clip_grad_norm_
 from lamella_testing import run_ranks
 
 ONE = pytest.param(1, marks=pytest.mark.gpu1)

@@ -15,12 +15,13 @@ from late_streams import LLAMA, LONGEST_SLEEP, delay_streams
 from torch import nn
 
 from lamella.overlap import Kernel, Kind
-from lamella_engine import MixedPrecisionPolicy, fully_shard, overlap_optimizer
+from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_engine._attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import Recipe, Trace, shard, train
+from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 HERE = [way for way in WAYS if way not in ("HSDP, ZERO2", "HSDP, ZERO3")]

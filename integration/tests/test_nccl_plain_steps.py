@@ -11,6 +11,7 @@ from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.tasks import TASKS, shard, unsharded
+from lamella_optim import _plain as _plain  # its import has optimizers step so
 from lamella_testing import run_ranks
 
 ALL_RANKS = pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_steps_are_those_on_dtensors_to_the_bit(num_ranks: int, name: str, optio
         model: nn.Module = shard(task.model(device=device), fully_shard, mp_policy=policy)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=3e-3, **options)
         tokens, labels = (tensor.to(device) for tensor in task.batch(0))
-        refuse = patch("lamella_engine._plain_steps._States.plain_of", return_value=None)
+        refuse = patch("lamella_optim._plain._States.plain_of", return_value=None)
         with refuse if on_dtensors else nullcontext():
             for _ in range(NUM_STEPS):
                 task.loss(model(tokens), labels).backward()  # type: ignore[no-untyped-call]

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard, overlap_optimizer
+from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.llama import Block, Llama
 from lamella_integration.reference import ReferenceModel, init_weights
 from lamella_integration.tasks import TASKS, Recipe, Trace, shard, train, unsharded
+from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 # Note [fp32 tolerances]

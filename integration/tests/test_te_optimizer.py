@@ -10,7 +10,8 @@ import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import fully_shard, step_on_local_shards
+from lamella_engine import fully_shard
+from lamella_optim import step_on_local_shards
 from lamella_testing import run_ranks
 
 pytestmark = [

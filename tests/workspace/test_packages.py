@@ -24,9 +24,10 @@ def _requirements(pyproject: dict[str, Any]) -> Iterator[Requirement]:
         yield from map(Requirement, extra)
 
 
-def test_the_ten_packages_are_there_under_their_names(packages: Packages) -> None:
+def test_the_packages_are_there_under_their_names(packages: Packages) -> None:
     assert {folder.name for folder in packages} == {
-        "layout", "buffers", "precision", "engine", "checkpoint", "convert", "mamba", "qwen", "megatron", "lamella",
+        "layout", "buffers", "precision", "engine", "optim", "checkpoint", "convert", "mamba", "qwen", "megatron",
+        "lamella",
     }  # fmt: skip
     assert {pyproject["project"]["name"] for pyproject in packages.values()} == set(map(_name, packages))
 

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamella_buffers as buffers
 import lamella_engine as engine
-from lamella_engine import CapturedStep, capture_step
+import lamella_optim as optim
 from lamella_integration.llama import Block, Head, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
+from lamella_optim import CapturedStep, capture_step
 
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -188,7 +189,7 @@ def lamella(
     )
     prepare: Callable[[torch.optim.Optimizer], object] | None = None
     if overlap_optimizer != "false":
-        prepare = partial(engine.overlap_optimizer, late_gradients=overlap_optimizer == "late")
+        prepare = partial(optim.overlap_optimizer, late_gradients=overlap_optimizer == "late")
     training = _train_sharded(workload, shard, reshard, prepare, graph=graph)
     _set_reductions(cast(engine.FSDPModule, training.model), reductions, separate)
     return training

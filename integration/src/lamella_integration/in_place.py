@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lamella_engine
+import lamella_optim as lamella_optim  # for programs that build their optimizer before they shard
 from lamella_testing import run_ranks
 
 Result = TypeVar("Result")

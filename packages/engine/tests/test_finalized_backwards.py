@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from engine_models import (
     assert_at_rest,
     assert_gradients_equal,
     assert_trains_alike,
-    assert_weights_equal,
     descend,
     inputs,
     mean_square,
@@ -34,11 +32,9 @@ from lamella_engine import (
     FSDPModule,
     GradientReductionHandle,
     ShardingOptions,
-    clip_grad_norm_,
     delay_gradient,
     find_nonfinite,
     fully_shard,
-    overlap_optimizer,
     parameter_norms,
 )
 from lamella_engine._attached import state_of
@@ -92,7 +88,7 @@ def test_every_stage_trains_as_unsharded_over_several_microbatches(stage: str, k
                 _backward_of_all_ranks(reference, 3 * step + microbatch)
             model.set_requires_gradient_sync(True)
             model.finalize_backward(async_op=step == 1)
-            clip_grad_norm_(sharded.parameters(), 1e9)  # waits by itself
+            parameter_norms(sharded)  # waits by itself
             assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
             assert_at_rest(sharded)
             for each in (reference, sharded):
@@ -162,7 +158,6 @@ def _step(model: nn.Module) -> None:
 WAIT_BY_THEMSELVES: dict[str, Callable[[nn.Module], object]] = {
     "the next forward": lambda model: model(inputs()),
     "an optimizer": _step,
-    "clipping": lambda model: clip_grad_norm_(model.parameters(), 1.0),
     "norms": parameter_norms,
     "a search for NaN": find_nonfinite,
     "zero_grad": lambda model: model.zero_grad(),
@@ -229,28 +224,6 @@ def test_a_gradient_that_was_delayed_must_come_before_the_end() -> None:
         assert_at_rest(sharded)
 
     run_ranks(on_each_rank, 1)
-
-
-@pytest.mark.parametrize("wrap", [overlap_optimizer, partial(overlap_optimizer, late_gradients=True)])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_optimizers_that_hide_their_steps_step_after_the_end(wrap: Callable[..., object], async_op: bool) -> None:
-    def on_each_rank() -> None:
-        reference, sharded, model = _by_hand()
-        optimizers = [sgd(list(each.parameters())) for each in (reference, sharded)]
-        wrapped = wrap(optimizers[1])
-        for step in range(3):
-            for microbatch in range(2):
-                model.set_requires_gradient_sync(microbatch == 1)
-                _backward(sharded, 2 * step + microbatch)
-                _backward_of_all_ranks(reference, 2 * step + microbatch)
-            model.finalize_backward(async_op=async_op)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
-        assert wrapped is not None
-
-    run_ranks(on_each_rank, 2)
 
 
 def test_backwards_that_hooks_end_train_as_before_afterwards() -> None:

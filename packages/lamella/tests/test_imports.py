@@ -14,7 +14,15 @@ from lamella import _ckpt_options
 from lamella_convert import MtpLayer, Target
 
 HEAVY = ("torch", "transformers", "matplotlib", "tokenizers", "numpy")
-OF_TRAINING = ("transformers", "matplotlib", "tokenizers", "torch._dynamo", "torch._inductor", "lamella_engine")
+OF_TRAINING = (
+    "transformers",
+    "matplotlib",
+    "tokenizers",
+    "torch._dynamo",
+    "torch._inductor",
+    "lamella_engine",
+    "lamella_optim",
+)
 
 
 def imported(*argv: str, code: int = 0) -> set[str]:
@@ -74,6 +82,13 @@ def test_the_package_has_its_names_and_imports_them_when_they_are_used() -> None
         assert getattr(lamella, name) is not None and name in dir(lamella)
     with pytest.raises(AttributeError, match=r"module 'lamella' has no attribute 'fully_sahrd'"):
         _ = lamella.fully_sahrd  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("program", ["from lamella import fully_shard", "import lamella._train"])
+def test_whoever_shards_by_this_package_has_its_optimizers_step_on_plain_shards(program: str) -> None:
+    asked = f"{program}\nfrom lamella_engine._optimizer_hooks import BEFORE_STEP\nprint(BEFORE_STEP['view'].__module__)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["lamella_optim._plain"]
 
 
 def test_type_checkers_see_the_names_that_there_are() -> None:

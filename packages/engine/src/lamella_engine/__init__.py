@@ -1,9 +1,6 @@
 """Fully sharded training: FSDP2's `fully_shard`, with nothing copied on the way."""
 
 from lamella_engine import _optimizer_hooks as _optimizer_hooks  # registers them
-from lamella_engine._captured_step import CapturedStep as CapturedStep
-from lamella_engine._captured_step import capture_step as capture_step
-from lamella_engine._clipping import clip_grad_norm_ as clip_grad_norm_
 from lamella_engine._diagnostics import NonFinite as NonFinite
 from lamella_engine._diagnostics import Spike as Spike
 from lamella_engine._diagnostics import SpikeWatch as SpikeWatch
@@ -20,12 +17,8 @@ from lamella_engine._installation import install as install
 from lamella_engine._layer_gradients import allocate_main_grads as allocate_main_grads
 from lamella_engine._layer_gradients import delay_gradient as delay_gradient
 from lamella_engine._layer_gradients import set_main_grads as set_main_grads
-from lamella_engine._local_steps import step_on_local_shards as step_on_local_shards
 from lamella_engine._module import FSDPModule as FSDPModule
-from lamella_engine._optimizers import shard_optimizer as shard_optimizer
 from lamella_engine._options import ShardingOptions as ShardingOptions
-from lamella_engine._overlapping import OverlapOptimizer as OverlapOptimizer
-from lamella_engine._overlapping import overlap_optimizer as overlap_optimizer
 from lamella_engine._placements import DDP as DDP
 from lamella_engine._placements import HFSDP as HFSDP
 from lamella_engine._placements import HSDP as HSDP

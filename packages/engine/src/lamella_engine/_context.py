@@ -132,7 +132,10 @@ class Listener:
     """
 
     def gradients_final(self, tree: Context) -> None:
-        """A unit has started the last reduction of its gradients in this step, or has none: a step is likely next."""
+        """A unit has started the last reduction of its gradients in this step, or has none: a step is likely next.
+
+        A unit may say so more than once.
+        """
 
     def gradients_reduced(self, tree: Context, unit: Member, streams: Iterable[torch.Stream]) -> None:
         """A unit's gradients were put on its parameters, by kernels that are queued on these streams."""
@@ -482,6 +485,11 @@ class Context(Streams):
 
     def _most_reductions(self) -> int:
         return max(member.max_reductions_in_flight for member in self.states)
+
+
+def living_trees() -> tuple[Context, ...]:
+    """Every tree of units that is alive."""
+    return tuple(trees)
 
 
 def finish_left() -> None:

@@ -189,7 +189,7 @@ class FSDPModule(_TorchsModule):
 
         Args:
             async_op: Do not wait for the reductions. A reader of `.grad` must wait for the handle before, on the same
-                stream. The next forward, the model's `zero_grad`, lamella's `clip_grad_norm_` and steps of
+                stream. The next forward, the model's `zero_grad`, lamella-optim's `clip_grad_norm_` and steps of
                 `torch.optim`'s optimizers wait by themselves.
 
         Returns:

@@ -246,13 +246,14 @@ def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
     return cast("str | None", name)
 
 
-def any_sharded_originals() -> bool:
-    """Whether somebody still holds a parameter as it was before it was sharded."""
-    return len(_sharded_originals) > 0
+def sharded_originals(held: Iterable[torch.Tensor]) -> dict[torch.Tensor, ShardedParameter]:
+    """The originals among some tensors, each with its sharded parameter; without originals of deleted units."""
+    if not _sharded_originals:
+        return {}
+    return {original: parameter for original in held if (parameter := _sharded_from(original)) is not None}
 
 
-def sharded_from(original: torch.Tensor) -> ShardedParameter | None:
-    """What this very parameter became; None if it was never sharded, or its unit is gone."""
+def _sharded_from(original: torch.Tensor) -> ShardedParameter | None:
     if isinstance(original, nn.Parameter) and is_sharded(original):
         return None  # it is one; asked of every parameter at every step, so this answer is quick
     _, became = _sharded_originals.get(original, (None, lambda: None))  # type: ignore[no-untyped-call]

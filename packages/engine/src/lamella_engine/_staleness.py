@@ -8,8 +8,6 @@ matters only to unsharded weights and copies that outlive a pass: all others are
 
 from __future__ import annotations
 
-import weakref
-
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
@@ -19,30 +17,10 @@ from lamella_engine._context import trees
 from lamella_engine._sharded_parameter import is_sharded
 from lamella_engine._step_hooks import held_by
 
-_begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def begin_step(optimizer: Optimizer) -> None:
-    """Note an optimizer's step at its begin: units that are gathered between the step's parts are current."""
-    _note(optimizer)
-    _begun.add(optimizer)
-
-
-def forget_step(optimizer: Optimizer) -> None:
-    """Note the optimizer's next step at its end, also after a begun one that raised."""
-    _begun.discard(optimizer)
-
 
 @_disable_dynamo
 def note_step(optimizer: Optimizer, *_: object) -> None:
-    """Note an optimizer's step, unless its first part was noted."""
-    if optimizer in _begun:
-        _begun.discard(optimizer)
-    else:
-        _note(optimizer)
-
-
-def _note(optimizer: Optimizer) -> None:
+    """Note that an optimizer's step may have changed the main weights of every unit that has some of its parameters."""
     updated = {id(p): p for p in held_by(optimizer) if isinstance(p, DTensor)}
     if not updated:
         return

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import lamella_optim as lamella_optim  # its import has optimizers step on plain shards
 from lamella._agreement import Agreement, agreed_error
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory

@@ -13,7 +13,8 @@ from optimizer_pairs import ADAMW, LOSS, Act, Overlapped, X, do_nothing, held_nb
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_engine import ShardingOptions, fully_shard, overlap_optimizer, share_comm_ctx
+from lamella_engine import ShardingOptions, fully_shard, share_comm_ctx
+from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 # -- weights between step and forward --------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from fake_streams import fake_streams
 from optimizer_models import Lion
 from optimizer_pairs import Overlapped, X, named, run_backward
 
-from lamella_engine import overlap_optimizer
 from lamella_engine._attached import state_of
 from lamella_engine._context import Context
 from lamella_engine._parameter_group import ParameterGroup
+from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that was built before its parameters were sharded goes on with the shards."""
+"""Optimizers built before `fully_shard` continue with the sharded parameters."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._sharded_parameter import ShardedParameter, any_sharded_originals, shard_like, sharded_from
-from lamella_engine._step_hooks import held_by
+from lamella_engine.extending import ShardedParameter, held_by, shard_like, sharded_originals
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def shard_optimizer(optimizer: Opt) -> Opt:
-    """Let an optimizer go on with the sharded parameters, if it was built before `fully_shard`.
+    """Let an optimizer built before `fully_shard` continue with the sharded parameters.
 
-    Every parameter that was sharded is replaced by what it became, in its place in its param group; options stay. Of
-    its state, tensors of its shape become DTensors that lie as it does, in the main weights' dtype where they were in
-    the parameter's own; single values (`step`) stay. Parameters that no unit took are left alone, and nothing
-    happens to an optimizer that was built afterwards.
+    Each original parameter is replaced by its sharded parameter at the same place of its param group; options stay.
+    State of the parameter's shape becomes DTensors with the parameter's placements, in the main weights' dtype where
+    the state had the parameter's dtype; single values (`step`) stay. Parameters outside of all units stay, and an
+    optimizer built after `fully_shard` stays unchanged.
 
-    The first `step()` of a `torch.optim` optimizer does this by itself. Call it where something looks at the
-    optimizer's parameters before that (`GradScaler`, clipping by param group, checkpoints), or for the memory: until
-    then the optimizer holds the unsharded parameters, and its own unsharded state.
+    The first `step()` of a `torch.optim` optimizer does the same by itself. Call this function if other code reads the
+    optimizer's parameters before the step (`GradScaler`, clipping by param group, checkpoints), or to save memory:
+    until then the optimizer holds the unsharded parameters, and unsharded state.
 
     Args:
-        optimizer: Its state must be the same on every rank, as the parameters were.
+        optimizer: Any optimizer whose state is the same on every rank, as the parameters were.
 
     Returns:
-        `optimizer`, changed. Gradients that were on the unsharded parameters are lost.
+        `optimizer`, changed. Gradients of the unsharded parameters are lost.
 
     Raises:
-        ValueError: It holds a parameter in both forms, or has state for a sharded one that cannot be cut as it was
-            (statistics of rows, lists of directions, quantised blocks). Nothing has changed then.
+        ValueError: The optimizer holds a parameter in both forms, or has state that cannot be sharded (statistics of
+            rows, lists of directions, quantised blocks). The optimizer is unchanged.
 
-    Effects: allocates the shards of the state on the current stream and frees what was unsharded; not a collective.
+    Effects: allocates shards of the state on the current stream and frees the unsharded state; not a collective.
     """
-    replaced = _replaced(optimizer)
+    replaced = sharded_originals(held_by(optimizer))
+    if not replaced:
+        return optimizer
     _check_single(optimizer, replaced)
     for original, parameter in replaced.items():
         _check_state(original, parameter, optimizer.state.get(original, {}))
@@ -50,11 +51,6 @@ def shard_optimizer(optimizer: Opt) -> Opt:
                 group["params"][i] = replaced[original].sharded
                 _move_state(optimizer, original, replaced[original], on_device)
     return optimizer
-
-
-def _replaced(optimizer: Optimizer) -> dict[torch.Tensor, ShardedParameter]:
-    """The parameters that became something else."""
-    return {held: became for held in held_by(optimizer) if (became := sharded_from(held)) is not None}
 
 
 def _check_single(optimizer: Optimizer, replaced: dict[torch.Tensor, ShardedParameter]) -> None:
@@ -68,7 +64,7 @@ def _check_single(optimizer: Optimizer, replaced: dict[torch.Tensor, ShardedPara
 
 
 def _check_state(original: torch.Tensor, parameter: ShardedParameter, state: dict[str, Any]) -> None:
-    """Refuse what has another shape than the parameter, and is no single value."""
+    """Refuse state tensors with neither the parameter's shape nor a single value."""
     for key, value in state.items():
         for tensor in pytree.tree_leaves(value):
             if isinstance(tensor, torch.Tensor) and not _is_single(tensor) and not _lies_alike(tensor, original):
@@ -105,6 +101,5 @@ def _move_state(optimizer: Optimizer, original: torch.Tensor, parameter: Sharded
 
 @_disable_dynamo
 def exchange_originals(optimizer: Optimizer, *_: object) -> None:
-    """Give an optimizer that was built before `fully_shard` the sharded parameters."""
-    if any_sharded_originals():
-        shard_optimizer(optimizer)
+    """Give an optimizer built before `fully_shard` the sharded parameters."""
+    shard_optimizer(optimizer)

@@ -1,10 +1,10 @@
 """A training step as one CUDA graph, for hosts that are slower than their GPUs.
 
-Note [What a replay sees]
-    A graph repeats kernels and copies at the addresses that they had. Weights, gradients and optimizer state stay where
-    they are, inputs are copied to where the captured ones lay, and generators of random numbers go on. Python does not
-    run: a number that it read is the number of every replay. So inputs that are no tensors, shapes, and what param
-    groups hold are compared with what was captured, and hooks before the optimizer's step are called if they only wait.
+Note [Inputs of a replay]
+    A graph repeats kernels and copies at fixed addresses. Weights, gradients and optimizer state keep their memory,
+    inputs are copied to the captured inputs' memory, and generators of random numbers advance. Python code does not
+    run: a number read during the capture is the number of every replay. Therefore plain inputs, shapes and options of
+    param groups are compared with the captured values, and pre-hooks of the optimizer that only wait are called.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._overlapping import drop_early
-from lamella_engine._step_hooks import held_by, wait_before_update
-from lamella_engine._tensors import hides_tensors, map_tensors, tensors_in
+from lamella_engine.extending import held_by, hides_tensors, map_tensors, tensors_in
+from lamella_optim._hooks import wait_before_update
+from lamella_optim._overlap import drop_early
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class CapturedStep(Generic[P, R]):
-    """What `capture_step` returns: called as the step is.
+    """A callable with the step's signature; made by `capture_step`.
 
     Attributes:
-        is_on_cuda: Whether it is captured at some time.
-        is_captured: Whether it has been: the next call is a replay.
+        is_on_cuda: Whether the step will be captured: parameters are on a GPU.
+        is_captured: Whether the next call is a replay.
     """
 
     def __init__(self, step: Callable[P, R], optimizer: Optimizer, num_eager_steps: int) -> None:
@@ -42,7 +42,7 @@ class CapturedStep(Generic[P, R]):
         self._tree: pytree.TreeSpec | None = None
         self._options: list[dict[str, Any]] = []
         self._recorded: tuple[Callable[[], object], R] | None = None
-        # Backward runs on the streams of forward: all on one, so that a capture finds nothing on another.
+        # Autograd runs backward on the streams of forward: one stream for all, so a capture finds no work elsewhere.
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -71,11 +71,11 @@ class CapturedStep(Generic[P, R]):
         return _own(outputs)
 
     def _take(self, leaves: list[Any], tree: pytree.TreeSpec) -> None:
-        """Put the inputs where they are read: on CUDA always at the first ones' addresses."""
+        """Put the inputs in place: on CUDA always at the first call's addresses."""
         if self._tree is None:
             for index, leaf in enumerate(leaves):
                 if not isinstance(leaf, torch.Tensor) and (hides_tensors(leaf) or tensors_in(leaf)):
-                    raise _unseen(f"input {index} of", leaf, "Pass what it holds: `dict(batch)`, say")
+                    raise _unseen(f"input {index} of", leaf, "Pass its contents: `dict(batch)`, for one")
             self._tree = tree
             self._inputs = [_held_on(self._device, leaf) for leaf in leaves]
             return
@@ -119,15 +119,15 @@ class CapturedStep(Generic[P, R]):
         drop_early(self._optimizer)
         torch.cuda.synchronize(self._device)
         gc.collect()
-        torch.cuda.empty_cache()  # A graph's memory is its own: what eager steps left would lie beside it.
+        torch.cuda.empty_cache()  # A graph has a memory pool of its own: cached blocks of eager steps would lie beside.
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on, those that pin batches for one.
+        # Other threads may go on: a data loader pins batches.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = self._call()
         return graph.replay, outputs
 
     def _check_options(self) -> None:
-        """Refuse what a replay would not see."""
+        """Refuse changed options of param groups: a replay would not see them."""
         now = [{key: each for key, each in group.items() if key != "params"} for group in self._optimizer.param_groups]
         self._options = self._options or now
         if len(now) != len(self._options):
@@ -148,33 +148,32 @@ class CapturedStep(Generic[P, R]):
 def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps: int = 3) -> CapturedStep[P, R]:
     """Capture a whole training step in a CUDA graph and replay it: the host's part becomes one launch.
 
-    The first calls run as they are: units learn their order, optimizers make their state. The next one is captured.
-    What follows are replays, which compute what the step would have, bit by bit, wherever kernels are repeatable.
+    The first calls run eagerly: units learn their order, optimizers make their state. The next call is captured, and
+    later calls are replays. A replay computes the eager step's result, bit by bit, wherever kernels are repeatable.
 
     Args:
-        step: Forward, backward, `optimizer.step()` and `zero_grad()`, and whatever lies between them: clipping, several
-            microbatches. It must not ask the device for anything (`.item()`, a branch on a tensor's value), and must
-            make the same calls each time. What it takes and returns are nests of tensors and plain values.
-        optimizer: What it steps; over CUDA tensors built with `capturable=True` if its class has that. A learning rate
-            that changes is a tensor there. Nothing of its param groups may change otherwise.
-        num_eager_steps: Steps before the one that is captured.
+        step: Forward, backward, `optimizer.step()` and `zero_grad()`, with everything between: clipping, several
+            microbatches. The step must not read values from the device (`.item()`, a branch on a tensor's value), and
+            must make the same calls each time. Arguments and result are nests of tensors and plain values.
+        optimizer: The optimizer of the step; over CUDA tensors built with `capturable=True` if its class has the
+            option. A scheduled learning rate must be a tensor. No other option of a param group may change.
+        num_eager_steps: Number of eager steps before the capture.
 
     Returns:
-        To be called in place of `step`, by every rank alike, with tensors of the first call's shapes and dtypes on any
-        device; they are copied to the parameters' device. It returns copies of what the step returned, without history.
+        A replacement of `step`, for every rank alike, to call with tensors of the first call's shapes and dtypes on any
+        device; inputs are copied to the parameters' device. The result is a copy of the step's result, without history.
 
     Raises:
         ValueError: Now: an optimizer that is not `capturable`, parameters on several devices, no eager step. In a call,
-            before anything has run: other inputs than in the first one, or an object that may hide tensors. After the
-            first step: such an object is what it returned.
-        RuntimeError: In a call: a param group has changed. From torch, in the call that captures: what the step does
+            before any work: inputs unlike the first call's, or an object that may hide tensors. After the first step:
+            its result is such an object.
+        RuntimeError: In a call: a param group has changed. From torch, in the capturing call: an operation of the step
             cannot be captured.
 
-    Effects: eager steps run on a stream of their own, which the current one waits for; the capture waits for the
+    Effects: eager steps run on a stream of their own, and the current stream waits for it; the capture waits for the
         device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the
-        memory that the step needs. With `overlap_optimizer` a captured step gathers nothing for the next one, but late
-        gradients are late there too. Over parameters on the CPU all calls run as they are, and inputs and param groups
-        are checked alike.
+        step's memory. With `overlap_optimizer` a captured step gathers nothing for the next step; late gradients stay
+        late. Over parameters on the CPU all calls run eagerly, and inputs and param groups are checked alike.
     """
     if num_eager_steps < 1:
         raise ValueError(
@@ -228,13 +227,13 @@ def _text(leaf: object) -> str:
 
 
 def _own(outputs: R) -> R:
-    """Outputs that the next call does not write again."""
+    """Copies of outputs, which the next call does not overwrite."""
     return map_tensors(torch.Tensor.clone, outputs)
 
 
 def _unseen(what: str, found: object, way_out: str) -> ValueError:
-    """Its tensors would be the captured ones for ever."""
+    """An error for an object with hidden tensors: each replay would use the captured ones."""
     return ValueError(
         f"Expected {what} a captured step to be tensors and plain values, in lists, tuples and dicts, got "
-        f"{type(found).__name__}, which may hold tensors that are not seen. {way_out}."
+        f"{type(found).__name__}, which may hold tensors out of sight. {way_out}."
     )

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lamella_engine._context import finish_left
-from lamella_engine._sharding import all_reduce_anywhere, groups_that_share, local_of
+from lamella_engine.extending import all_reduce_anywhere, finish_left, groups_that_share, local_of
 
 
 def clip_grad_norm_(
@@ -20,29 +19,30 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients down so that the norm of all of them together is at most `max_norm`.
+    """Scale gradients down to a joint norm of at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, which serves as well where all parameters lie on one mesh; this one takes
-    parameters on any meshes, sharded or replicated, and plain ones beside them. Of shards that rest on the CPU torch's
-    needs a process group that can reduce there ("cpu:gloo,cuda:nccl"), and this one does not.
+    As `torch.nn.utils.clip_grad_norm_`, which serves as well where all parameters lie on one mesh; this function takes
+    parameters on any meshes, sharded or replicated, and plain parameters beside them. For shards on the CPU torch's
+    function needs a process group with a CPU backend ("cpu:gloo,cuda:nccl"), and this function does not.
 
     Args:
-        parameters: Those whose `.grad` counts; the same on every rank. Plain tensors count as equal on all ranks.
-        max_norm: What the norm may be.
+        parameters: Parameters with the gradients to clip; the same on every rank. Plain tensors count as equal on all
+            ranks.
+        max_norm: Largest norm after clipping.
         norm_type: p of the p-norm, above 0; may be infinity.
-        error_if_nonfinite: Raise where the norm is NaN or infinite, instead of scaling by it.
+        error_if_nonfinite: Raise an error for a NaN or infinite norm, instead of scaling by it.
         foreach: False scales one by one; otherwise all at once.
 
     Returns:
-        The norm before clipping, 0-D, float32 or, of gradients some of which are wider, float64; equal on every rank.
+        The norm before clipping, 0-D, equal on every rank; float32, or float64 if a gradient is wider.
 
     Raises:
         ValueError: A gradient is `Partial`, or `norm_type` is not above 0.
         RuntimeError: The norm is not finite, and `error_if_nonfinite` was given.
 
     Effects: collective: an all-reduce of 4 bytes for each set of mesh axes that gradients are sharded along, an axis;
-        on the current stream. No host sync but for `error_if_nonfinite`, and for gradients on the CPU in a group that
-        has no backend for it: their norms are summed on its device.
+        on the current stream. No host sync except for `error_if_nonfinite`, and for gradients on the CPU in a group
+        without a CPU backend: their norms are summed on the group's device.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not norm_type > 0:
@@ -54,8 +54,8 @@ def clip_grad_norm_(
     total = _total_norm(gradients, float(norm_type))
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"Expected a finite norm of the gradients, got {total.item()}. find_nonfinite() says where; "
-            "leave error_if_nonfinite at False to scale by it all the same."
+            f"Expected a finite norm of the gradients, got {total.item()}. lamella_engine.find_nonfinite() "
+            "says where; leave error_if_nonfinite at False to scale by it all the same."
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     locals_ = [local_of(gradient) for gradient in gradients]
@@ -70,7 +70,7 @@ def clip_grad_norm_(
 
 
 def _total_norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
-    """The norm of the norms of those that share a set of process groups."""
+    """The norm over all gradients, from one norm for each set of process groups."""
     together: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         groups = tuple(groups_that_share(gradient)) if isinstance(gradient, DTensor) else ()
@@ -83,7 +83,7 @@ def _norm_over(groups: tuple[dist.ProcessGroup, ...], locals_: list[torch.Tensor
     owned: dict[torch.dtype, list[torch.Tensor]] = {}
     for local in locals_:
         owned.setdefault(torch.promote_types(local.dtype, torch.float32), []).append(local)
-    # Of each dtype, as all ranks must send the same one and a rank may own nothing.
+    # One for each dtype: all ranks must send the same dtype, and a rank may own no element.
     norms = [torch.zeros((), dtype=dtype.to_real(), device=locals_[0].device) for dtype in owned]
     for dtype, same in owned.items():
         if owns := [local for local in same if local.numel() > 0]:

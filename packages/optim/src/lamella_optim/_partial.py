@@ -1,10 +1,10 @@
-"""Steps that an optimizer makes in parts: some of its parameters first, and others later.
+"""Partial steps: an optimizer updates some of its parameters first, and others later.
 
-The optimizer is not changed. Its own step is called with a *view* of it: an object of its class that has its state, and
-param groups with some of the parameters, or the plain tensors below those (`_plain_steps`). So nothing has to be put
-back, options are read when they are used, and nobody ever sees a narrowed group. What a step writes to its groups'
-options or to itself is lost with the view, and an optimizer that counts there would count each part: one that minds is
-found when it is given (`check_steps_apart`).
+The optimizer object stays unchanged. The step of its class is called with a *view*: an object of this class with the
+optimizer's state, and param groups of some parameters, or of the plain tensors below the parameters (`_plain`). Nothing
+has to be put back after an exception, options are read at the time of use, and no hook sees a narrowed group. Options
+and attributes written by a step are lost with the view, and an optimizer with a counter there would count each part:
+`check_steps_apart` refuses such optimizers.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._plain_steps import plain_view_of
+from lamella_optim._plain import plain_view_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def cheapest_view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
-    """What an optimizer's own step takes for the optimizer: over plain tensors where that can be.
+    """A view of an optimizer for a partial step: over plain tensors where possible.
 
     Args:
-        parts: Which of its parameters, by group.
+        parts: The parameters to step, by group.
 
-    Effects: none on a stream. Autograd takes the parameters for updated where they are plain.
+    Effects: raises the version counters of parameters stepped as plain tensors.
     """
     view = plain_view_of(optimizer, parts)
     return view_of(optimizer, parts) if view is None else view
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """The step of its class, without what torch wraps around it: hooks, and a range in profiles."""
+    """The step of an optimizer's class, without torch's wrapper (hooks, and a range in profiles)."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
-    """An object that an optimizer's own step takes for the optimizer, with some of its parameters, by group."""
+    """A view of an optimizer: an object of the same class and state with some of the parameters, by group."""
     view = object.__new__(type(optimizer))
     vars(view).update(vars(optimizer))
-    # For a class that calls another's step, around which torch has put hooks again.
+    # The step of a class may call the step of its base class, around which torch has put hooks again.
     vars(view).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     groups = zip(optimizer.param_groups, parts, strict=True)
     view.param_groups = [{**group, "params": part} for group, part in groups if part]
@@ -53,19 +53,19 @@ def view_of(optimizer: Opt, parts: Sequence[list[torch.Tensor]]) -> Opt:
 
 
 def check_steps_apart(optimizer: Optimizer, caller: str) -> None:
-    """Refuse an optimizer that steps two parameters together otherwise than one after the other.
+    """Refuse an optimizer whose result for a parameter depends on the other parameters of the step.
 
     Args:
-        optimizer: To be stepped in parts.
-        caller: The function of this package that would step it so, for the error.
+        optimizer: The optimizer to step in parts.
+        caller: Name of the public function, for the error.
 
     Raises:
-        ValueError: The trial on two parameters of four elements gave other results when they were stepped apart.
+        ValueError: The trial on two parameters of four elements gave different results when stepped separately.
 
-    Effects: a host sync if its parameters are on a GPU; not a collective.
+    Effects: a host sync if parameters are on a GPU; not a collective.
     """
     if type(optimizer) is torch.optim.Adagrad:
-        return  # it makes its state when it is built, and so cannot be tried on other parameters
+        return  # Adagrad makes state in its constructor, so a trial on other parameters is impossible
     name = type(optimizer).__name__
     expected = f"Expected an optimizer that updates each parameter from its own gradient and state, got {name}"
     way_out = f"Leave {caller} out."
@@ -81,7 +81,7 @@ def _try(optimizer: Optimizer, is_apart: bool) -> object:
     """Two steps of two small parameters in each group.
 
     Returns:
-        What became of them, their state and their groups' options.
+        Parameters, state and options of the groups after the two steps.
     """
     tried = view_of(optimizer, [group["params"] for group in optimizer.param_groups])
     tried.state = defaultdict(dict)

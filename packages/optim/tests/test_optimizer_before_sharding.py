@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingOptions, fully_shard, shard_optimizer
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_optim import shard_optimizer
 from lamella_testing import run_ranks
 
 Optimize = Callable[..., torch.optim.Optimizer]

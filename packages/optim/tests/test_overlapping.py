@@ -43,16 +43,9 @@ from optimizer_pairs import (
 from torch import nn
 from torch.optim import Optimizer
 
-from lamella_engine import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    Rows,
-    ShardingOptions,
-    clip_grad_norm_,
-    overlap_optimizer,
-    step_on_local_shards,
-)
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, ShardingOptions
 from lamella_engine._attached import state_of
+from lamella_optim import clip_grad_norm_, overlap_optimizer, step_on_local_shards
 from lamella_testing import run_ranks
 
 # -- what a step does ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from optimizer_pairs import Overlapped, X, assert_same_weights, held_nbytes, run
 from torch import nn
 from torch.optim import Optimizer
 
-from lamella_engine import overlap_optimizer
+from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
 

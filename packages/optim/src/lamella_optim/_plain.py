@@ -1,18 +1,18 @@
-"""torch's elementwise optimizers step on plain tensors over local shards: what DTensors would do, without dispatch.
+"""Elementwise steps on plain tensors over local shards: torch's optimizers without DTensor's dispatch.
 
-DTensor's dispatcher unwraps each tensor of each list that an optimizer's operators are given (parameters, gradients,
-states), and runs the operator on what it finds: for small parameters this takes the host longer than the operator.
-Here they are unwrapped once a step. The optimizer's own step is called with a *view* of it, an object of its class
-whose parameters and state are plain tensors in the same memory. Outside of that nobody sees them: param groups hold
-DTensors, and so does state, where what a step makes is laid out as soon as it is made.
+DTensor's dispatcher unwraps each tensor of each list given to an optimizer's operators (parameters, gradients, states)
+and runs the operator on local tensors: for small parameters the dispatch takes the host longer than the operator. Here
+tensors are unwrapped once a step. The optimizer's own step is called with a *view*: an object of the same class whose
+parameters and state are plain tensors in the same memory. Outside the step, param groups and state hold DTensors; state
+made by a step becomes a DTensor at once.
 
-Only where that cannot be told from a step on DTensors:
-- The optimizer is one of torch's that update each element from its own gradient and state, and no subclass of it.
-- Nothing comes between: no closure, which makes gradients inside the step, and no hooks but this package's before it,
-  which may change gradients or give the step another optimizer. Those that only wait are let be.
-- Gradients and state lie as their parameters do, and all are plain tensors below.
-- No compiler traces the step: it knows how to trace one on DTensors.
-- This rank has rows of each parameter in the flat layout: kernels are not given the others (Note [Empty shards]).
+A view is used only where the result equals a step on DTensors:
+- The class is one of torch's optimizers that update each element from its own gradient and state, and no subclass.
+- There is no closure, which makes gradients inside the step, and no foreign pre-hook, which may change gradients or
+  the step's arguments. Hooks that only wait are allowed.
+- Gradients and state lie as their parameters do, over plain local tensors.
+- No compiler traces the step: a compiler traces steps on DTensors.
+- In the flat layout this rank has rows of each parameter: kernels get no empty shards (Note [Empty shards]).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
-from lamella_engine._ragged import RaggedDTensor, dtensor_over
-from lamella_engine._sharded_parameter import is_sharded
-from lamella_engine._sharding import local_of
-from lamella_engine._step_hooks import has_other_hooks, held_by, is_compiled
+from lamella_engine import RaggedDTensor
+from lamella_engine.extending import dtensor_over, held_by, is_compiled, is_sharded, local_of
+from lamella_optim._hooks import has_other_hooks
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
@@ -41,18 +40,17 @@ _ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
 
 
 def plain_view_of(optimizer: Opt, parts: Sequence[Sequence[torch.Tensor]]) -> Opt | None:
-    """What an optimizer's own step takes for the optimizer, with the gradients that its parameters have now.
+    """A view of an optimizer over plain tensors, with the present gradients, for one step.
 
-    For one step. Nothing of it is kept: what somebody lets go of between two steps (state, gradients, weights that are
-    moved) is freed.
+    No tensor of the view outlives the step: state, gradients and moved weights released between two steps are freed.
 
     Args:
-        parts: Which of the optimizer's parameters, by group.
+        parts: The parameters to step, by group.
 
     Returns:
-        An object of its class; None if the step has to be made on DTensors.
+        An object of the optimizer's class; None if the step must run on DTensors.
 
-    Effects: none on a stream. Autograd takes the parameters for updated.
+    Effects: raises the parameters' version counters.
     """
     if type(optimizer) not in _ELEMENTWISE or any(group.get("differentiable") for group in optimizer.param_groups):
         return None
@@ -73,11 +71,11 @@ def plain_view_of(optimizer: Opt, parts: Sequence[Sequence[torch.Tensor]]) -> Op
 
 
 class _States(dict[torch.Tensor, State]):
-    """An optimizer's state by plain parameters; what is made here is made in the optimizer's own state too.
+    """An optimizer's state by plain parameters; new state is made in the optimizer's own state too.
 
     Attributes:
-        given: What is on the optimizer.
-        wholes: The DTensor that each plain parameter stands for.
+        given: Attributes of the optimizer before the step.
+        wholes: The DTensor of each plain parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -92,7 +90,7 @@ class _States(dict[torch.Tensor, State]):
         return found
 
     def plain_of(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """A parameter as the step is to see it, or None if the step has to see it as it is."""
+        """The plain parameter of a view for a parameter; None if the step must see the DTensor."""
         if not isinstance(whole, DTensor):
             return whole
         shard, gradient = whole._local_tensor, whole.grad
@@ -113,7 +111,7 @@ class _States(dict[torch.Tensor, State]):
 
 
 class _State(State):
-    """The state of one plain parameter; what is written to it is laid out in the DTensor's state too."""
+    """The state of one plain parameter; new entries are laid out in the DTensor's state too."""
 
     def __init__(self, whole: DTensor, own: State) -> None:
         super().__init__({key: local_of(value) for key, value in own.items()})
@@ -121,16 +119,13 @@ class _State(State):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is self.get(key, self):
-            return  # a buffer that was updated in place, as SGD's momentum is
+            return  # a buffer updated in place, as SGD's momentum is
         super().__setitem__(key, value)
         self._own[key] = laid_out(self._whole, value) if isinstance(value, torch.Tensor) else value
 
 
 def laid_out(whole: DTensor, tensor: torch.Tensor) -> torch.Tensor:
-    """State of a local shard, as a DTensor that lies as its parameter does if it has the shard's shape.
-
-    Effects: none.
-    """
+    """State of a local shard: a DTensor with its parameter's placements if the state has the shard's shape."""
     shard, spec = local_of(whole), whole._spec
     if type(tensor) is not torch.Tensor or tensor.ndim == 0 or tensor.shape != shard.shape:
         return tensor
@@ -141,12 +136,12 @@ def laid_out(whole: DTensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_single(value: object) -> bool:
-    """Whether a part of a state goes with every element, as a count of steps does."""
+    """Whether a part of a state serves all elements, as a count of steps does."""
     return not isinstance(value, torch.Tensor) or (value.ndim == 0 and not isinstance(value, DTensor))
 
 
 def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
-    """Whether a tensor's local part is to be used with a parameter's. Nobody knows which rows a plain tensor has."""
+    """Whether a tensor's local part covers the rows of a parameter's shard. A plain tensor's rows are unknown."""
     if not isinstance(tensor, DTensor) or type(tensor._local_tensor) is not torch.Tensor:
         return False
     mine, others = tensor._spec, whole._spec
@@ -156,21 +151,14 @@ def _lies_below(tensor: torch.Tensor, whole: DTensor) -> bool:
 
 
 def step_on_plain_tensors(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Have the step made on a view, where it can be."""
-    return _for_compiler(optimizer) if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
-
-
-@_disable_dynamo
-def _for_compiler(optimizer: Optimizer) -> None:
-    """Make gradients such as Dynamo can trace a step on: there a DTensor must have its local tensor's offset."""
-    for parameter in held_by(optimizer):
-        if isinstance(gradient := parameter.grad, DTensor):
-            parameter.grad = dtensor_over(local_of(gradient), gradient._spec)
+    """Run the step on a view of plain tensors, where possible."""
+    # Each step has a new view, and a compiler would compile the step again for a new object.
+    return None if is_compiled() else _stepping_on_view(optimizer, args, kwargs)
 
 
 @_disable_dynamo
 def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """What to call the step with, if it can be made on a view."""
+    """Arguments of a step on a view; None for a step on DTensors."""
     if not any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
         return None
     if has_other_hooks(optimizer) or any(argument is not None for argument in (*args[1:], *kwargs.values())):
@@ -180,9 +168,9 @@ def _stepping_on_view(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
 
 
 def step_on(view: Opt, optimizer: Opt, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-    """What a hook before an optimizer's step returns to have the step made on a view.
+    """Arguments for a pre-hook to return, so that torch runs the step on a view.
 
-    Hooks after the step see the optimizer and not the view: one of ours is the first of them.
+    Post-hooks see the optimizer and not the view: `_leave_view` runs as the first of them.
     """
     after = optimizer._optimizer_step_post_hooks
     if next(iter(after), None) != _FIRST:
@@ -196,9 +184,9 @@ _FIRST = -1  # torch's keys for hooks begin at 0
 
 @_disable_dynamo
 def _leave_view(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Give hooks that follow the optimizer, with what the step has noted on a view beside parameters and state."""
+    """Give later hooks the optimizer again, with attributes that the step has set on the view."""
     if not isinstance(args, list):
-        return  # a step that was made on no view
+        return  # this step used no view
     view, args[0] = args[0], optimizer
     if isinstance(states := view.state, _States):
         given, noted, ours = states.given, vars(view), ("param_groups", "state")

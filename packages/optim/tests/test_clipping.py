@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, inputs, mesh_of, rows_of_this_rank, twins, whole
+from engine_models import (
+    Net,
+    assert_gradients_equal,
+    inputs,
+    mean_square,
+    mesh_of,
+    rows_of_this_rank,
+    shard,
+    shard_on,
+    twins,
+    whole,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamella_engine import HFSDP, ZERO2, ZERO3, ShardingOptions, clip_grad_norm_, fully_shard
+from lamella_engine import HFSDP, ZERO2, ZERO3, CPUOffloadPolicy, Rows, ShardingOptions, Whole, fully_shard
+from lamella_optim import clip_grad_norm_
 from lamella_testing import run_ranks
 
 X = inputs(24)
@@ -111,3 +124,36 @@ def test_a_norm_that_is_not_finite_can_be_refused_and_every_rank_sees_it() -> No
             clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
 
     run_ranks(on_each_rank, 4)
+
+
+@pytest.mark.usefixtures("small_parameters_are_cut")
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_in_the_flat_layout_are_clipped_as_the_unsharded_models(norm_type: float, foreach: bool) -> None:
+    loss_of = mean_square(lambda model: model(inputs()))
+
+    def check() -> None:
+        for keep in (Rows(1), Whole()):
+            reference, sharded = twins(Net, partial(shard, keep=keep))
+            norms = []
+            for model in (reference, sharded):
+                loss_of(model).backward()
+                norms.append(clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach))
+            torch.testing.assert_close(whole(norms[1]), norms[0])
+            assert norms[0] > 0.1
+            assert_gradients_equal(reference, sharded)
+
+    run_ranks(check, 3)
+
+
+def test_norms_of_offloaded_gradients_are_the_whole_gradients() -> None:
+    def check() -> None:
+        reference, sharded = twins(lambda: Net(dim=8), shard_on(offload_policy=CPUOffloadPolicy()))
+        reference(X).square().mean().backward()
+        sharded(rows_of_this_rank(X)).square().mean().backward()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        assert expected > 0.01
+        torch.testing.assert_close(clip_grad_norm_(sharded.parameters(), 0.01), expected)
+        assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, 2)

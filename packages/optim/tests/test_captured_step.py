@@ -9,7 +9,7 @@ import torch
 from engine_models import Net, inputs, shard, twins
 from torch import nn
 
-from lamella_engine import CapturedStep, capture_step
+from lamella_optim import CapturedStep, capture_step
 from lamella_testing import run_ranks
 
 NUM_STEPS = 6

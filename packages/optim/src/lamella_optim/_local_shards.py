@@ -15,12 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._plain_steps import laid_out
-from lamella_engine._sharding import local_of
-from lamella_engine._step_hooks import held_by
-
-# Their kernels take the address of a DTensor's shard and the size of the whole, and write past the shard's end.
-_LIBRARIES_OF_KERNELS = {"apex", "transformer_engine"}
+from lamella_engine.extending import held_by, local_of, refuse_kernels_on_dtensors
+from lamella_optim._plain import laid_out
 
 Opt = TypeVar("Opt", bound=Optimizer)
 State = dict[str, Any]
@@ -32,28 +28,28 @@ _NEED_WHOLE_TENSORS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 def step_on_local_shards(optimizer: Opt) -> Opt:
     """Let an optimizer whose kernels take plain tensors train sharded parameters: Transformer Engine's, apex's, yours.
 
-    `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient. A
-    parameter of which this rank owns nothing has no gradient there, but for torch's own optimizers: kernels that take
-    many tensors at once may write beside an empty one. Outside of `step`, `state_dict` and `load_state_dict` nothing
-    has changed: param groups hold the DTensors, state of a shard's shape is a DTensor that lies as its parameter does,
-    and checkpoints cannot tell. Other state (single values, blocks, quantised tensors) stays as the optimizer made it.
+    `step()` sees, in place of each DTensor, a plain `Parameter` over this rank's shard, with the shard's gradient. An
+    empty shard has no gradient there, except for torch's own optimizers: kernels over many tensors may write beside an
+    empty one. Outside of `step`, `state_dict` and `load_state_dict` the optimizer looks unchanged: param groups hold
+    DTensors, and state of a shard's shape is a DTensor with its parameter's placements, also in checkpoints. Other
+    state (single values, blocks, quantised tensors) stays as the optimizer made it.
 
-    The update of an element must depend on nothing but that element's own gradient and state. Right for Adam, SGD and
-    their like; wrong, without an error, for what takes norms or products of whole parameters.
+    The update of an element must depend only on the element's own gradient and state. Right for Adam, SGD and the
+    like; wrong, without an error, for optimizers with norms or products of whole parameters.
 
-    The first step of Transformer Engine's and apex's optimizers on DTensors is refused without it.
+    Without this call the first step of Transformer Engine's and apex's optimizers on DTensors is refused.
 
     Args:
-        optimizer: Over any parameters; those that are no DTensors are stepped as they are. Call this before a
-            learning-rate scheduler is built on it.
+        optimizer: An optimizer over any parameters; plain parameters are stepped unchanged. Call this function before
+            a learning-rate scheduler is built on the optimizer.
 
     Returns:
-        `optimizer`, whose class is now a subclass of what it was. Nothing happens the second time.
+        `optimizer`, whose class is now a subclass of its former class. A second call changes nothing.
 
     Raises:
-        ValueError: It is one of torch's that need whole tensors; or its `step` was replaced already, by a scheduler.
+        ValueError: The optimizer is one of torch's that need whole tensors; or a scheduler has replaced its `step`.
 
-    Effects: none now. A step costs some microseconds of host time a parameter; no copies, no collectives, no host sync.
+    Effects: a later step costs some microseconds of host time a parameter; no copies, no collectives, no host sync.
     """
     kind: Any = type(optimizer)
     if hasattr(optimizer, _LOCAL_PARAMETERS):
@@ -61,7 +57,7 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _NEED_WHOLE_TENSORS:
         raise ValueError(
             f"Expected an optimizer that updates each element by itself, got {kind.__name__}, which needs whole "
-            "tensors. Leave it as it is: it steps on DTensors, or says why it cannot."
+            "tensors. Leave out step_on_local_shards: the optimizer steps on DTensors, or raises its own error."
         )
     if "step" in vars(optimizer):
         raise ValueError(
@@ -75,9 +71,9 @@ def step_on_local_shards(optimizer: Opt) -> Opt:
 
 @cache
 def _on_local_shards(kind: Any) -> Any:
-    """A subclass that works on local shards, below the hooks of `step`, which see DTensors as they would without it."""
+    """A subclass with steps on local shards, below the hooks of `step`: hooks still see DTensors."""
     unhooked = getattr(kind.step, "__wrapped__", kind.step)
-    # torch's own take empty tensors, and make state for them as for others: alike on all ranks.
+    # torch's optimizers take empty tensors, and make state for them: state is alike on all ranks.
     gradients_of = _has_elements if not unhooked.__module__.startswith("torch.") else _any_shard
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, *more: Any, **options: Any) -> Any:
@@ -88,7 +84,7 @@ def _on_local_shards(kind: Any) -> Any:
                 "those of this rank's shards alone, got one. Train in bfloat16, which needs no scaling, or build the "
                 "optimizer so that the scaler does (TransformerEngine and apex: capturable=False)."
             )
-        if closure is not None:  # it makes gradients, and they are wanted on the DTensors
+        if closure is not None:  # a closure makes gradients, and gradients belong on the DTensors
             with torch.enable_grad():
                 loss = closure()
         with _holding_locals(self, gradients_of):
@@ -132,7 +128,7 @@ def _on_local_shards(kind: Any) -> Any:
 
 
 def _new(kind: Any) -> Any:
-    """What a copy, or an unpickled one, is filled into: pickle finds no class that was made here."""
+    """An empty optimizer for `copy` and `pickle`, which cannot find a class made at run time."""
     made = _on_local_shards(kind)
     found = made.__new__(made)
     setattr(found, _LOCAL_PARAMETERS, {})
@@ -156,7 +152,7 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
     """Let param groups and state hold plain parameters over local shards for a while.
 
     Args:
-        gradients_of: Which shards to give their gradients too.
+        gradients_of: Whether a shard gets its gradient too.
     """
     mine: dict[DTensor, nn.Parameter] = getattr(optimizer, _LOCAL_PARAMETERS)
     held = [group["params"] for group in optimizer.param_groups]
@@ -184,22 +180,22 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
 
 
 def _local(mine: dict[DTensor, nn.Parameter], whole: DTensor) -> nn.Parameter:
-    """The plain parameter over a DTensor's shard: always the same one, since an optimizer may know it by identity."""
+    """The plain parameter over a DTensor's shard: one object for all steps, as an optimizer may keep its identity."""
     shard = local_of(whole)
     local = mine.get(whole)
     if local is None:
         local = mine[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
     elif local.data_ptr() != shard.data_ptr() or local.dtype != shard.dtype:
-        local.data = shard  # it was moved, cast or loaded
+        local.data = shard  # the shard was moved, cast or loaded
     local.requires_grad_(whole.requires_grad)
     return local
 
 
 def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) -> State:
-    """An optimizer's state of a local shard, with DTensors in place of what has the shard's shape.
+    """An optimizer's state of a local shard, with DTensors in place of tensors of the shard's shape.
 
     Args:
-        before: What it was: what still lies where it did stays the same object.
+        before: The state before the step: a DTensor over the same local tensor stays the same object.
     """
     if not isinstance(whole, DTensor):
         return state
@@ -211,13 +207,7 @@ def _laid_out(whole: torch.Tensor, state: State, before: State | None = None) ->
     return pytree.tree_map_only(torch.Tensor, lay_out, state)  # type: ignore[no-any-return]
 
 
-def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
-    """Refuse DTensors to optimizers whose kernels take the address of a shard and the size of the whole."""
-    library = type(optimizer).__module__.partition(".")[0]
-    if library not in _LIBRARIES_OF_KERNELS or hasattr(optimizer, _LOCAL_PARAMETERS):
-        return
-    if any(isinstance(parameter, DTensor) for parameter in held_by(optimizer)):
-        raise TypeError(
-            f"Expected {library}'s {type(optimizer).__name__} to be given plain tensors, all that its kernels know, "
-            "got DTensors, beside whose shards it would write. Call step_on_local_shards(optimizer) once."
-        )
+def refuse_unprepared_kernels(optimizer: Optimizer, *_: object) -> None:
+    """Refuse DTensors to kernels without DTensor support, unless `step_on_local_shards` has prepared the optimizer."""
+    if not hasattr(optimizer, _LOCAL_PARAMETERS):
+        refuse_kernels_on_dtensors(optimizer)

@@ -13,9 +13,10 @@ from fake_streams import Work, fake_streams
 from optimizer_models import Lion
 from optimizer_pairs import ADAMW, Overlapped, X, named, run_backward
 
-from lamella_engine import CPUOffloadPolicy, clip_grad_norm_, find_nonfinite, overlap_optimizer
+from lamella_engine import CPUOffloadPolicy, find_nonfinite
 from lamella_engine._attached import state_of
 from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
 
 

@@ -20,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_engine import Rows, ShardingOptions, fully_shard, overlap_optimizer
-from lamella_engine._plain_steps import _ELEMENTWISE
-from lamella_engine._sharding import local_of
+from lamella_engine import Rows, ShardingOptions, fully_shard
+from lamella_engine.extending import local_of
+from lamella_optim import overlap_optimizer
+from lamella_optim._plain import _ELEMENTWISE
 from lamella_testing import run_ranks
 
 X = inputs()
@@ -34,7 +35,7 @@ Change = Callable[[Optimizer], object]
 
 @contextmanager
 def _on_dtensors() -> Iterator[None]:
-    with patch("lamella_engine._plain_steps.has_other_hooks", return_value=True):
+    with patch("lamella_optim._plain.has_other_hooks", return_value=True):
         yield
 
 
@@ -292,7 +293,7 @@ def test_parameters_beside_units_are_stepped_too() -> None:
                 def step(optimizer: Optimizer, parameter: nn.Parameter = parameter) -> None:
                     parameter.grad = torch.full((3,), 0.5)
 
-                with patch("lamella_engine._plain_steps.has_other_hooks", return_value=parameter is beside[0]):
+                with patch("lamella_optim._plain.has_other_hooks", return_value=parameter is beside[0]):
                     num = _train(model, optimizer, before_step=step)
                 assert (num > 0) == (parameter is beside[0])
             assert torch.equal(*beside)
@@ -305,7 +306,7 @@ def test_what_a_step_that_failed_has_done_is_what_it_would_have_done_on_dtensors
     def check() -> None:
         pair = _pair(foreach=False)
         for i, (model, optimizer) in enumerate(pair):
-            with patch("lamella_engine._plain_steps.has_other_hooks", return_value=i == 0):
+            with patch("lamella_optim._plain.has_other_hooks", return_value=i == 0):
                 optimizer.param_groups[0]["weight_decay"] = None
                 with pytest.raises(TypeError):
                     _train(model, optimizer, 1)
@@ -411,7 +412,7 @@ def test_state_that_somebody_lets_go_of_between_steps_is_freed() -> None:
 def test_autograd_sees_that_weights_were_updated() -> None:
     def check() -> None:
         for i, (model, optimizer) in enumerate(_pair()):
-            with patch("lamella_engine._plain_steps.has_other_hooks", return_value=i == 0):
+            with patch("lamella_optim._plain.has_other_hooks", return_value=i == 0):
                 _train(model, optimizer, 1)
                 model(X).square().mean().backward()
                 penalty: Any = sum(p.square().sum() for p in model.parameters())
@@ -478,7 +479,7 @@ def test_a_compiled_step_is_one_on_dtensors() -> None:
         def step() -> None:
             optimizer.step()
 
-        with patch("lamella_engine._plain_steps.plain_view_of", side_effect=AssertionError):
+        with patch("lamella_optim._plain.plain_view_of", side_effect=AssertionError):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(X).square().mean().backward()

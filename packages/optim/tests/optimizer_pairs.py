@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine import overlap_optimizer
 from lamella_engine._attached import state_of
+from lamella_optim import overlap_optimizer
 
 X = inputs(24)
 LOSS = mean_square(lambda model: model(rows_of_this_rank(X)).float())

@@ -1,0 +1,11 @@
+"""What tests of several files set up."""
+
+import pytest
+
+from lamella_engine import _flat_group
+
+
+@pytest.fixture
+def small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
+    monkeypatch.setattr(_flat_group, "ALIGNMENT", 2)

@@ -1,0 +1,179 @@
+"""The hook before every optimizer's step: which of its functions comes first, and what breaks otherwise."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine_models import Net, inputs, rows_of_this_rank, shard, unit
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lamella_engine import FSDPModule, fully_shard
+from lamella_engine import _optimizer_hooks as hooks
+from lamella_engine._attached import state_of
+from lamella_optim._registration import STEP_HOOKS, register
+from lamella_testing import run_ranks
+
+Pair = tuple[str, str]
+
+
+def _backward(model: nn.Module) -> None:
+    model(rows_of_this_rank(inputs())).square().mean().backward()
+
+
+def _head_weight(model: Net) -> nn.Parameter:
+    return model.head.get_parameter("weight")
+
+
+def _optimizer_from_before(
+    model: nn.Module, apply: Callable[..., object], kind: Callable[..., Optimizer] = torch.optim.AdamW
+) -> Optimizer:
+    """An optimizer that holds the parameters from before they were sharded."""
+    optimizer = kind(model.parameters())
+    apply(model)
+    return optimizer
+
+
+def _a_layer_that_is_sharded_after_the_optimizer_was_built_steps() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    optimizer = _optimizer_from_before(model, lambda model: fully_shard(model.get_submodule("1")))
+    model(torch.ones(2, 4)).square().mean().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(parameter, old)
+
+
+def _kernels_that_know_no_dtensors_are_refused() -> None:
+    kind = type("FusedAdam", (torch.optim.AdamW,), {"__module__": "transformer_engine.pytorch.optimizers"})
+    model = Net()
+    optimizer = _optimizer_from_before(model, shard, kind)
+    _backward(model)
+    with pytest.raises(TypeError, match="step_on_local_shards"):
+        optimizer.step()
+
+
+def _a_backward_that_is_not_finalized_is_refused() -> None:
+    model = Net()
+    optimizer = _optimizer_from_before(model, shard)
+    unit(model).set_manual_backward_finalization(True)
+    _backward(model)
+    with pytest.raises(RuntimeError, match="finalize_backward"):
+        optimizer.step()
+
+
+def _a_missing_delayed_gradient_is_refused() -> None:
+    model = Net()
+    optimizer = _optimizer_from_before(model, shard)
+    unit(model).delay_gradient(_head_weight(model))
+    _backward(model)
+    with pytest.raises(RuntimeError, match="delayed gradient"):
+        optimizer.step()
+
+
+def _shards_on_the_cpu_are_waited_for() -> None:
+    """On a CPU no gather is late: a tree that says so stands in."""
+    model = Net()
+    optimizer = _optimizer_from_before(model, shard)
+    _backward(model)
+    tree = state_of(model).context
+    tree.reads_shards = True
+    optimizer.step()
+    assert not tree.reads_shards
+
+
+def _a_refused_step_counts_no_write(prepare: Callable[[FSDPModule, Net], object]) -> None:
+    """A view of the optimizer counts writes to the parameters when the view is made."""
+    model = shard(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(unit(model), model)
+    _backward(model)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    versions = [parameter._version for parameter in held]
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert [parameter._version for parameter in held] == versions
+
+
+def _refusing_an_unfinished_backward_counts_no_write() -> None:
+    def prepare(root: FSDPModule, model: Net) -> None:
+        root.set_manual_backward_finalization(True)
+        _backward(model)
+        root.finalize_backward()
+
+    _a_refused_step_counts_no_write(prepare)
+
+
+def _refusing_to_miss_a_delayed_gradient_counts_no_write() -> None:
+    _a_refused_step_counts_no_write(lambda root, model: root.delay_gradient(_head_weight(model)))
+
+
+ORDERED: dict[Pair, Callable[[], None]] = {
+    ("originals", "view"): _a_layer_that_is_sharded_after_the_optimizer_was_built_steps,
+    ("originals", "kernels"): _kernels_that_know_no_dtensors_are_refused,
+    ("originals", "finalization"): _a_backward_that_is_not_finalized_is_refused,
+    ("originals", "delayed gradients"): _a_missing_delayed_gradient_is_refused,
+    ("originals", "offloaded shards"): _shards_on_the_cpu_are_waited_for,
+    ("finalization", "view"): _refusing_an_unfinished_backward_counts_no_write,
+    ("delayed gradients", "view"): _refusing_to_miss_a_delayed_gradient_counts_no_write,
+}
+NAMES = list(hooks.BEFORE_STEP)
+
+
+@contextmanager
+def _in_order(names: tuple[str, ...]) -> Iterator[None]:
+    with patch.object(hooks, "BEFORE_STEP", {name: hooks.BEFORE_STEP[name] for name in names}):
+        yield
+
+
+def test_one_hook_is_called_before_a_step_and_one_after() -> None:
+    for registered, ours in (
+        (torch_optimizer._global_optimizer_pre_hooks, hooks.before_step),
+        (torch_optimizer._global_optimizer_post_hooks, hooks.after_step),
+    ):
+        found = [hook for hook in registered.values() if hook.__module__.startswith("lamella_")]
+        assert found == [ours]
+
+
+def test_this_packages_functions_are_at_the_places_that_the_order_has_for_them() -> None:
+    register()
+    in_place = {**hooks.BEFORE_STEP, **hooks.AFTER_STEP}
+    assert {name: in_place[name] for name in STEP_HOOKS} == STEP_HOOKS
+    assert [*hooks.BEFORE_STEP] == NAMES
+
+
+def test_the_written_order_keeps_every_pair() -> None:
+    for earlier, later in ORDERED:
+        assert NAMES.index(earlier) < NAMES.index(later)
+
+
+@pytest.mark.parametrize("program", ORDERED.values(), ids=lambda program: program.__name__.strip("_"))
+def test_a_step_is_right_in_the_written_order(program: Callable[[], None]) -> None:
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("pair", ORDERED, ids=" before ".join)
+def test_a_step_goes_wrong_wherever_a_pair_is_swapped(pair: Pair) -> None:
+    """In every order of the two and the exchange of originals in which the pair, and nothing else, is swapped."""
+
+    def check() -> None:
+        for names in _orders_that_break(pair):
+            with _in_order(names), pytest.raises((AssertionError, pytest.fail.Exception)):
+                ORDERED[pair]()
+
+    run_ranks(check, 2)
+
+
+def _orders_that_break(pair: Pair) -> Iterator[tuple[str, ...]]:
+    """Each place where the later of a pair can stand ahead of the earlier, with all others in the written order."""
+    earlier, later = pair
+    others = [name for name in NAMES if name not in pair]
+    for first, second in itertools.combinations_with_replacement(range(len(others) + 1), 2):
+        yield (*others[:first], later, *others[first:second], earlier, *others[second:])
