@@ -24,6 +24,7 @@ PLANTED = [
     ("lamella_qwen", "causal_conv1d", "Only the Mamba adapter imports state-space kernels"),
     ("lamella_engine", "megatron", "Only the Megatron adapter imports megatron-core"),
     ("lamella_checkpoint", "transformers", "The layers know no model library"),
+    ("lamella_optim._plain", "lamella_optim._overlap", "Optimizers read from the bottom up"),
     (
         "lamella_engine._order",
         "lamella_engine._state",

@@ -11,7 +11,7 @@ Note [What waits for copies]
     which training lets go of meanwhile is not given to others.
 
     Before any optimizer of `torch.optim` steps, a hook has the host wait for the thread and the current stream for that
-    stream. `load` does so too. It changes nothing that a step finds, and is marked `only_waits`: lamella's engine calls
+    stream. `load` does so too. It changes nothing that a step finds, and is marked `only_waits`: lamella-optim calls
     it also before replays of a captured step, and steps as fast as without hooks.
 
 Note [A torn state is not written]
