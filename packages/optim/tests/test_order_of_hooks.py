@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from lamella_engine import FSDPModule, fully_shard
+from lamella_engine import FSDPModule, delay_gradient, fully_shard
 from lamella_engine import _optimizer_hooks as hooks
 from lamella_engine._attached import state_of
 from lamella_optim._registration import STEP_HOOKS, register
@@ -72,7 +72,7 @@ def _a_backward_that_is_not_finalized_is_refused() -> None:
 def _a_missing_delayed_gradient_is_refused() -> None:
     model = Net()
     optimizer = _optimizer_from_before(model, shard)
-    unit(model).delay_gradient(_head_weight(model))
+    delay_gradient(model, _head_weight(model))
     _backward(model)
     with pytest.raises(RuntimeError, match="delayed gradient"):
         optimizer.step()
@@ -112,7 +112,7 @@ def _refusing_an_unfinished_backward_counts_no_write() -> None:
 
 
 def _refusing_to_miss_a_delayed_gradient_counts_no_write() -> None:
-    _a_refused_step_counts_no_write(lambda root, model: root.delay_gradient(_head_weight(model)))
+    _a_refused_step_counts_no_write(lambda root, model: delay_gradient(root, _head_weight(model)))
 
 
 ORDERED: dict[Pair, Callable[[], None]] = {
