@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from lamella_layout._arithmetic import round_up, torch_chunk
+from lamella_layout._arithmetic import ceil_div, round_up, torch_chunk
 from lamella_layout._checks import (
     Shape,
     as_shapes,
@@ -161,6 +161,31 @@ class EvenLayout:
         offsets = (0,) * dim + (rows.start,) + (0,) * (len(shape) - dim - 1)
         return Chunk(offsets, (*shape[:dim], rows.numel, *shape[dim + 1 :]))
 
+    def with_shapes(self, shapes: Iterable[Sequence[int]]) -> "EvenLayout":
+        """Return the layout of other forms of the same tensors, cut between the same rows on every rank.
+
+        Args:
+            shapes: Of the other forms. One row of a form stands for one row of the tensor or for a block of rows (the
+                scales of quantised blocks).
+
+        Raises:
+            ValueError: a cut would fall within a block of rows, or a tensor of another shape is sharded along another
+                dim than the first.
+
+        Effects: none.
+        """
+        frozen = as_shapes(shapes)
+        if frozen == self.shapes:
+            return self
+        made = EvenLayout.build(frozen, self.num_shards, dims=self.dims, alignment=self.alignment)
+        for i, (shape, own) in enumerate(zip(frozen, self.shapes, strict=True)):
+            if shape != own and not (self.dims[i] == 0 and cuts_alike(own[0], shape[0], self.num_shards)):
+                raise ValueError(
+                    f"Expected shards of {own!r} along dim 0 whose rows are whole blocks of {shape!r}, got a tensor "
+                    f"sharded over {self.num_shards} ranks along dim {self.dims[i]}. Keep blocks of rows together."
+                )
+        return made
+
     def region(self, index: int, rank: int, *, inside: Region | None = None) -> Region:
         """Return the region of tensor `index` owned by `rank`, ready for further cuts.
 
@@ -235,6 +260,17 @@ class EvenLayout:
     @cached_property
     def _full_slots(self) -> tuple[Range, ...]:
         return _lay_out([self.num_shards * numel for numel in self._slot_numels], self.alignment)
+
+
+def cuts_alike(num_rows: int, num_blocks: int, num_shards: int) -> bool:
+    """Tell whether chunks of rows and chunks of blocks of rows, as torch makes both, end at the same rows.
+
+    Effects: none.
+    """
+    rows, blocks = (torch_chunk(num, num_shards, 0).numel for num in (num_rows, num_blocks))
+    if num_shards == 1 or num_rows == num_blocks:
+        return True
+    return blocks > 0 and rows % blocks == 0 and ceil_div(num_rows, rows // blocks) == num_blocks
 
 
 def _lay_out(numels: Iterable[int], alignment: int) -> tuple[Range, ...]:

@@ -227,6 +227,39 @@ class FlatLayout:
             raise ValueError(f"Expected a divisor of num_shards={self.num_shards}, got num_merged={num_merged!r}.")
         return replace(self, num_shards=self.num_shards // num_merged, shard_numel=self.shard_numel * num_merged)
 
+    def with_shapes(self, shapes: Iterable[Sequence[int]]) -> "FlatLayout":
+        """Return the layout of other forms of the same tensors, cut between the same rows on every rank.
+
+        Args:
+            shapes: Of the other forms, in which one element stands for equally many of every tensor (the scales of
+                quantised blocks), a divisor of the alignment.
+
+        Raises:
+            ValueError: the elements of some tensor are no such multiple of its form's, or a cut would fall within a
+                block of rows.
+
+        Effects: none.
+        """
+        frozen = as_shapes(shapes)
+        if frozen == self.shapes:
+            return self
+        pairs = [(prod(own), prod(shape)) for own, shape in zip(self.shapes, frozen, strict=True) if prod(own)]
+        ratios = {own // numel if numel and own % numel == 0 else 0 for own, numel in pairs}
+        ratio = next(iter(ratios), 1)
+        if len(ratios) > 1 or not ratio or self.alignment % ratio:
+            raise ValueError(
+                f"Expected forms with one element for as many of every tensor, a divisor of alignment={self.alignment},"
+                f" got shapes {frozen!r} for {self.shapes!r}. Pack tensors whose blocks do not fill them apart."
+            )
+        return FlatLayout(
+            shapes=frozen,
+            keep=(ANY_ROW,) * self.num_tensors,
+            num_shards=self.num_shards,
+            alignment=self.alignment // ratio,
+            shard_numel=self.shard_numel // ratio,
+            starts=tuple(start // ratio for start in self.starts),
+        )
+
     def _check_alignment(self) -> None:
         for name, value in (("shard_numel", self.shard_numel), *((f"start {i}", s) for i, s in enumerate(self.starts))):
             if value % self.alignment:
