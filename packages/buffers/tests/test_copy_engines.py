@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lamella_buffers import CachingAllocator, CopyEngineTransport, Payload, _copy_engines, _driver
 from lamella_buffers._memory import swap_memory
-from lamella_buffers._payload import Payloads
+from lamella_buffers._payload import Filling, Payloads
 from lamella_buffers._windows import PeerWindow
 from lamella_testing import run_ranks
 
@@ -180,8 +180,8 @@ def test_gathers_put_every_ranks_piece_in_its_place(
                 # One is there already, as the shards of a group in the wire's dtype are.
                 own[0].copy_(shards[0])
                 payloads = [Payload(a, b) for a, b in zip(own, wholes, strict=True)]
-                sources = [None, *(shard.double() for shard in shards[1:])]
-                transport.cast_and_gather(Payloads(payloads, sources)).wait()
+                casts = Filling(torch._foreach_copy_, (own[1:], [s.double() for s in shards[1:]]), range(1, len(own)))
+                transport.fill_and_gather(Payloads(payloads, [casts])).wait()
             else:
                 if shards_lie == "in place":
                     torch._foreach_copy_(own, shards)

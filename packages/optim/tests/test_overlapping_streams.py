@@ -28,9 +28,9 @@ def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_res
         streams = fake_streams(model)
         seen: list[dict[Any, int]] = []
 
-        def prepare(group: ParameterGroup) -> Any:
+        def prepare(group: ParameterGroup, *args: Any) -> Any:
             seen.append(dict(streams.current.seen))
-            return real(group)
+            return real(group, *args)
 
         monkeypatch.setattr(ParameterGroup, "prepare_gather", prepare)
         optimizer: Any = _TracedOnStreams(model.parameters())

@@ -3,8 +3,10 @@
 from lamella_buffers._allocator import Allocator as Allocator
 from lamella_buffers._allocator import CachingAllocator as CachingAllocator
 from lamella_buffers._allocator import MemPoolAllocator as MemPoolAllocator
+from lamella_buffers._buffer import GatherPlan as GatherPlan
 from lamella_buffers._buffer import ShardedBuffer as ShardedBuffer
 from lamella_buffers._buffer import UnshardedBuffer as UnshardedBuffer
+from lamella_buffers._buffer import shards_in as shards_in
 from lamella_buffers._buffer import standalone as standalone
 from lamella_buffers._copy_engines import CopyEngines as CopyEngines
 from lamella_buffers._copy_engines import CopyEngineTransport as CopyEngineTransport

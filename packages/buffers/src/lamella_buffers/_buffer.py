@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import torch
 
 from lamella_buffers._allocator import Allocator
-from lamella_buffers._payload import Payload, Payloads
+from lamella_buffers._payload import Filling, Payload, Payloads
 from lamella_layout import EvenLayout, FlatLayout
 
 Layout = EvenLayout | FlatLayout
@@ -102,19 +101,6 @@ class ShardedBuffer:
             shard.copy_(tensor.detach()[index])
 
 
-class GatherPayloads(NamedTuple):
-    """What a gather into an unsharded buffer moves, of the slots that have elements.
-
-    Attributes:
-        in_place: What lands where it belongs.
-        beside: What comes in another order than it lies in: shard, slot, a view of the slot in the order in which it
-            comes, and what the shard is a cast of, if it is not there.
-    """
-
-    in_place: Payloads
-    beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
-
-
 class UnshardedBuffer:
     """A group of whole tensors in one flat allocation whose bytes come and go; the views of it stay.
 
@@ -148,8 +134,6 @@ class UnshardedBuffer:
     Effects: born without bytes, but for a moment during construction.
     """
 
-    _prepared: tuple[Sequence[torch.Tensor], GatherPayloads] | None = None
-
     def __init__(
         self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, allocator: Allocator
     ) -> None:
@@ -162,7 +146,6 @@ class UnshardedBuffer:
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
         self.tensors = tuple(whole[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
-        self.prepare(self.own)
         allocator.free(self.flat)
 
     @property
@@ -175,36 +158,15 @@ class UnshardedBuffer:
         """Where the tensors lie."""
         return self.flat.device
 
-    def prepare(self, slots: Sequence[torch.Tensor]) -> None:
-        """Keep what a gather moves from slots that it will be given again and again; at first from `own`.
+    def lands_in_place(self, slot: int) -> bool:
+        """Whether the ranks' pieces of a slot, one after another, are what the slot holds."""
+        return isinstance(self.layout, FlatLayout) or self.layout.is_contiguous(slot)
 
-        Effects: the slots live as long as the buffer, or until others are prepared.
-        """
-        self._prepared = slots, self._new_payloads(slots)
-
-    def payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
-        """What a gather moves from `slots`: they themselves, or if they are of another dtype what they are in `own`.
-
-        Effects: none.
-        """
-        if self._prepared is not None and self._prepared[0] is slots:
-            return self._prepared[1]
-        return self._new_payloads(slots)
-
-    def _new_payloads(self, slots: Sequence[torch.Tensor]) -> GatherPayloads:
-        layout = self.layout
-        in_place, sources, beside = [], [], []
-        for i, (slot, full) in enumerate(zip(slots, self.slots, strict=True)):
-            if slot.numel() == 0:
-                continue
-            shard, source = (slot, None) if slot.dtype == full.dtype else (self.own[i], slot)
-            if isinstance(layout, FlatLayout) or layout.is_contiguous(i):
-                in_place.append(Payload(shard, full))
-                sources.append(source)
-            else:
-                whole = self.flat[slice(*layout.tensor_range(i))].view(layout.shapes[i])
-                beside.append((shard, full, by_rank(whole, layout, i), source))
-        return GatherPayloads(Payloads(in_place, sources), beside)
+    def by_rank(self, slot: int) -> torch.Tensor:
+        """A view of a slot of an even layout in the order in which pieces come: (num_shards, *chunk's shape)."""
+        assert isinstance(self.layout, EvenLayout)
+        whole = self.flat[slice(*self.layout.tensor_range(slot))].view(self.layout.shapes[slot])
+        return by_rank(whole, self.layout, slot)
 
     @property
     def has_bytes(self) -> bool:
@@ -228,6 +190,88 @@ class UnshardedBuffer:
             RuntimeError: The buffer has no bytes.
         """
         self.allocator.free(self.flat)
+
+
+class GatherPlan:
+    """The payloads of a gather into unsharded buffers with the same tensors, put together once.
+
+    Several buffers are several forms of the tensors (quantised data, and its scales): the same ranks own the same
+    rows in each. A tensor's payloads travel one after another, so that a tensor that is written is ready to be sent.
+
+    Args:
+        moves: For each buffer its slots, in memory that the plan's owner keeps where it is: those of a `ShardedBuffer`,
+            or the buffer's own pieces. Slots of another dtype than the buffer's are cast into those pieces by each
+            gather, if `fill` is None.
+        fill: Writes this rank's pieces before they are sent; see `Filling`. None: they are there.
+        columns: The arguments of `fill`, one entry for each of `tensors`.
+        tensors: Indices of the tensors that `fill` writes.
+
+    Attributes:
+        payloads: Those that land where they belong.
+        beside: Those that come in another order than they lie in: shard, slot, and a view of the slot in the order in
+            which they come.
+
+    Effects: none. Slots without elements are left out.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]],
+        fill: Callable[..., object] | None = None,
+        columns: tuple[Sequence[object] | None, ...] = (),
+        tensors: Sequence[int] = (),
+    ) -> None:
+        if fill is None and any(
+            a.dtype != b.dtype for slots, into in moves for a, b in zip(slots, into.slots, strict=True)
+        ):
+            moves, fill, columns, tensors = _with_casts(moves)
+        self.beside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        found: list[Payload] = []
+        begins = []
+        for i, pieces in enumerate(zip(*(slots for slots, _ in moves), strict=True)):
+            begins.append(len(found))
+            for shard, (_, into) in zip(pieces, moves, strict=True):
+                if shard.numel() == 0:
+                    continue
+                if into.lands_in_place(i):
+                    found.append(Payload(shard, into.slots[i]))
+                else:
+                    self.beside.append((shard, into.slots[i], into.by_rank(i)))
+        fillings = []
+        if fill is not None and found + self.beside:
+            # A flat layout's one slot, and pieces that travel after all others, are written before any is sent.
+            is_whole = self.beside or len(begins) == 1
+            fillings = [Filling(fill, columns, [0 if is_whole else begins[i] for i in tensors])]
+        self.payloads = Payloads(found, fillings)
+
+
+def _with_casts(
+    moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]],
+) -> tuple[
+    list[tuple[Sequence[torch.Tensor], UnshardedBuffer]],
+    Callable[..., object],
+    tuple[Sequence[object] | None, ...],
+    Sequence[int],
+]:
+    """A plan's arguments for the one buffer whose slots have another dtype: a multi-tensor copy into its own pieces."""
+    ((slots, into),) = moves
+    cast = [i for i, slot in enumerate(slots) if slot.numel() > 0]
+    columns = ([into.own[i] for i in cast], [slots[i] for i in cast])
+    return [(into.own, into)], torch._foreach_copy_, columns, cast
+
+
+def shards_in(slots: Sequence[torch.Tensor], layout: Layout, rank: int) -> list[torch.Tensor]:
+    """A rank's shards as views of flat slots, wherever those lie: of a buffer's own pieces, say.
+
+    Returns:
+        For each tensor a view of shape layout.shard_shape(i, rank).
+
+    Effects: none.
+    """
+    is_flat = isinstance(layout, FlatLayout)
+    places = [layout.local_slot(i, rank) for i in range(layout.num_tensors)]
+    flats = [slots[0][slice(*place)] if is_flat else slots[i][: place.numel] for i, place in enumerate(places)]
+    return [flat.view(layout.shard_shape(i, rank)) for i, flat in enumerate(flats)]
 
 
 def by_rank(tensor: torch.Tensor, layout: EvenLayout, i: int) -> torch.Tensor:

@@ -192,7 +192,7 @@ class CopyEngineTransport(NcclTransport):
         self._arrivals = arrivals
         self._buffers: dict[tuple[torch.dtype, tuple[int, ...]], _Arrivals] = {}
         self._pushes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Push] = {}
-        self._casts: torch.cuda.Stream | None = None
+        self._fills: torch.cuda.Stream | None = None
         self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
@@ -202,30 +202,30 @@ class CopyEngineTransport(NcclTransport):
             peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
             NCCL's, if some `full` lies in no window.
         """
-        return self.cast_and_gather(Payloads(payloads))
+        return self.fill_and_gather(Payloads(payloads))
 
-    def cast_and_gather(self, payloads: Payloads) -> Pending:
-        """Gather shards of which some are first cast from their sources, in the time that peers take to be ready.
+    def fill_and_gather(self, payloads: Payloads) -> Pending:
+        """Gather shards of which some are first written (cast, quantised), in the time that peers take to be ready.
 
-        Most are cast while the first are being pushed, on a stream of their own.
+        Most are written while the first are being pushed, on a stream of their own.
 
-        Effects: those of `all_gather`, and one or two multi-tensor copies.
+        Effects: those of `all_gather`, and one or two calls of each filling's function.
         """
         if (push := self.push_into(payloads)) is None:
-            payloads.cast()
+            payloads.fill()
             return super().all_gather(payloads)
         if push.own != _addresses(payloads.shards):
-            payloads.cast()
+            payloads.fill()
             copy_missing(self._own(payloads.wholes), payloads.shards)
             payloads = Payloads(payloads)
         move = self._gathers.begin(push.name)
         if push.num_first == len(payloads) or payloads.are_there:
-            payloads.cast()
+            payloads.fill()
             move.open()
             push.first.enqueue(move.stream)
         else:
-            payloads.cast(slice(push.num_first))
-            rest_is_there = self._cast_beside(payloads, slice(push.num_first, None))
+            payloads.fill_first(push.num_first)
+            rest_is_there = self._fill_beside(payloads, push.num_first)
             move.open()
             push.first.enqueue(move.stream)
             rest_is_there()
@@ -233,15 +233,19 @@ class CopyEngineTransport(NcclTransport):
         move.close()
         return Done()
 
-    def _cast_beside(self, payloads: Payloads, part: slice) -> Callable[[], object]:
-        """Cast beside what comes next on the current stream; gives what makes that stream wait for it."""
+    def _fill_beside(self, payloads: Payloads, num_first: int) -> Callable[[], object]:
+        """Write all but the first shards beside the next work of the current stream.
+
+        Returns:
+            A function that makes the current stream wait for them.
+        """
         current = torch.cuda.current_stream()
-        if self._casts is None:
-            self._casts = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        self._casts.wait_stream(current)
-        with torch.cuda.stream(self._casts):
-            payloads.cast(part)
-        return partial(current.wait_stream, self._casts)
+        if self._fills is None:
+            self._fills = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._fills.wait_stream(current)
+        with torch.cuda.stream(self._fills):
+            payloads.fill_after_first(num_first)
+        return partial(current.wait_stream, self._fills)
 
     def push_into(self, payloads: Payloads) -> _Push | None:
         """How this rank's pieces get to every peer, prepared the first time; None if one of the wholes is in no window.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -30,31 +31,82 @@ class Payload(NamedTuple):
         return Payload(*(tensor.view(torch.uint8) for tensor in self))
 
 
+class Filling(NamedTuple):
+    """The function that writes shards before a gather sends them (a cast, a quantisation), and its arguments.
+
+    An item is written as a whole, into one shard or several: quantised data and its scales are two. Arguments are
+    columns with one entry an item, so that a call for some of the items takes the same slice of each column.
+
+    Attributes:
+        fill: Called with all columns, on the stream of the gather or on one that the gather waits for.
+        columns: Sequences of equal length; None for a column that this gather has no use for.
+        begins: For each item the index of its first payload, ascending.
+    """
+
+    fill: Callable[..., object]
+    columns: tuple[Sequence[object] | None, ...]
+    begins: Sequence[int]
+
+    def write(self, start: int, stop: int) -> None:
+        """Write the items whose first payload is one of `start` to `stop`.
+
+        Effects: those of `fill`, unless no item begins there.
+        """
+        part = slice(bisect_left(self.begins, start), bisect_left(self.begins, stop))
+        if part.start < part.stop:
+            self.fill(*[column if column is None else column[part] for column in self.columns])
+
+    def is_like(self, other: Filling) -> bool:
+        """Whether one call can write the items of both."""
+        absent, absent_there = ([column is None for column in each.columns] for each in (self, other))
+        return self.fill == other.fill and absent == absent_there
+
+    def with_items_of(self, other: Filling) -> Filling:
+        """A filling of both fillings' items, which must be alike."""
+        pairs = zip(self.columns, other.columns, strict=True)
+        columns = tuple(a if a is None or b is None else [*a, *b] for a, b in pairs)
+        return Filling(self.fill, columns, [*self.begins, *other.begins])
+
+
 class Payloads(Sequence[Payload]):
-    """What one gather moves, also as the lists that calls take: put together once for what is gathered again and again.
+    """The payloads of one gather, also as the lists that collectives take: put together once, gathered again and again.
 
     Args:
         payloads: In the order in which they travel.
-        sources: What each payload's shard is a cast of; None where it is there already. None: all are there.
+        fillings: Write those shards that are not there yet.
 
     Attributes:
         shards: Of all payloads.
         wholes: Their `full`.
-        sources: As given, one a payload.
         dtypes: Of `wholes`.
         nbytes: Of each of `wholes`.
 
-    Effects: none. It keeps the tensors, and whoever keeps it says when it goes.
+    Effects: none. The object keeps the tensors alive.
     """
 
-    def __init__(self, payloads: Iterable[Payload], sources: Iterable[torch.Tensor | None] | None = None) -> None:
+    def __init__(self, payloads: Iterable[Payload], fillings: Iterable[Filling] = ()) -> None:
         self._payloads = tuple(payloads)
         self.shards = [shard for shard, _ in self._payloads]
         self.wholes = [full for _, full in self._payloads]
-        self.sources = [None] * len(self._payloads) if sources is None else list(sources)
         self.dtypes = {whole.dtype for whole in self.wholes}
         self.nbytes = tuple([whole.nbytes for whole in self.wholes])
-        self._casts = self._casts_of(slice(None))
+        self._fillings = [filling for filling in fillings if filling.begins]
+
+    @classmethod
+    def joined(cls, several: Iterable[Payloads]) -> Payloads:
+        """The payloads of several gathers, for one. Fillings with the same function become one call of it."""
+        payloads: list[Payload] = []
+        fillings: list[Filling] = []
+        for each in several:
+            for filling in each._fillings:
+                moved = filling._replace(begins=[begin + len(payloads) for begin in filling.begins])
+                alike = [i for i, other in enumerate(fillings) if other.is_like(moved)]
+                if alike:
+                    fillings[alike[0]] = fillings[alike[0]].with_items_of(moved)
+                else:
+                    fillings.append(moved)
+            payloads += each
+        return cls(payloads, fillings)
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -68,21 +120,32 @@ class Payloads(Sequence[Payload]):
 
     @property
     def are_there(self) -> bool:
-        """Whether no shard has to be cast."""
-        return not self._casts[0]
+        """Whether no shard has to be written before it is sent."""
+        return not self._fillings
 
-    def cast(self, part: slice | None = None) -> None:
-        """Fill the shards that have a source: all, or a part of them.
+    def fill(self) -> None:
+        """Write the shards that are not there.
 
-        Effects: one multi-tensor copy at most, on the current stream.
+        Effects: on the current stream, one call of each filling's function for all of its items.
         """
-        into, sources = self._casts if part is None else self._casts_of(part)
-        if into:
-            torch._foreach_copy_(into, sources)
+        for fill, columns, _ in self._fillings:
+            fill(*columns)
 
-    def _casts_of(self, part: slice) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        pairs = [(a, b) for a, b in zip(self.shards[part], self.sources[part], strict=True) if b is not None]
-        return [into for into, _ in pairs], [source for _, source in pairs]
+    def fill_first(self, num: int) -> None:
+        """Write the first `num` payloads' shards, and all of each item that one of them belongs to.
+
+        Effects: as `fill`.
+        """
+        for filling in self._fillings:
+            filling.write(0, num)
+
+    def fill_after_first(self, num: int) -> None:
+        """Write the shards that `fill_first(num)` does not write.
+
+        Effects: as `fill`.
+        """
+        for filling in self._fillings:
+            filling.write(num, len(self))
 
 
 def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:

@@ -16,48 +16,49 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lamella_buffers._buffer import ShardedBuffer, UnshardedBuffer, by_rank
+from lamella_buffers._buffer import GatherPlan, ShardedBuffer, UnshardedBuffer, by_rank
 from lamella_buffers._payload import Payload, Payloads
-from lamella_buffers._transport import CastAndGather, Done, Pending, ReduceOp, Transport
+from lamella_buffers._transport import Done, FillAndGather, Pending, ReduceOp, Transport
 from lamella_layout import EvenLayout, FlatLayout, Range
 
 
-def all_gather(moves: Sequence[tuple[Sequence[torch.Tensor], UnshardedBuffer]], transport: Transport) -> Pending:
+def all_gather(
+    moves: Sequence[GatherPlan | tuple[Sequence[torch.Tensor], UnshardedBuffer]], transport: Transport
+) -> Pending:
     """Fill unsharded buffers from every rank's slots.
 
     Args:
         moves: For each buffer the slots to send: those of a `ShardedBuffer`, or the buffer's own pieces
             (`UnshardedBuffer.own`) written beforehand. Slots of another dtype than the buffer's are cast into those
-            pieces first. The buffers must have their bytes.
+            pieces first. Or plans of the same, made once for gathers that come again. The buffers must have their
+            bytes.
         transport: The axis.
 
-    Effects: one collective on the axis for all moves, on the current stream, after the casts, or beside them if the
-        transport has a `cast_and_gather`. No other copy on either side, but for tensors whose chunks are not
-        contiguous: those are gathered beside their place and copied there, and the call waits.
+    Effects: one collective on the axis for all moves, on the current stream, after the shards that a plan writes, or
+        beside them if the transport has a `fill_and_gather`. No other copy on either side, but for tensors whose chunks
+        are not contiguous: those are gathered beside their place and copied there, and the call waits.
     """
-    found = [into.payloads(slots) for slots, into in moves]
-    if len(found) == 1 and not found[0].beside:
-        return _gather(found[0].in_place, transport)
-    pieces = [piece for each in found for piece in zip(each.in_place, each.in_place.sources, strict=True)]
-    copies = []
-    for shard, full, place, source in [beside for each in found for beside in each.beside]:
-        gathered = torch.empty_like(full)
-        pieces.append((Payload(shard, gathered), source))
-        copies.append((place, gathered.view(place.shape)))
-    pending = _gather(Payloads(*zip(*pieces, strict=True)) if pieces else Payloads(()), transport)
-    if copies:
+    plans = [move if isinstance(move, GatherPlan) else GatherPlan([move]) for move in moves]
+    if len(plans) == 1 and not plans[0].beside:
+        return _gather(plans[0].payloads, transport)
+    beside = [each for plan in plans for each in plan.beside]
+    gathered = [torch.empty_like(full) for _, full, _ in beside]
+    staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(beside, gathered, strict=True))
+    pending = _gather(Payloads.joined([*(plan.payloads for plan in plans), staged]), transport)
+    if beside:
         pending.wait()
-        torch._foreach_copy_([place for place, _ in copies], [gathered for _, gathered in copies])
+        places = [place for _, _, place in beside]
+        torch._foreach_copy_(places, [each.view(place.shape) for each, place in zip(gathered, places, strict=True)])
     return pending
 
 
 def _gather(payloads: Payloads, transport: Transport) -> Pending:
     if not payloads:
         return Done()
-    gather: CastAndGather | None = getattr(transport, "cast_and_gather", None)
+    gather: FillAndGather | None = getattr(transport, "fill_and_gather", None)
     if gather is not None:
         return gather(payloads)
-    payloads.cast()
+    payloads.fill()
     return transport.all_gather(payloads)
 
 

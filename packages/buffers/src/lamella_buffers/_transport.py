@@ -80,8 +80,8 @@ class Transport(Protocol):
         ...
 
 
-CastAndGather = Callable[[Payloads], Pending]
-"""What a transport may have too: gathers shards of which some still have to be cast from their sources."""
+FillAndGather = Callable[[Payloads], Pending]
+"""A method that a transport may have too: gathers shards of which some still have to be written by their filling."""
 
 
 class Done:

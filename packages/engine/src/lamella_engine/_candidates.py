@@ -15,8 +15,9 @@ from lamella_engine._extended_group import is_extended
 from lamella_engine._options import KeepFn, checked_keep
 from lamella_engine._parameter_group import dtypes_of
 from lamella_engine._sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
-from lamella_engine._sharding import DataAxes, PlacementFn, local_of, sharding_of
-from lamella_precision import MixedPrecisionPolicy
+from lamella_engine._sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of
+from lamella_layout import Rows
+from lamella_precision import MixedPrecisionPolicy, Recipe
 
 
 def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -61,11 +62,37 @@ def candidates_of(
             if id(parameter) not in found:
                 _check_parameter(prefix + name, parameter)
                 kept = checked_keep(prefix + name, keep_fn(parameter))
-                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
                 own = policy.resolved_for(parameter)
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
+                if isinstance(own.recipe, Recipe) and _cuts_blocks(prefix + name, parameter, sharding, own.recipe):
+                    kept = Rows(own.recipe.block_rows)
+                    sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
                 found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, own)
             found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(found.values())
+
+
+def _cuts_blocks(name: str, parameter: nn.Parameter, sharding: Sharding, recipe: Recipe) -> bool:
+    """Whether torch's chunks would cut a block of rows apart that a recipe needs on one rank.
+
+    Raises:
+        ValueError: `keep_together` lets a block be cut.
+        NotImplementedError: The parameter is not sharded along dim 0.
+    """
+    num, keep = recipe.block_rows, sharding.keep
+    if isinstance(keep, Rows) and keep.num_rows % num:
+        raise ValueError(
+            f"Expected `keep_together` to keep blocks of a multiple of {num} rows of {name!r} together, as {recipe!r} "
+            f"does, got {keep}. Return Rows({num}), or None for it."
+        )
+    if sharding.dim != 0:
+        raise NotImplementedError(
+            f"Expected `shard_placement_fn` to leave {name!r} at dim 0, as `recipe` gives {recipe!r} for it, got dim "
+            f"{sharding.dim}. Return None for it from one of the two."
+        )
+    axes, num_rows = sharding.axes, local_of(parameter).shape[0]
+    cuts = {axes.num_shards, axes.num_shards * axes.num_outer_shards} - {1}
+    return keep is None and any(-(-num_rows // num_ranks) % num for num_ranks in cuts)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -23,6 +23,7 @@ from lamella_engine._order import LearnedOrders, ReplayedOrder
 from lamella_engine._order_check import OrderCheck
 from lamella_engine._step_hooks import held_by
 from lamella_engine._streams import Streams
+from lamella_precision import Direction
 
 # Every tree that is alive: one hook is called before any optimizer's step, whatever trees its parameters are of.
 trees: weakref.WeakSet[Context] = weakref.WeakSet()
@@ -43,6 +44,7 @@ class Member(Gatherable, Protocol):
     name: str
     max_reductions_in_flight: int
     unshards_in_backward: bool
+    direction_in_backward: Direction
 
     @property
     def awaits_gradients(self) -> bool:
@@ -67,8 +69,8 @@ class Member(Gatherable, Protocol):
         """Note that main weights may have changed."""
         ...
 
-    def unshard(self) -> None:
-        """Start gathering."""
+    def unshard(self, direction: Direction) -> None:
+        """Start gathering for these passes."""
         ...
 
     def forbid_frozen(self) -> None:

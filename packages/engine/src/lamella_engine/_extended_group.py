@@ -12,7 +12,15 @@ import torch.nn as nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamella_buffers import Allocator, CachingAllocator, ShardedBuffer, Transport, UnshardedBuffer, plain_values
+from lamella_buffers import (
+    Allocator,
+    CachingAllocator,
+    GatherPlan,
+    ShardedBuffer,
+    Transport,
+    UnshardedBuffer,
+    plain_values,
+)
 from lamella_engine._errors import MisuseError
 from lamella_engine._flat_group import FlatGroup
 from lamella_engine._offload import Offload
@@ -20,7 +28,7 @@ from lamella_engine._parameter_group import ParameterGroup, dtypes_of
 from lamella_engine._sharded_parameter import Candidate, ShardedParameter, put, sharded_parameter
 from lamella_engine._sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import MixedPrecisionPolicy
+from lamella_precision import Direction, MixedPrecisionPolicy
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -70,7 +78,7 @@ def new_group(
     for candidate in candidates:
         whole, sharding = local_of(candidate.parameter), candidate.sharding
         _check_lies(candidate.name, sharding, neighbours)
-        _check_main_dtype(candidate)
+        _check_policy(candidate)
         parameters.append(sharded_parameter(candidate, _chunk(whole, sharding.axes, offload)))
         shapes.append(whole.shape)
     return ExtendedGroup(parameters, shapes, candidates[0].policy, allocator, offload)
@@ -160,7 +168,13 @@ class ExtendedGroup(ParameterGroup):
         self._extensions = [
             _Extension(p, s, self.axes.num_shards) for p, s in zip(self.parameters, shapes, strict=True)
         ]
-        self.unsharded_weight: _Gathered = _Gathered(self._extensions, self.axes.num_shards)
+        self._gathered = _Gathered(self._extensions, self.axes.num_shards)
+        self.buffers = (self._gathered,)
+        self._held = ()
+
+    def chosen(self, direction: Direction, there: Direction | None) -> tuple[int, ...]:
+        """All that was sent serves both directions: a second gather has nothing to fill."""
+        return (0,) if there is None else ()
 
     def _take(self, given: list[torch.Tensor], *, keep_parameters: bool) -> None:
         for parameter, shard, shape in zip(self.parameters, given, self.layout.shapes, strict=True):
@@ -177,7 +191,7 @@ class ExtendedGroup(ParameterGroup):
         self.build_unsharded()
         put(self.parameters)
 
-    def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
+    def prepare_gather(self, direction: Direction = Direction.BOTH, there: Direction | None = None) -> GatherPlan:
         """Ask the shards what to send, and allocate what that is gathered into.
 
         Raises:
@@ -186,10 +200,13 @@ class ExtendedGroup(ParameterGroup):
 
         Effects: those of `fsdp_pre_all_gather`, on the current stream.
         """
+        if there is not None:
+            return GatherPlan([])
+        self._held = (0,)
         with torch.inference_mode(False), torch.no_grad():
             sent = [extension.send(self._mesh, self.policy, self.offload) for extension in self._extensions]
-            self.unsharded_weight.allocate()
-        return list(chain.from_iterable(sent)), self.unsharded_weight
+            self._gathered.allocate()
+        return GatherPlan([(list(chain.from_iterable(sent)), self._gathered)])
 
     def install_unsharded(self) -> list[str]:
         """Make unsharded parameters of what was gathered, and the modules hold them.
@@ -199,11 +216,11 @@ class ExtendedGroup(ParameterGroup):
 
         Effects: those of `fsdp_post_all_gather`, on the current stream, after each gather.
         """
-        if self.unsharded_weight.awaits_post:
+        if self._gathered.awaits_post:
             with torch.inference_mode(False), torch.no_grad():
                 for extension in self._extensions:
                     extension.receive(self._compute_dtype)
-            self.unsharded_weight.settle()
+            self._gathered.settle()
         return super().install_unsharded()
 
 
@@ -370,12 +387,17 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
             )
 
 
-def _check_main_dtype(candidate: Candidate) -> None:
+def _check_policy(candidate: Candidate) -> None:
     own, (wanted, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, candidate.policy)
     if wanted != own:
         raise NotImplementedError(
             f"Expected `main_dtype` to be None or {own} for {candidate.name!r}, whose class defines {_PRE}, got "
             f"{wanted}. Build the parameter in the dtype that it is to rest in."
+        )
+    if candidate.policy.recipe is not None:
+        raise NotImplementedError(
+            f"Expected `recipe` to give None for {candidate.name!r}, whose class defines {_PRE}, got "
+            f"{candidate.policy.recipe!r}. Either the class or the recipe decides what is gathered."
         )
 
 

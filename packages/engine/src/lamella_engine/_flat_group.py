@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from lamella_buffers import Allocator
 from lamella_engine._offload import Offload
@@ -54,8 +55,16 @@ def _pack(candidates: Sequence[Candidate], axes: DataAxes) -> FlatLayout:
         [local_of(candidate.parameter).shape for candidate in candidates],
         axes.num_shards * axes.num_outer_shards,
         keep=[keep for candidate in candidates if (keep := candidate.sharding.keep) is not None],
-        alignment=ALIGNMENT,
+        alignment=ALIGNMENT * max(_num_per_element(candidate) for candidate in candidates),
     )
+
+
+def _num_per_element(candidate: Candidate) -> int:
+    """Most elements of a parameter that one of a payload stands for: starts are aligned in every payload's buffer."""
+    parameter, policy = candidate.parameter, candidate.policy
+    shape = local_of(parameter).shape
+    formats = policy.recipe_of(policy.main_dtype_of(parameter.dtype)).payloads(shape, parameter.dtype)
+    return max(-(-prod(shape) // max(1, prod(each.shape))) for each in formats)
 
 
 def _placed(sharding: Sharding, layout: FlatLayout, index: int) -> Sharding:

@@ -73,6 +73,8 @@ def register_hooks(
         _MultiHandle(tuple(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for each in modules)),
         _MultiHandle(tuple(each.register_forward_hook(after) for each in modules)),
     )
+    for owner in state.modules_with_directions():
+        owner.register_forward_pre_hook(partial(_pre_recompute, state), prepend=True)
     for owner in owners:
         owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
@@ -90,6 +92,15 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
         args, kwargs = _move((args, kwargs), unit.context.device)
     args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")
     return _watch_inputs(unit, args, kwargs) if begins else (args, kwargs)
+
+
+def _pre_recompute(state: FSDPState, *_: object) -> None:
+    """Gather forward's payloads where a module inside the unit runs again in backward, unseen by the unit's own hooks.
+
+    A compiled graph that recomputes calls no module: its recipe must make payloads that serve both directions.
+    """
+    if not torch.compiler.is_compiling() and _in_backward():
+        state.unit.recompute_forward()
 
 
 @_disable_dynamo

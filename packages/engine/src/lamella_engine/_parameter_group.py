@@ -16,6 +16,7 @@ from lamella_buffers import (
     CachingAllocator,
     CopyEngines,
     CopyEngineTransport,
+    GatherPlan,
     LocalTransport,
     Payload,
     ReduceOp,
@@ -39,8 +40,9 @@ from lamella_engine._sharded_parameter import (
     sharded_parameter,
 )
 from lamella_engine._sharding import DataAxes, local_of
+from lamella_engine._unsharded_weight import PayloadLayouts, UnshardedWeight
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import MixedPrecisionPolicy, PlainRecipe
+from lamella_precision import Direction, MixedPrecisionPolicy
 
 _MEAN, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 # What autograd makes a parameter's gradient in; None if anything. Not every torch lets it be set.
@@ -72,7 +74,8 @@ class ParameterGroup:
         layout: Of the shards that are gathered, and the unsharded buffer.
         main_layout: Of the main weights: the same, unless they are sharded over the outer axis too.
         main_weight: This rank's main weights, which the DTensors are views of.
-        model_weight: This rank's shards in the compute dtype, gathered over the outer axis; None if there are none, or
+        buffers: The unsharded buffers, one a payload of the parameters' recipe.
+        model_weights: By payload, this rank's shards of it, gathered over the outer axis; empty if there are none, or
             they may be stale.
         divisor: What the sum of the ranks' gradients is divided by.
         sums_only: Divide after a sum, where the collective itself could have made the mean.
@@ -128,7 +131,9 @@ class ParameterGroup:
         self._rank = self.axes.shard_rank
         self.allocator = CachingAllocator() if allocator is None else allocator
         self.offload = offload
-        self.model_weight: ShardedBuffer | None = None
+        self.model_weights: dict[int, ShardedBuffer] = {}
+        self.buffers: tuple[UnshardedBuffer, ...] = ()
+        self._held: tuple[int, ...] = ()  # the buffers that have bytes
         self.keeps_bytes = False
         self.computes_with_main = False
         self.is_meta = False
@@ -151,31 +156,65 @@ class ParameterGroup:
         return ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
 
     def build_unsharded(self) -> None:
-        """Make the unsharded buffer and the parameters that are views of it, once; their bytes come and go.
+        """Make the unsharded buffers and the parameters over them, once; their bytes come and go.
 
-        Effects: allocates the buffer for a moment, on the current stream.
+        Effects: allocates the buffers for a moment, on the current stream.
         """
         self.is_meta = self.main_weight.device.type == "meta"
+        self._held = ()
         if self.is_meta:
             return
-        main_dtype = self.main_weight.dtype
-        self._recipe = PlainRecipe(self.policy.param_dtype if main_dtype.is_floating_point else None)
-        (dtype,) = self._recipe.payload_dtypes(main_dtype)
-        self._sends_main = dtype == main_dtype
-        self.computes_with_main = self._sends_main and self.axes.shard_axis is None and self.offload is None
+        formats = self.payload_layouts(self.layout, self.main_weight.dtype)
+        sends_main = all(each.is_main_weight for each in formats.formats)
+        self._sends_main = sends_main
+        self.computes_with_main = sends_main and self.axes.shard_axis is None and self.offload is None
         allocator = _Borrowed(self.main_weight.flat) if self.computes_with_main else self.allocator
-        self.unsharded_weight = UnshardedBuffer(self.layout, self._rank, dtype, self.device, allocator)
-        self.unsharded_weight.allocate()
-        for parameter, tensor in zip(self.parameters, self.unsharded_weight.tensors, strict=True):
-            whole = parameter.sharding.wrap(self._recipe.decode([tensor.view(-1)], tensor.shape))
+        ranks = self._rank, self.axes.main_rank
+        sharded = [parameter.sharded for parameter in self.parameters]
+        layouts = self.layout, self.main_layout
+        self._unsharded = UnshardedWeight(formats, *layouts, ranks, self.device, allocator, sharded)
+        self.buffers = self._unsharded.buffers
+        for parameter, weight in zip(self.parameters, self._unsharded.weights, strict=True):
+            whole = parameter.sharding.wrap(weight)
             parameter.unsharded = nn.Parameter(whole, requires_grad=parameter.sharded.requires_grad)
             vars(parameter.unsharded).update(vars(parameter.sharded))
-        if self.offload is None and self.outer is None:
-            self.unsharded_weight.prepare(self.main_weight.slots)
-        self.unsharded_weight.free()
-        # They belong to the gather stream, and so come in now only. A unit that was moved off its mesh has none.
+        for buffer in self.buffers:
+            buffer.free()
+        self._chosen = self._choices(formats)
+        self._plans: dict[tuple[int, ...], GatherPlan] = {}
+        # Windows belong to the gather stream, and so come in now only. A unit that was moved off its mesh has none.
         if self._windows is not None and self.device.type == self.axes.mesh.device_type:
-            self.unsharded_weight.allocator = self._windows
+            for buffer in self.buffers:
+                buffer.allocator = self._windows
+
+    def _choices(self, formats: PayloadLayouts) -> dict[tuple[Direction, Direction | None], tuple[int, ...]]:
+        """The answers of `chosen`, which each gather asks for."""
+        pairs = [(direction, there) for direction in Direction for there in (None, *Direction)]
+        if self.neighbours is None:
+            return {(direction, there): formats.chosen(direction, there) for direction, there in pairs}
+        # The neighbours' parts are of all payloads, so the first gather takes all of them.
+        everything = tuple(range(len(self.buffers)))
+        return {(direction, there): () if there else everything for direction, there in pairs}
+
+    def payload_layouts(self, layout: EvenLayout | FlatLayout, main_dtype: torch.dtype) -> PayloadLayouts:
+        """The payloads of parameters that lie as in `layout`."""
+        return PayloadLayouts(self.policy.recipe_of(main_dtype), layout, main_dtype)
+
+    @property
+    def unsharded_weight(self) -> UnshardedBuffer:
+        """The one unsharded buffer of parameters whose recipe has one payload."""
+        (only,) = self.buffers
+        return only
+
+    @property
+    def is_directional(self) -> bool:
+        """Whether some payload is needed in forward alone, or in backward alone."""
+        formats = self.payload_layouts(self.layout, self.main_weight.dtype).formats
+        return any(each.direction is not Direction.BOTH for each in formats)
+
+    def chosen(self, direction: Direction, there: Direction | None) -> tuple[int, ...]:
+        """The buffers that a gather for a direction fills, beside those that are there for another."""
+        return self._chosen[direction, there]
 
     @property
     def device(self) -> torch.device:
@@ -194,12 +233,12 @@ class ParameterGroup:
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes that the group holds while unsharded, on the model-parallel rank that holds most: equal on all."""
-        _, dtype, _ = dtypes_of(self.parameters[0].sharded, self.policy)
+        main_dtype, _, _ = dtypes_of(self.parameters[0].sharded, self.policy)
         layout = self.layout
         largest = [p.sharding.largest_part(shape) for p, shape in zip(self.parameters, layout.shapes, strict=True)]
         if isinstance(layout, EvenLayout) and largest != list(layout.shapes):
             layout = EvenLayout.build(largest, layout.num_shards, dims=layout.dims)
-        return layout.full_numel * dtype.itemsize
+        return self.payload_layouts(layout, main_dtype).nbytes
 
     @property
     def is_replaced(self) -> bool:
@@ -280,79 +319,90 @@ class ParameterGroup:
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def prepare_gather(self) -> tuple[Sequence[torch.Tensor], UnshardedBuffer]:
-        """Allocate the unsharded buffer, and find this rank's part of it.
-
-        Returns:
-            What `lamella_buffers.all_gather` moves. In the main weights' own dtype they are sent from where they lie;
-            in another it casts them into this rank's slice of the buffer, and gathers in place.
-
-        Effects: on the current stream, which allocates the buffer. Where main weights rest on the CPU, one copy of
-            this rank's to the device, into memory of its own that goes with what is returned.
-        """
-        into = self.unsharded_weight
-        self._allocate_unsharded()
-        if self.outer is not None:
-            return self._gathered_over_outer(self.outer).slots, into
-        return self._slots_on_device(into if self._sends_main else None), into
-
-    def _slots_on_device(self, into: UnshardedBuffer | None = None) -> Sequence[torch.Tensor]:
-        """This rank's main weights: where they lie, or a copy of those that rest on the CPU.
+    def prepare_gather(self, direction: Direction = Direction.BOTH, there: Direction | None = None) -> GatherPlan:
+        """Allocate the unsharded buffers of the payloads that a direction needs, and find this rank's part of them.
 
         Args:
-            into: Takes the copy if this rank's part is all of it. Otherwise the copy has memory of its own, used on
-                the current stream alone: that memory may go as soon as what reads it was put on this stream.
-        """
-        if self.offload is None:
-            return self.main_weight.slots
-        place = into.flat if into is not None and self.layout.num_shards == 1 else None
-        flat = self.offload.to_device(self.main_weight.flat, place)
-        return [flat[slice(*slot)] for slot in self.main_layout.wire_slots]
+            direction: The passes that the gather is for.
+            there: The passes for which parameters were gathered already, and are there.
 
-    def _gathered_over_outer(self, outer: Transport) -> ShardedBuffer:
-        """This rank's shards in the compute dtype: those that are there, or new ones.
+        Returns:
+            The argument of `lamella_buffers.all_gather`. Main weights in the wire's own dtype are sent from where they
+            lie; others are encoded into this rank's slices of the buffers, and gathered in place.
 
-        Effects: a collective on the outer axis if they are made anew, on the current stream; blocks the host on gloo.
+        Effects: on the current stream, which allocates the buffers. Where main weights rest on the CPU, one copy of
+            this rank's to the device, into memory of its own that goes with the returned plan.
         """
-        if self.model_weight is None:
-            self.model_weight = ShardedBuffer.empty(self.layout, self._rank, self.unsharded_weight.dtype, self.device)
-            wholes = self.model_weight.slots
-            own = [torch.tensor_split(whole, outer.num_ranks)[outer.rank] for whole in wholes]
-            self._recipe.encode(self._slots_on_device(), [own])
-            outer.all_gather([Payload(a, b) for a, b in zip(own, wholes, strict=True) if b.numel() > 0]).wait()
-        return self.model_weight
+        chosen = self._chosen[direction, there]
+        self._allocate(chosen)
+        if self.outer is not None:
+            return self._plan_over_outer(chosen, self.outer)
+        if self.offload is not None:
+            return self._unsharded.plan(chosen, self._main_weight_on_device(self.offload))
+        if chosen not in self._plans:
+            self._plans[chosen] = self._unsharded.plan(chosen, self.main_weight)
+        return self._plans[chosen]
+
+    def _main_weight_on_device(self, offload: Offload) -> ShardedBuffer:
+        """A copy on the device of the main weights that rest on the CPU.
+
+        On a single rank main weights that compute as they are go straight to the unsharded buffer. Other copies have
+        memory of their own, used on the current stream alone: it may go as soon as its readers were put on this stream.
+        """
+        place = None
+        if self._sends_main and self.outer is None and self.layout.num_shards == 1:
+            place = self.unsharded_weight.flat
+        flat = offload.to_device(self.main_weight.flat, place)
+        return ShardedBuffer(self.main_layout, self.axes.main_rank, flat)
+
+    def _plan_over_outer(self, chosen: Sequence[int], outer: Transport) -> GatherPlan:
+        """A gather from shards that were put together over the outer axis: those that are there, or new ones.
+
+        Effects: a collective on the outer axis if some are made anew, on the current stream; blocks the host on gloo.
+        """
+        missing = [p for p in chosen if p not in self.model_weights]
+        if missing:
+            main = self.main_weight if self.offload is None else self._main_weight_on_device(self.offload)
+            self.model_weights |= self._unsharded.gather_shards(missing, main, outer)
+        return self._unsharded.plan_from(self.model_weights, chosen)
 
     def keep_part(self) -> None:
         """Keep the part of the unsharded parameters from which the neighbours can put them together again.
 
-        Effects: on the current stream: allocates and copies 1 / neighbours of the unsharded buffer.
+        Effects: on the current stream: allocates and copies 1 / neighbours of the unsharded buffers.
         """
         assert self.neighbours is not None
         share, rank = self.neighbours.num_ranks, self.neighbours.rank
-        pieces = [slot.view(share, -1)[rank] for slot in self.unsharded_weight.slots]
-        self.parts = list(torch.split(torch.cat(pieces), [piece.numel() for piece in pieces]))
+        self.parts = []
+        for buffer in self.buffers:
+            pieces = [slot.view(share, -1)[rank] for slot in buffer.slots]
+            self.parts += torch.split(torch.cat(pieces), [piece.numel() for piece in pieces])
 
     def take_parts(self) -> list[Payload]:
-        """Allocate the unsharded buffer, and say what the neighbours gather into it. The parts are used up.
+        """Allocate the unsharded buffers, and find the payloads that the neighbours gather. The parts are used up.
 
-        Effects: on the current stream, which allocates the buffer.
+        Effects: on the current stream, which allocates the buffers.
         """
         parts, self.parts = self.parts or [], None
-        self._allocate_unsharded()
-        wholes = self.unsharded_weight.slots
+        self._allocate(range(len(self.buffers)))
+        wholes = [slot for buffer in self.buffers for slot in buffer.slots]
         return [Payload(part, whole) for part, whole in zip(parts, wholes, strict=True) if part.numel() > 0]
 
-    def _allocate_unsharded(self) -> None:
-        if not (self.keeps_bytes and self.unsharded_weight.has_bytes):
-            self.unsharded_weight.allocate()
+    def _allocate(self, chosen: Iterable[int]) -> None:
+        for p in chosen:
+            if p not in self._held:  # else its bytes were kept
+                self.buffers[p].allocate()
+                self._held = (*self._held, p)
 
     def free_unsharded(self) -> None:
-        """Give the unsharded buffer's bytes back, unless they are kept.
+        """Give the unsharded buffers' bytes back, unless they are kept. Nothing for buffers without bytes.
 
         Effects: on the current stream, which must have waited for the last reader.
         """
         if not self.keeps_bytes:
-            self.unsharded_weight.free()
+            held, self._held = self._held, ()
+            for p in held:
+                self.buffers[p].free()
 
     def install_unsharded(self) -> list[str]:
         """Make the modules hold the unsharded parameters.

@@ -55,11 +55,12 @@ def _unit(module: nn.Module, state: FSDPState) -> Iterator[str]:
 
 def _group(group: ParameterGroup) -> Iterator[str]:
     dtypes = dtypes_of(group.parameters[0].sharded, group.policy)
-    main, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    unsharded_nbytes = group.layout.full_numel * dtypes[1].itemsize
+    main, _, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    payloads = group.payload_layouts(group.layout, dtypes[0])
+    wire = ", ".join(str(each.dtype).removeprefix("torch.") for each in payloads.formats)
     home = "" if group.offload is None else ", on the CPU"
     yield f"at rest     {main}, {size_text(group.main_weight.flat.nbytes)} a rank with padding{home}"
-    yield f"unsharded   {compute}, {size_text(unsharded_nbytes)} with padding"
+    yield f"unsharded   {wire}, {size_text(payloads.nbytes)} with padding"
     yield f"gradients   {f'reduced in {reduced}' if group.is_trainable else 'none: frozen'}"
     yield f"mesh        {_mesh(dtensor_for(group.parameters[0]))}"
     yield ""

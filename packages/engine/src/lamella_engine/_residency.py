@@ -22,6 +22,7 @@ from lamella_engine._parameter_group import ParameterGroup, by_axes
 from lamella_engine._placements import Strategy
 from lamella_engine._sharded_parameter import ShardedParameter, refuse_displaced
 from lamella_engine._ties import merge_tied
+from lamella_precision import Direction
 
 
 class Residency(Enum):
@@ -79,6 +80,7 @@ class UnitParameters:
         self._gather: _Gather | None = None
         self._forbidden: _unsafe_preserve_version_counter | None = None
         self._gathered: torch.Event | None = None
+        self._there: Direction | None = None  # the passes whose payloads are gathered
         self._num_updates = 0  # of main weights
         self._gathered_at = -1  # how many updates had been by then
         self._expects_update = False
@@ -158,10 +160,11 @@ class UnitParameters:
 
     # -- gathered and freed ------------------------------------------------------------------------------------------
 
-    def unshard(self, *, holder: object = None) -> None:
+    def unshard(self, direction: Direction = Direction.BOTH, *, holder: object = None) -> None:
         """Start gathering the parameters; nothing if they are unsharded or on the way.
 
         Args:
+            direction: The passes that use them. Payloads that these need, and an earlier gather left out, are added.
             holder: For whom. None is the one holder that hooks and plain verbs are.
 
         Raises:
@@ -173,6 +176,8 @@ class UnitParameters:
         """
         if self._residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not self.groups:
             self._holders.add(holder)
+            if self._there is not direction and self._there is not Direction.BOTH:
+                self._add_payloads(direction)
             return
         context = self.context
         if not self._is_current:
@@ -185,6 +190,7 @@ class UnitParameters:
             if self._is_current:
                 self._holders.add(holder)
                 self.residency = Residency.UNSHARDING
+                self._add_payloads(direction)
                 return
             self.drop_copy()
         if is_offloaded := self.is_offloaded:
@@ -194,24 +200,46 @@ class UnitParameters:
             context.note_shards_are_read()
         stream = context.all_gather_stream
         with label("all_gather", self.name), context.on(stream):
-            self._gather = _Gather(self._start_gathers(), stream.record_event())
+            self._gather = _Gather(self._start_gathers(direction, None), stream.record_event())
+        self._there = direction
         self._holders.add(holder)
         self._gathered_at, self._expects_update = self._num_updates, False
         self.residency = Residency.UNSHARDING
 
-    def _start_gathers(self) -> list[Pending]:
+    def _add_payloads(self, direction: Direction) -> None:
+        """Gather the payloads that a direction needs, beside those that are there or on the way for another.
+
+        Modules that hold the unsharded parameters keep them: `wait_for_unshard` orders the compute stream.
+
+        Effects: those of `unshard`, if payloads are missing; else none.
+        """
+        there = self._there
+        if any(group.chosen(direction, there) for group in self.groups):
+            self.check_order("gather more", lambda: self.unsharded_nbytes)
+            if not self._is_current:
+                self._drop_stale()
+            if self.is_offloaded:
+                self._check_at_home()
+                self.context.note_shards_are_read()
+            stream = self.context.all_gather_stream
+            with label("all_gather", self.name), self.context.on(stream):
+                earlier = [] if self._gather is None else self._gather.pending
+                pending = [*earlier, *self._start_gathers(direction, there)]
+                self._gather = _Gather(pending, stream.record_event())
+        self._there = direction.joined(there)
+
+    def _start_gathers(self, direction: Direction, there: Direction | None) -> list[Pending]:
         """Start a gather for each set of axes, or leave no bytes behind: who catches what is raised may try again.
 
         Returns:
             Those that the host has to wait for.
         """
         try:
-            started = [_start_gather(same) for same in by_axes(self.groups)]
+            started = [_start_gather(same, direction, there) for same in by_axes(self.groups)]
             return [each for each in started if not isinstance(each, Done)]
         except BaseException:
-            for group in self.groups:
-                if group.unsharded_weight.has_bytes:
-                    group.free_unsharded()
+            for group in self.groups if there is None else ():
+                group.free_unsharded()
             raise
 
     def forbid_frozen(self) -> None:
@@ -233,6 +261,8 @@ class UnitParameters:
         Effects: no host sync on CUDA; blocks the host on gloo.
         """
         if self._residency is not Residency.UNSHARDING:
+            if self._gather is not None and self._residency is Residency.UNSHARDED:
+                self._finish_gather()  # payloads of another direction
             return
         self._finish_gather()
         displaced: list[str] = []
@@ -305,7 +335,7 @@ class UnitParameters:
                     with torch.no_grad(), self.context.on(self.context.all_gather_stream):
                         group.keep_part()
                 group.free_unsharded()
-            self.residency = Residency.SHARDED
+            self.residency, self._there = Residency.SHARDED, None
         if displaced:
             refuse_displaced(displaced)
 
@@ -324,8 +354,7 @@ class UnitParameters:
         if not keep and self._residency is Residency.SHARDED:
             self.context.order_gathers_after_compute()
             for group in self.groups:
-                if not group.is_meta and group.unsharded_weight.has_bytes:
-                    group.free_unsharded()
+                group.free_unsharded()
 
     def _drop_parts(self) -> None:
         for group in self.groups:
@@ -341,12 +370,12 @@ class UnitParameters:
             self.context.order_gathers_after_compute()
             for group in self.groups:
                 group.free_unsharded()
-            self.residency = Residency.SHARDED
+            self.residency, self._there = Residency.SHARDED, None
 
     def _drop_stale(self) -> None:
         self._drop_parts()
         for group in self.groups:
-            group.model_weight = None
+            group.model_weights.clear()
 
     # -- main weights that change ------------------------------------------------------------------------------------
 
@@ -434,7 +463,7 @@ class UnitParameters:
 
         Effects: those of `unshard` between passes. The bytes stay until that forward.
         """
-        self.unshard()
+        self.unshard(Direction.FORWARD)
         self._early = self._versions()
 
     def drop_early(self) -> None:
@@ -505,8 +534,8 @@ class UnitParameters:
         return CPU if self.is_offloaded else self.context.device
 
 
-def _start_gather(groups: Sequence[ParameterGroup]) -> Pending:
+def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, there: Direction | None) -> Pending:
     first = groups[0]
     if first.parts is not None and first.neighbours is not None:
         return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
-    return all_gather([group.prepare_gather() for group in groups], first.transport)
+    return all_gather([group.prepare_gather(direction, there) for group in groups], first.transport)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._context import Context, Member
@@ -15,7 +16,7 @@ from lamella_engine._parameter_group import ParameterGroup
 from lamella_engine._placements import Strategy
 from lamella_engine._residency import Residency, UnitParameters
 from lamella_engine._sharded_parameter import ShardedParameter
-from lamella_precision import MixedPrecisionPolicy
+from lamella_precision import Direction, MixedPrecisionPolicy
 
 _AS_FSDP2 = Strategy()
 
@@ -64,6 +65,7 @@ class FSDPState(UnitParameters):
         self._reader: FSDPState | None = None
         self._awaited: set[int] = set()
         self._forward_is_watched = True
+        self.direction_in_backward = Direction.BACKWARD  # of both where forward runs again in backward
         context.add(self)
 
     @property
@@ -146,6 +148,8 @@ class FSDPState(UnitParameters):
         """
         is_read = module_id not in self.module_ids
         if is_read and self._residency is Residency.UNSHARDED and (is_recomputed or self._is_current):
+            if is_recomputed:
+                self.recompute_forward()
             return False
         begins = not self._awaited or len(self.module_ids) == 1
         ahead: Sequence[Member] = ()
@@ -155,7 +159,9 @@ class FSDPState(UnitParameters):
         if begins:
             self._awaited = {module_id} if is_read else set(self.module_ids)
             self._forward_is_watched = True
-        self.unshard()
+        if is_recomputed:
+            self.direction_in_backward = Direction.BOTH
+        self.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
         _gather_ahead(ahead, "forward")
         self.wait_for_unshard()
         return begins
@@ -197,6 +203,24 @@ class FSDPState(UnitParameters):
         """The units to gather ahead when a forward begins: those that the unit was told, or what an order says."""
         return _ahead(self.forward_prefetch, learned)
 
+    def modules_with_directions(self) -> list[nn.Module]:
+        """The modules that hold a parameter of which forward and backward need different payloads."""
+        parameters = (p for group in self.groups if group.is_directional for p in group.parameters)
+        found = (owner.module() for parameter in parameters for owner in parameter.owners)
+        return list(dict.fromkeys(module for module in found if module is not None))
+
+    def recompute_forward(self) -> None:
+        """Gather forward's payloads for a part of the unit that runs again inside backward.
+
+        Later backwards gather them from the start.
+
+        Effects: none where the payloads are there; else those of `unshard` and `wait_for_unshard`.
+        """
+        self.direction_in_backward = Direction.BOTH
+        if self._there is Direction.BACKWARD:
+            self._add_payloads(Direction.FORWARD)
+            self.wait_for_unshard()
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
@@ -222,7 +246,9 @@ class FSDPState(UnitParameters):
         with label("pre_backward", self.name):
             ahead = _ahead(self.backward_prefetch, self.context.enter_backward(self))
             if self.unshards_in_backward:
-                self.unshard()
+                self.unshard(self.direction_in_backward)
+            elif self._there is Direction.FORWARD:
+                self._add_payloads(Direction.BACKWARD)
             ahead = [member for member in ahead if member.unshards_in_backward]
             _gather_ahead(ahead, "backward")
             for member in ahead:
@@ -342,7 +368,7 @@ def _ahead(asked: Sequence[weakref.ref[FSDPState]], learned: Sequence[Member]) -
     return [state.unit for ref in asked if (state := ref()) is not None] if asked else learned
 
 
-def _gather_ahead(members: Sequence[Member], direction: str) -> None:
+def _gather_ahead(members: Sequence[Member], phase: str) -> None:
     for member in members:
-        with label(f"{direction}_prefetch for {member.name}"):
-            member.unshard()
+        with label(f"{phase}_prefetch for {member.name}"):
+            member.unshard(Direction.FORWARD if phase == "forward" else member.direction_in_backward)

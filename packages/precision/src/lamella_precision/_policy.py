@@ -8,6 +8,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 import torch.nn as nn
 
+from lamella_precision._recipe import PlainRecipe, Recipe
+
 # FSDP2 reduced in the compute dtype before, where `reduce_dtype` is None.
 _REDUCES_IN_MAIN_DTYPE = torch.__version__ >= "2.15"
 
@@ -16,7 +18,7 @@ _REDUCES_IN_MAIN_DTYPE = torch.__version__ >= "2.15"
 class MixedPrecisionPolicy:
     """The dtypes in which a unit stores, computes, reduces and returns.
 
-    All fields but `main_dtype` are FSDP2's, in FSDP2's order and meaning.
+    All fields but `main_dtype` and `recipe` are FSDP2's, in FSDP2's order and meaning.
 
     Args:
         param_dtype: Dtype of the unsharded parameters: what is gathered and what computes.
@@ -31,14 +33,17 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
         param_dtype_override_fn: Asked once of each parameter when it is sharded; must say the same on every rank. Its
             own dtype keeps it in that, None or `param_dtype` does not. Inputs are cast to `param_dtype` all the same.
+        recipe: The format in which a floating-point parameter travels and computes: a `Recipe`, or a function that is
+            asked once of each parameter, gives one or None, and must say the same on every rank
+            (`lambda p: recipe if p.ndim == 2 else None`). None casts to `param_dtype`.
         main_dtype: Dtype of the sharded parameters that the optimizer updates. None keeps each
             parameter's own; torch.float32 gives a model built in bf16 the main weights it should train with.
 
     Raises:
-        TypeError: A field is not a `torch.dtype`.
+        TypeError: A field is not a `torch.dtype`; `recipe` is neither a recipe nor a function.
         ValueError: A dtype cannot hold a gradient (integers, complex, 1-byte floats).
 
-    Source: torch.distributed.fsdp.MixedPrecisionPolicy for all fields but `main_dtype`.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy for all fields but `main_dtype` and `recipe`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -48,27 +53,57 @@ class MixedPrecisionPolicy:
     _: KW_ONLY
     main_dtype: torch.dtype | None = None
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+    recipe: Recipe | Callable[[nn.Parameter], Recipe | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype"):
             _check_dtype(name, getattr(self, name))
+        if not (self.recipe is None or isinstance(self.recipe, Recipe) or callable(self.recipe)):
+            raise TypeError(
+                f"Expected `recipe` to be a Recipe, a function of a parameter or None, got {self.recipe!r}. A recipe "
+                "has block_rows, payloads, encode and decode."
+            )
 
     def resolved_for(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
-        """What the policy says of one parameter, with `param_dtype_override_fn` asked and left out.
+        """The policy of one parameter: the answers of `param_dtype_override_fn` and of a function as `recipe`.
 
         Raises:
+            TypeError: The function returned something else than a recipe or None.
             ValueError: The function returned something else than the parameter's dtype, `param_dtype` or None.
         """
-        if self.param_dtype_override_fn is None:
-            return self
-        dtype = self.param_dtype_override_fn(parameter)
-        if dtype not in (None, self.param_dtype, parameter.dtype):
-            raise ValueError(
-                f"Expected None, {self.param_dtype} or {parameter.dtype} for a parameter of shape "
-                f"{tuple(parameter.shape)}, got {dtype!r}: param_dtype_override_fn must return None, param_dtype, or "
-                "the parameter's original dtype. Give parameters of a third dtype a unit of their own."
+        policy = self
+        if self.param_dtype_override_fn is not None:
+            dtype = self.param_dtype_override_fn(parameter)
+            if dtype not in (None, self.param_dtype, parameter.dtype):
+                raise ValueError(
+                    f"Expected None, {self.param_dtype} or {parameter.dtype} for a parameter of shape "
+                    f"{tuple(parameter.shape)}, got {dtype!r}: param_dtype_override_fn must return None, param_dtype, "
+                    "or the parameter's original dtype. Give parameters of a third dtype a unit of their own."
+                )
+            policy = replace(policy, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
+        if self.recipe is not None:
+            policy = replace(policy, recipe=self._recipe_for(parameter))
+        return policy
+
+    def _recipe_for(self, parameter: nn.Parameter) -> Recipe | None:
+        recipe = self.recipe
+        if recipe is None or not parameter.dtype.is_floating_point:
+            return None
+        if isinstance(recipe, Recipe):
+            return recipe
+        given = recipe(parameter)
+        if not (given is None or isinstance(given, Recipe)):
+            raise TypeError(
+                f"Expected `recipe` to return a Recipe or None for a parameter of shape {tuple(parameter.shape)}, got "
+                f"{given!r}. A recipe has block_rows, payloads, encode and decode."
             )
-        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
+        return given
+
+    def recipe_of(self, main_dtype: torch.dtype) -> Recipe:
+        """The recipe of a parameter whose main weight has `main_dtype`, by a policy that was resolved for it."""
+        if isinstance(self.recipe, Recipe):
+            return self.recipe
+        return PlainRecipe(self.param_dtype if main_dtype.is_floating_point else None)
 
     def main_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter built in `dtype` is stored sharded."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 
-from lamella_precision._recipe import Recipe
+from lamella_precision._recipe import Direction, Recipe
 
 
 def check_recipe(
@@ -18,12 +18,12 @@ def check_recipe(
 ) -> None:
     """Assert what an engine relies on in a recipe.
 
-    Encoding shard by shard and gathering equals encoding the whole; decoding gives the weight back to within the
-    format; the decoded tensor follows its payloads' storage when that is refilled; encoding writes every element of
-    its destination and leaves the shard alone.
+    Encoding shard by shard and gathering equals encoding the whole, and encoding the payloads of one direction equals
+    encoding all; decoding gives the weight back to within the format; the decoded tensor follows its payloads' storage
+    when that is refilled; encoding writes every element of its destination and leaves the shard alone.
 
     Args:
-        recipe: What to test.
+        recipe: The recipe to test.
         main_dtype: Dtype of the main weights.
         device: Where to test.
         relative_error: The format's largest relative rounding error (half a unit in the last place of bf16
@@ -32,39 +32,60 @@ def check_recipe(
     Raises:
         AssertionError: A property does not hold; the message says which.
     """
-    rows, columns, num_shards = 4 * recipe.block_rows, 24, 2
+    rows, columns, num_shards = 4 * recipe.block_rows, 4 * recipe.block_rows, 2
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32).to(main_dtype)
-    shards = list(weight.view(-1).chunk(num_shards))
     before = weight.clone()
+    formats = recipe.payloads(weight.shape, main_dtype)
+    assert formats, "a recipe must name at least one payload"
+    for payload in formats:
+        assert payload.shape[0] in (rows, rows // recipe.block_rows), (
+            f"dim 0 of a payload must have the weight's {rows} rows or {rows // recipe.block_rows} blocks, "
+            f"got {payload.shape}"
+        )
 
-    dtypes = recipe.payload_dtypes(main_dtype)
-    assert dtypes, "a recipe must name at least one payload"
-    whole = _encoded(recipe, [weight.view(-1)], dtypes)
-    parts = _encoded(recipe, shards, dtypes)
-    assert torch.equal(weight, before), "`encode` must not write the main weight"
-    gathered = [torch.cat(pieces) for pieces in parts]
-    for (one,), joined in zip(whole, gathered, strict=True):
-        assert torch.equal(one, joined), "encoding shards must equal encoding the whole tensor"
-
-    decoded = recipe.decode(gathered, weight.shape)
+    wholes = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in formats]
+    for whole in wholes:
+        whole.view(torch.uint8).fill_(1)
+    decoded = recipe.decode(wholes, weight.shape, weight)
     assert decoded.shape == weight.shape, f"`decode` must give {tuple(weight.shape)}, gave {tuple(decoded.shape)}"
+
+    for whole in wholes:
+        whole.zero_()
+    assert not decoded.double().any(), "`decode` must share the payloads' storage, so that a refill is seen"
+
+    _encode(recipe, weight, wholes, decoded)
+    parts = [[torch.empty_like(part) for part in whole.chunk(num_shards)] for whole in wholes]
+    for shard, *own in zip(weight.chunk(num_shards), *parts, strict=True):
+        _encode(recipe, shard, own, decoded)
+    assert torch.equal(weight, before), "`encode` must not write the main weight"
+    for whole, pieces in zip(wholes, parts, strict=True):
+        assert _same_bytes(whole, torch.cat(pieces)), "encoding shards must equal encoding the whole tensor"
+    for direction in (Direction.FORWARD, Direction.BACKWARD):
+        wanted = [each.direction.meets(direction) for each in formats]
+        alone = [torch.empty_like(whole) if each else None for whole, each in zip(wholes, wanted, strict=True)]
+        _encode(recipe, weight, alone, decoded)
+        for whole, made in zip(wholes, alone, strict=True):
+            assert made is None or _same_bytes(whole, made), "encoding one direction must equal encoding both"
+
     error = (decoded.double() - weight.double()).abs() / weight.double().abs().clamp_min(1e-6)
     assert error.max().item() <= relative_error, f"decoded weight is off by {error.max().item():.3g} relative"
 
-    for joined in gathered:
-        joined.zero_()
-    assert not decoded.double().any(), "`decode` must share the payloads' storage, so that a refill is seen"
+
+def _encode(
+    recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], decoded: torch.Tensor
+) -> None:
+    """Encode twice, into memory that held other bytes before."""
+    found = []
+    for before in (1, 2):
+        for each in payloads:
+            if each is not None:
+                each.view(torch.uint8).fill_(before)
+        recipe.encode([shard], [None if each is None else [each] for each in payloads], [decoded])
+        found.append([each.clone() for each in payloads if each is not None])
+    for into, other in zip(*found, strict=True):
+        assert _same_bytes(into, other), "`encode` must write every element of its destination"
 
 
-def _encoded(recipe: Recipe, shards: list[torch.Tensor], dtypes: tuple[torch.dtype, ...]) -> list[list[torch.Tensor]]:
-    found, again = (
-        [[torch.full_like(shard, before, dtype=dtype) for shard in shards] for dtype in dtypes] for before in (1, 2)
-    )
-    recipe.encode(shards, found)
-    recipe.encode(shards, again)
-    for into, other in zip(chain(*found), chain(*again), strict=True):
-        assert torch.equal(into.view(torch.uint8), other.view(torch.uint8)), (
-            "`encode` must write every element of its destination"
-        )
-    return found
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
