@@ -22,6 +22,7 @@ from lamella_engine import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     Rows,
+    ShardingOptions,
     Whole,
     describe,
     fully_shard,
@@ -87,17 +88,19 @@ def test_the_block_recipe_conforms() -> None:
     [
         {},
         {"reshard_after_forward": False},
-        {"placements": ZERO2},
-        {"placements": ZERO1},
-        {"placements": DDP},
+        {"options": ShardingOptions(placements=ZERO2)},
+        {"options": ShardingOptions(placements=ZERO1)},
+        {"options": ShardingOptions(placements=DDP)},
         {"offload_policy": CPUOffloadPolicy()},
-        {"keep": lambda parameter: Rows(2 * BLOCK) if parameter.ndim == 2 else None},
-        {"keep": lambda parameter: Whole() if parameter.ndim == 2 else None},
+        {"options": ShardingOptions(keep_together=lambda parameter: Rows(2 * BLOCK) if parameter.ndim == 2 else None)},
+        {"options": ShardingOptions(keep_together=lambda parameter: Whole() if parameter.ndim == 2 else None)},
     ],
     ids=["zero3", "kept between", "zero2", "zero1", "ddp", "offloaded", "rows", "whole"],
 )
 def test_training_equals_an_oracle_that_quantises_whole_weights(num_ranks: int, options: dict[str, Any]) -> None:
-    sizes = {"rows": 16} if "keep" in options else {}  # a flat layout asks for as many elements a scale of all
+    sizes = (
+        {"rows": 16} if "options" in options and options["options"].keep_together else {}
+    )  # a flat layout asks for as many elements a scale of all
 
     def check() -> None:
         _assert_trains_as_oracle(lambda model: _sharded(model, **options), **sizes)
@@ -122,7 +125,9 @@ def _matrices(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("placements", [(HFSDP, ZERO3), None], ids=["hfsdp", "hsdp"])
 def test_two_axes(placements: Any) -> None:
     def check() -> None:
-        model = _assert_trains_as_oracle(lambda model: _sharded(model, mesh=mesh_of((2, 2)), placements=placements))
+        model = _assert_trains_as_oracle(
+            lambda model: _sharded(model, mesh=mesh_of((2, 2)), options=ShardingOptions(placements=placements))
+        )
         for group in _matrices(model) if placements else ():
             assert set(group.model_weights) in ({0, 1}, {0, 1, 2, 3})
 
@@ -261,7 +266,11 @@ def test_what_a_unit_weighs_is_the_bytes_of_all_its_payloads() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "complaint"),
     [
-        ({"keep": Rows(BLOCK + 1)}, ValueError, r"multiple of 4 rows of 'weight'.*num_rows=5"),
+        (
+            {"options": ShardingOptions(keep_together=Rows(BLOCK + 1))},
+            ValueError,
+            r"multiple of 4 rows of 'weight'.*num_rows=5",
+        ),
         ({"shard_placement_fn": lambda _: Shard(1)}, NotImplementedError, "'weight' at dim 0"),
         ({"mp_policy": MixedPrecisionPolicy(recipe=cast(Any, lambda _: 8))}, TypeError, "Recipe or None.*got 8"),
     ],

@@ -269,7 +269,9 @@ def test_a_tie_in_the_flat_layout_is_refused(options: dict[str, Any]) -> None:
     def on_each_rank() -> None:
         model = shard(_Untied(), **options)
         model.tie_weights()  # type: ignore[operator]
-        with pytest.raises(NotImplementedError, match=r"\['head\.weight'\] to be tied before fully_shard, as `keep`"):
+        with pytest.raises(
+            NotImplementedError, match=r"\['head\.weight'\] to be tied before fully_shard, as `keep_together`"
+        ):
             model(TOKENS)
 
     run_ranks(on_each_rank, 2)

@@ -134,7 +134,7 @@ def test_gradients_in_the_flat_layout_are_clipped_as_the_unsharded_models(norm_t
 
     def check() -> None:
         for keep in (Rows(1), Whole()):
-            reference, sharded = twins(Net, partial(shard, keep=keep))
+            reference, sharded = twins(Net, partial(shard, options=ShardingOptions(keep_together=keep)))
             norms = []
             for model in (reference, sharded):
                 loss_of(model).backward()

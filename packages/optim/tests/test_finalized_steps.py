@@ -23,7 +23,7 @@ from engine_models import (
 )
 from torch import nn
 
-from lamella_engine import FSDPModule
+from lamella_engine import FSDPModule, ShardingOptions
 from lamella_engine._attached import state_of
 from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
@@ -48,7 +48,7 @@ def test_clipping_waits_for_a_backward_that_was_finalized_and_not_waited_for(sta
     shape, placements = EVERY_STAGE[stage]
 
     def check() -> None:
-        reference, sharded, model = _by_hand(shard_on(shape, placements=placements))
+        reference, sharded, model = _by_hand(shard_on(shape, options=ShardingOptions(placements=placements)))
         for microbatch in range(3):
             _backward(reference, sharded, microbatch)
         model.finalize_backward(async_op=True)
