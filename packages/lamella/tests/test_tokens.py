@@ -1,5 +1,6 @@
 """The data stream: complete, shuffled, and the same whatever the number of ranks."""
 
+import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,26 @@ def test_the_token_files_are_made_once_and_again_for_another_text(tmp_path: Path
     again = prepare_tokens(corpus(tmp_path, some), 270, tokens, model)
     assert second.fingerprint != first.fingerprint == again.fingerprint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "model", "tokens"]
+
+
+def test_a_run_that_is_killed_while_tokens_are_replaced_leaves_none_that_the_next_would_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, other, tokens = "some text " * 20, "other words " * 20, tmp_path / "tokens"
+    expected = prepare_tokens(corpus(tmp_path, some), 270, tokens, tmp_path / "model").train.clone()
+    remove = shutil.rmtree
+
+    def killed(folder: Path, **options: bool) -> None:
+        if folder != tokens:
+            return remove(folder, **options)
+        next(folder.glob("*.bin")).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tokens(corpus(tmp_path, other), 270, tokens, tmp_path / "model")
+    monkeypatch.undo()
+    assert torch.equal(prepare_tokens(corpus(tmp_path, some), 270, tokens, tmp_path / "model").train, expected)
 
 
 def test_tokens_are_written_batch_by_batch_and_read_where_they_lie(

@@ -110,7 +110,8 @@ def prepare_tokens(corpus: Corpus, tokenizer: RunTokenizer | int, tokens: Path, 
 def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: Path) -> None:
     """Write the tokens of a corpus, batch by batch, to a second folder; then replace the old folder.
 
-    A run killed during tokenization leaves the old folder as it was.
+    A run killed during tokenization leaves the old folder as it was; one killed while the folder is replaced leaves no
+    index, and the next run makes the tokens anew.
     """
     staged = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
@@ -122,6 +123,7 @@ def _write_tokens(corpus: Corpus, tokenizer: RunTokenizer, wanted: str, folder: 
     units = torch.tensor(tokenizer.units(), dtype=torch.int32)
     index = {"units": units, "unit": tokenizer.unit, "is_masked": any(masks), "fingerprint": wanted}
     torch.save(index, staged / _INDEX)
+    (folder / _INDEX).unlink(missing_ok=True)  # first: an index beside token files that are gone would be trusted
     shutil.rmtree(folder, ignore_errors=True)
     staged.rename(folder)
 
