@@ -4,16 +4,9 @@ from argparse import Namespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamella_checkpoint._state.fill import fill
-from lamella_checkpoint._state.shards import LiveCut, LiveShard, written_pieces
 from lamella_checkpoint.testing import MemorySource
-from lamella_convert._translation.megatron_model import from_megatron_model
-from lamella_layout import Range
-from lamella_testing import run_ranks
 
 ARGS = Namespace(lr=0.5)
 
@@ -84,22 +77,3 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tensors, objects, 
         fill(wanted, MemorySource({"first": torch.ones(2), **tensors}, objects))
     assert wanted["first"].tolist() == [0, 0]
     assert wanted["n"] == 1
-
-
-def test_each_rank_fills_its_part():
-    values = torch.arange(12.0).reshape(6, 2)
-
-    def fill_mine():
-        mesh = init_device_mesh("cpu", (2,))
-        even = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
-        rows = Range(0, 2) if dist.get_rank() == 0 else Range(2, 12)
-        part = torch.zeros(rows.numel // 2, 2)
-        cut = LiveCut(from_megatron_model({}, sizes={}), to="left")
-        uneven = written_pieces(cut, {"uneven": (LiveShard.of_rows((6, 2), rows), part)})["uneven"]
-        fill({"model": {"even": even, "uneven": uneven}}, MemorySource({"model.even": values, "model.uneven": values}))
-        assert isinstance(even, DTensor)
-        return even.to_local(), part
-
-    (even0, part0), (even1, part1) = run_ranks(fill_mine, 2)
-    assert torch.equal(torch.cat([even0, even1]), values)
-    assert torch.equal(torch.cat([part0, part1]), values)

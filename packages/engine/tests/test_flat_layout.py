@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import nullcontext
 from functools import partial
@@ -210,24 +209,10 @@ def test_a_whole_model_is_sharded_in_one_call(capsys: pytest.CaptureFixture[str]
     run_ranks(check, 2)
 
 
-def test_shards_that_rest_on_the_cpu_and_optimizers_from_before_sharding_take_the_unsharded_steps() -> None:
+def test_shards_that_rest_on_the_cpu_take_the_unsharded_steps() -> None:
     def check() -> None:
         apply = flat(Rows(1), offload_policy=CPUOffloadPolicy(pin_memory=False))
-        reference, sharded = twins(Net, apply)
-        assert_trains_alike(reference, sharded, LOSS)
-        torch.manual_seed(0)
-        reference = Net()
-        sharded = copy.deepcopy(reference)
-        optimizers = [adamw(list(model.parameters())) for model in (reference, sharded)]
-        for step in range(3):
-            for model, optimizer in zip((reference, sharded), optimizers, strict=True):
-                LOSS(model).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if step == 0:
-                flat(Rows(1))(sharded)
-        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
-        assert all(isinstance(state["exp_avg"], RaggedDTensor) for state in optimizers[1].state.values())
+        assert_trains_alike(*twins(Net, apply), LOSS)
 
     run_ranks(check, 3)
 

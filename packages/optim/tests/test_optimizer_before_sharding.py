@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from engine_models import (
     EVERY_STAGE,
     Net,
+    adamw,
     assert_at_rest,
     assert_weights_equal,
     case,
@@ -23,13 +25,14 @@ from engine_models import (
     shard_on,
     whole,
 )
+from flat_models import flat
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, RaggedDTensor, Rows, ShardingOptions, fully_shard
 from lamella_optim import shard_optimizer
 from lamella_testing import run_ranks
 
@@ -411,3 +414,23 @@ def test_an_optimizer_that_was_built_after_sharding_is_left_alone() -> None:
         assert [(id(p), *map(id, state.values())) for p, state in optimizer.state.items()] == before
 
     run_ranks(check, 2)
+
+
+@pytest.mark.usefixtures("small_parameters_are_cut")
+def test_state_in_the_flat_layout_takes_the_unsharded_steps() -> None:
+    def check() -> None:
+        torch.manual_seed(0)
+        reference = Net()
+        sharded = copy.deepcopy(reference)
+        optimizers = [adamw(list(model.parameters())) for model in (reference, sharded)]
+        for step in range(3):
+            for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+                LOSS(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 0:
+                flat(Rows(1))(sharded)
+        assert_weights_equal(reference, sharded, rtol=1e-4, atol=1e-6)
+        assert all(isinstance(state["exp_avg"], RaggedDTensor) for state in optimizers[1].state.values())
+
+    run_ranks(check, 3)
