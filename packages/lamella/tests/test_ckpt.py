@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
 
+import lamella_convert
 from lamella import _ckpt
 from lamella.cli import main
 from lamella_checkpoint import CheckpointDirectory, save
@@ -458,7 +459,7 @@ def test_a_file_that_may_not_be_written_is_named(refusal: Run, tiny: Path, monke
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/somewhere")
 
-    monkeypatch.setattr(_ckpt, "convert", refuse)
+    monkeypatch.setattr(lamella_convert, "convert", refuse)
     assert "got Permission denied: '/somewhere'." in refusal("convert", tiny, "/somewhere", "--to", "hf")
 
 
