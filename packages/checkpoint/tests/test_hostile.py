@@ -13,10 +13,10 @@ from torch import nn
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, OptionConflict, load, save, verify
 from lamella_checkpoint._base.directories import publish, recover, stage
 from lamella_checkpoint.testing import forget_checksums
+from lamella_testing.harmed_files import make_deep, make_huge, make_link, make_pipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-_TERABYTES = 1 << 42
 
 _ESCAPES = "a\n\x1b[2J\u202eb"
 
@@ -33,26 +33,6 @@ def refused(file, act, *words):
     assert info.value.file == str(file)
     for word in words:
         assert word in str(info.value)
-
-
-def make_pipe(file):
-    file.unlink(missing_ok=True)
-    os.mkfifo(file)
-
-
-def make_huge(file):
-    file.touch()
-    os.truncate(file, _TERABYTES)
-
-
-def make_link(file):
-    elsewhere = file.parent.parent / "elsewhere"
-    file.rename(elsewhere) if file.exists() else elsewhere.write_text("{}")
-    file.symlink_to(elsewhere)
-
-
-def make_deep(file):
-    file.write_text("[" * 100_000)
 
 
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_link, make_deep])

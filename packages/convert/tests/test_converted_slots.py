@@ -1,59 +1,11 @@
 """Slots that an optimizer keeps as plain tensors of a rank stay so through a conversion."""
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamella_checkpoint import load, save
 from lamella_convert import convert
 from lamella_testing import run_ranks
-
-ROWS = {"hidden": (7, 3), "short": (2, 2), "bias": (5,)}
-
-
-class OnShards(torch.optim.Optimizer):
-    """Momentum over the shards alone: knows of no other rank, and keeps one of its slots flat."""
-
-    def __init__(self, params, lr=0.1, flat=False):
-        super().__init__(params, {"lr": lr})
-        self.flat = flat
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                held = local(param)
-                state = self.state[param]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["momentum"] = torch.zeros_like(held)
-                    state["square"] = torch.zeros(held.numel()) if self.flat else torch.zeros_like(held)
-                state["step"] += 1
-                grad = held.cos()
-                state["momentum"].mul_(0.9).add_(grad)
-                state["square"].view(held.shape).add_(grad.square())
-                held.sub_(state["momentum"] / (state["square"].view(held.shape) + 1), alpha=group["lr"])
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def numbered(shape):
-    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-
-
-def make(make_sharded, **options):
-    model = nn.ParameterDict({name: make_sharded(numbered(shape)) for name, shape in ROWS.items()})
-    return model, OnShards(model.parameters(), **options)
-
-
-def over_all(values):
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+from lamella_testing.local_slots import make, over_all
 
 
 def trained(make_sharded, num_steps, **options):

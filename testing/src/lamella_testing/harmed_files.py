@@ -1,0 +1,33 @@
+"""Files that are not the files that their names promise: pipes, sparse terabytes, links, JSON without end."""
+
+import os
+from pathlib import Path
+
+_TERABYTES = 1 << 42
+
+
+def make_pipe(file: Path) -> None:
+    """Put a named pipe in the file's place: a reader that opens it waits for ever."""
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def make_huge(file: Path) -> None:
+    """Make the file four terabytes long, without blocks on the disk."""
+    file.touch()
+    os.truncate(file, _TERABYTES)
+
+
+def make_link(file: Path) -> None:
+    """Put a symbolic link to a file outside of the folder in the file's place."""
+    elsewhere = file.parent.parent / "elsewhere"
+    if file.exists():
+        file.rename(elsewhere)
+    else:
+        elsewhere.write_text("{}")
+    file.symlink_to(elsewhere)
+
+
+def make_deep(file: Path) -> None:
+    """Fill the file with brackets that a recursive parser cannot close."""
+    file.write_text("[" * 100_000)
