@@ -38,6 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamella_engine
+import lamella_optim as lamella_optim  # The optimizer's column is of the steps that its users have.
 from lamella_buffers import CopyEngines, CopyEngineTransport, NcclTransport, PeerWindow, WindowAllocator, swap_memory
 from lamella_integration.backends import REDUCE_DTYPES
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
