@@ -72,7 +72,7 @@ class OverlapOptimizer(Listener):
         self._is_noted = False  # at the step's begin: units gathered between its parts are current
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
-        self._listen_to(held_by(optimizer))
+        self._listen_to(_ids_of(optimizer))
 
     def remove(self) -> None:
         """Let the optimizer step as before, and free units gathered by its last step and not used by a forward.
@@ -121,19 +121,18 @@ class OverlapOptimizer(Listener):
         """Forget the events: the compute stream has waited for all of them."""
         self._reduced.pop(tree, None)
 
-    def _listen_to(self, held: Sequence[torch.Tensor]) -> None:
+    def _listen_to(self, held: Container[int]) -> None:
         """Listen to all trees with some of the optimizer's parameters, also to trees made since the last step.
 
         Trees sharded after the call of `overlap_optimizer` are heard from their second step on.
         """
-        ids = {id(parameter) for parameter in held}
         for tree in living_trees():
-            if self not in tree.listeners and any(unit.holds_any(ids) for unit in tree.states):
+            if self not in tree.listeners and any(unit.holds_any(held) for unit in tree.states):
                 tree.listen(self)
 
     def _holds_some_of(self, tree: Tree) -> bool:
         optimizer = self._optimizer()
-        held = set() if optimizer is None else {id(p) for p in held_by(optimizer)}
+        held = set() if optimizer is None else _ids_of(optimizer)
         return any(id(p) in held for unit in tree.states for p in unit.trained)
 
     def _reduced_first(self, tree: Tree, without: Container[Unit]) -> list[Unit]:
@@ -180,8 +179,8 @@ class OverlapOptimizer(Listener):
         if not (is_plain and self._is_last_hook(optimizer)):
             finish_left()
             return None
-        held = {id(p) for p in held_by(optimizer)}
-        self._listen_to(held_by(optimizer))
+        held = _ids_of(optimizer)
+        self._listen_to(held)
         first = {tree: _gathered_first(tree, held) for tree in trees}
         early = {tree: self._reduced_first(tree, first[tree]) for tree in trees if tree.is_left}
         *parts, rest = _split(optimizer, [_ids(early), _ids(first)])
@@ -288,6 +287,10 @@ def _gathered_first(tree: Tree, held: Container[int]) -> list[Unit]:
             break
         chosen.append(unit)
     return chosen if any(unit.trained for unit in chosen) else []
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for parameter in held_by(optimizer)}
 
 
 def _ids(units: Mapping[Tree, Iterable[Unit]]) -> set[int]:
