@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from trained_runs import Run, TrainOn
 
 from lamella._config import Config, resolve
-from lamella._directory import RunDirectory
 from lamella._place import Rank, place
 from lamella._prepare import prepare
 from lamella._report import StepRecord, ValidationRecord, read
@@ -48,15 +47,6 @@ TINY_LLAMA: Mapping[str, object] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run and what it recorded."""
-
-    directory: RunDirectory
-    losses: dict[int, float]
-    validations: dict[int, float]
 
 
 @pytest.fixture
@@ -161,8 +151,9 @@ def start_python(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str
 
     def start(*arguments: str, stdin: int | None = None) -> "subprocess.Popen[str]":
         command = [sys.executable, *arguments]
-        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return programs.enter_context(subprocess.Popen(command, **pipes, text=True, start_new_session=True))
+        pipe = subprocess.PIPE
+        program = subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        return programs.enter_context(program)
 
     with ExitStack() as programs:
         yield start
@@ -178,7 +169,7 @@ def _kill_those_that_name(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def train() -> Callable[[Config, int], Run]:
+def train() -> TrainOn:
     """Train in forked ranks, as the workers of `lamella train` do."""
     return _train
 

@@ -67,7 +67,7 @@ def published(path: Path, tensors: dict[str, torch.Tensor], **config: object) ->
 def dcp_save(path: Path, values: dict[str, object]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no group.
-        dcp.save(values, checkpoint_id=path, no_dist=True)
+        dcp.save(values, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     return path
 
 
@@ -335,7 +335,8 @@ def test_paths_without_a_checkpoint_are_named(refusal: Run, tmp_path: Path, comm
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     (tmp_path / "text").write_text("no checkpoint")
-    more = {"diff": [tmp_path / "empty"], "convert": [tmp_path / "to", "--to", "hf"]}.get(command, [])
+    others: dict[str, list[object]] = {"diff": [tmp_path / "empty"], "convert": [tmp_path / "to", "--to", "hf"]}
+    more = others.get(command, [])
     for name, problem in (
         ("absent", "Expected a checkpoint, got nothing"),
         ("empty", "got an empty directory."),
@@ -384,7 +385,7 @@ def test_a_pickled_type_is_named_and_made_when_trusted(run: Run, refusal: Run, t
         message = refusal(*argv)
         assert "test_ckpt.Odd" in message and "--trust" in message and str(file) in message
     directory = dcp_save(tmp_path / "odd", {"model": {"x": WEIGHT}})
-    metadata = dcp.FileSystemReader(directory).read_metadata()
+    metadata = dcp.FileSystemReader(directory).read_metadata()  # type: ignore[attr-defined]
     metadata.planner_data["odd"] = Odd()
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     for argv in (["inspect", directory], ["verify", directory], ["diff", directory, directory]):
@@ -500,7 +501,7 @@ def test_an_interrupted_conversion_leaves_with_130_and_nothing_behind(
 def test_progress_is_drawn_on_a_terminal_and_counts_to_the_end(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[tuple[float, float]] = []
+    drawn: list[tuple[float, float | None]] = []
 
     class Told(tqdm):  # type: ignore[type-arg]
         def close(self) -> None:

@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from trained_runs import TrainOn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lamella import Config, ConfigError
@@ -15,8 +17,6 @@ from lamella._prepare import prepare
 from lamella._text import collect
 from lamella._tokenizer import read_tokenizer, train_tokenizer
 from lamella._tokens import IGNORED, inputs_and_targets, load_tokens, sequences, validation_indices
-
-TrainOn = Callable[[Config, int], "object"]
 
 PLAIN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
 MARKED = (
@@ -47,7 +47,7 @@ def chat_model(tmp_path: Path, text_folder: Path, model_file: Path) -> Callable[
         folder = tmp_path / "chat-model"
         values = json.loads(model_file.read_text())
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(folder)  # type: ignore[no-untyped-call]
         tokenizer = train_tokenizer(collect([str(text_folder)], 0.05).train, 290).tokenizer
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
@@ -77,7 +77,7 @@ def test_a_text_field_is_trained_on_and_nothing_else_of_its_line(config: Config,
     (tmp_path / "a.jsonl").write_text("\ufeff" + lines(*({"text": text, "source": "noise"} for text in texts)) + "\n")
     prepared = prepare(on(config, tmp_path / "a.jsonl"))
     data = load_tokens(prepared.directory.tokens)
-    tokenizer = AutoTokenizer.from_pretrained(prepared.directory.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
     found = tokenizer.decode(torch.cat([data.train, data.validation])).split("<|endoftext|>")
     assert found == [*texts, ""] and not data.is_masked
 
@@ -87,7 +87,8 @@ def test_a_conversation_is_rendered_by_the_models_template(
 ) -> None:
     prepared = prepare(on(config, chats, chat_model(PLAIN)))
     data = load_tokens(prepared.directory.tokens)
-    text = AutoTokenizer.from_pretrained(prepared.directory.model).decode(data.train)
+    tokenizer: Any = AutoTokenizer.from_pretrained(prepared.directory.model)
+    text = tokenizer.decode(data.train)
     assert text.startswith(
         "[user]What is 0 plus one? Say it in one number.\n[assistant]It is 1, of course.\n<|endoftext|>["
     )
@@ -104,9 +105,11 @@ def test_the_loss_is_on_the_assistants_tokens_where_the_template_marks_them(
     tokenizer = read_tokenizer(folder, 300).tokenizer
     inputs, targets = inputs_and_targets(data.train[None, :])
     said = tokenizer.decode(targets[targets != IGNORED])
+    assert isinstance(said, str)
     assert said.startswith("It is 1, of course.<|endoftext|>It is 2, of course.<|endoftext|>")
     # Jinja leaves out a line's end that follows a tag.
     read = tokenizer.decode(inputs[0])
+    assert isinstance(read, str)
     assert read.startswith(
         "[user]What is 0 plus one? Say it in one number.[assistant]It is 1, of course.<|endoftext|>["
     )
@@ -134,7 +137,7 @@ def test_losses_on_conversations_are_means_over_what_is_said_on_any_number_of_ra
     config = on(config, chats, chat_model(MARKED))
     one = train(config, 1)
     data = load_tokens(one.directory.tokens)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-model", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "chat-model", dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     batch = sequences(data.validation, validation_indices(data.validation, 32, 7), 32)
     inputs, targets = inputs_and_targets(batch)
     with torch.no_grad():

@@ -1,17 +1,16 @@
 """What a run that starts from nothing publishes opens in transformers, and its parts agree on their tokens."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from trained_runs import TrainOn
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from lamella import Config
 from lamella.cli import main
-
-TrainOn = Callable[[Config, int], "object"]
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_an_exported_folder_names_the_tokens_of_its_tokenizer(exported: Path) ->
 
 
 def test_generation_from_an_exported_folder_stops_at_the_end_of_a_text(exported: Path) -> None:
-    generate = pipeline("text-generation", model=str(exported), tokenizer=str(exported), device="cpu")
+    generate: Any = pipeline("text-generation", model=str(exported), tokenizer=str(exported), device="cpu")
     model, end = generate.model, generate.tokenizer.eos_token_id
     with torch.no_grad():
         # Whatever was read, the model's next token is the end of a text.

@@ -55,11 +55,11 @@ def errors_of(config: Config) -> Callable[..., list[str]]:
             trainer = Trainer(config, directory, rank)
             step_of_trainer = trainer._step
 
-            def step(index: int) -> object:
+            def step(index: int) -> tuple[torch.Tensor, torch.Tensor, float]:
                 before_step(trainer, index)
                 return step_of_trainer(index)
 
-            trainer._step = step
+            trainer._step = step  # type: ignore[assignment, method-assign]
             with pytest.raises(kind) as caught:
                 trainer.train()
             return str(caught.value)

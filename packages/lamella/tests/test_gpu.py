@@ -40,7 +40,7 @@ def test_the_command_trains_and_resumes_with_one_worker_a_gpu(
 def test_a_folders_weights_are_read_onto_the_gpus(
     options: list[str], tmp_path: Path, text_folder: Path, model_file: Path, num_gpus: int
 ) -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(model_file.read_text())))  # type: ignore[no-untyped-call]
     model.save_pretrained(folder := tmp_path / "folder")
     train_tokenizer(collect([str(text_folder)], 0.05).train, 300).tokenizer.save_pretrained(folder)
     command = [*options, "--model", str(folder), "--precision", "fp32", "--lr", "1e-3", "--steps", "3"]

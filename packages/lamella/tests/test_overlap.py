@@ -129,7 +129,13 @@ def test_a_gather_that_runs_over_the_end_of_its_step_is_cut_there_and_counts_onc
 def test_the_kernels_of_one_call_count_once_and_speak_of_the_same_bytes() -> None:
     made = TraceMaker()
     made.host("FSDP::all_gather (a)", 0, 10)
-    said = {"dtype": "Float", "Group size": 2, "In msg nelems": 5, "Out msg nelems": 10, "External id": 4}
+    said: dict[str, Any] = {
+        "dtype": "Float",
+        "Group size": 2,
+        "In msg nelems": 5,
+        "Out msg nelems": 10,
+        "External id": 4,
+    }
     made.kernel("ncclDevKernel_AllGather", 20, 30, GATHER, 1, **said)
     made.kernel("ncclDevKernel_AllGather", 30, 40, GATHER, 2, **said)
     made.host("FSDP::post_backward_reduce (a)", 50, 60)

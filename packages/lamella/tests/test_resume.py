@@ -2,13 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from trained_runs import TrainOn
 
 from lamella import Config, ConfigError
 from lamella._directory import RunDirectory
@@ -17,8 +18,6 @@ from lamella._prepare import prepare
 from lamella._report import read
 from lamella._train import Trainer
 from lamella_testing import run_ranks
-
-TrainOn = Callable[[Config, int], "object"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def config(run: Config, tmp_path: Path) -> Config:
     return replace(run, run=replace(run.run, directory=str(tmp_path / "run")))
 
 
-def longer(config: Config, **run: object) -> Config:
+def longer(config: Config, **run: Any) -> Config:
     return replace(config, optim=replace(config.optim, steps=9), run=replace(config.run, **run))
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from trained_runs import TrainOn
 
 from lamella import Config, Stopped
 from lamella._launch import run_workers
@@ -53,7 +54,7 @@ class AskedInStep(StopRequests):
 
 
 def test_one_rank_that_is_asked_stops_all_after_the_same_step_and_resumed_they_are_as_if_never_stopped(
-    config: Config, train: Callable[[Config, int], object], tmp_path: Path
+    config: Config, train: TrainOn, tmp_path: Path
 ) -> None:
     whole = train(replace(config, run=replace(config.run, directory=str(tmp_path / "whole"), checkpoint_interval=6)), 2)
     directory = prepare(place(config)).directory

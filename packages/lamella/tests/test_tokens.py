@@ -4,6 +4,7 @@ import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_a_run_that_is_killed_while_tokens_are_replaced_leaves_none_that_the_nex
     expected = prepare_tokens(corpus(tmp_path, some), 270, tokens, tmp_path / "model").train.clone()
     remove = shutil.rmtree
 
-    def killed(folder: Path, **options: bool) -> None:
+    def killed(folder: Path, **options: Any) -> None:
         if folder != tokens:
             return remove(folder, **options)
         next(folder.glob("*.bin")).unlink()

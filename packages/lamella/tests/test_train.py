@@ -3,19 +3,17 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from trained_runs import TrainOn
 
 from lamella import Config, OptimConfig
 from lamella._report import read
 from lamella._train import learning_rate
 from lamella_testing import RankFailure
-
-TrainOn = Callable[[Config, int], "object"]
 
 
 def in_folder(config: Config, name: str) -> Config:

@@ -65,7 +65,7 @@ def two_units_in_two_steps(a: str = "a", b: str = "b") -> Event:
     made.host("FSDP::root_pre_forward", 11, 12)
     made.host(f"FSDP::all_gather ({a})", 15, 30)
     made.kernel(CAST, 30, 40, GATHER, 16)
-    said = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 4}
+    said: dict[str, Any] = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Group size": 4}
     said |= {"In msg nelems": 100_000, "Out msg nelems": 400_000}
     made.kernel(ALL_GATHER, 40, 140, GATHER, 20, **said)
     made.host(f"FSDP::forward_prefetch for {b}", 35, 55)

@@ -8,7 +8,7 @@ from lamella_testing import write_entry_points
 
 
 @pytest.fixture
-def family(tmp_path_factory, monkeypatch):
+def family(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package as it is installed: found by its entry points, which a source tree has none of."""
     if find_family("qwen3_5_text") is None:
         project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]

@@ -5,11 +5,13 @@ What a rank has is made of whole tensors here, by slicing alone: none of what is
 
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import prod
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,13 +20,22 @@ from qwen_tiny import MemorySource, config_of, read_all, translated
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from lamella_checkpoint import LiveCut, LiveShard, load, save, written_pieces
-from lamella_convert import from_megatron_model, global_expert, open_checkpoint, to_megatron_model
+from lamella_checkpoint import Correspondence, LiveCut, LiveShard, Source, load, save, written_pieces
+from lamella_convert import (
+    Dialect,
+    Translated,
+    from_megatron_model,
+    global_expert,
+    open_checkpoint,
+    to_megatron_model,
+)
 from lamella_layout import Range
 from lamella_qwen import megatron_rules, megatron_sizes
+from lamella_testing.qwen import Kind
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 PARTS = {"in_proj": ("query", "key", "value", "z", "beta", "alpha"), "conv1d": ("query", "key", "value")}
@@ -48,14 +59,14 @@ class World:
     is_sequential: bool = False
 
     @property
-    def num_ranks(self):
+    def num_ranks(self) -> int:
         return self.dp * self.tp
 
     @property
-    def edp(self):
+    def edp(self) -> int:
         return self.num_ranks // (self.ep * self.etp)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"dp{self.dp}tp{self.tp}ep{self.ep}etp{self.etp}"
 
 
@@ -63,16 +74,15 @@ class World:
 class Whole:
     """A model and its Adam, whole, under the names of both sides; "" is the slot of the weights."""
 
-    kind: str
-    published: dict
-    canonical: dict
+    kind: Kind
+    published: dict[str, Mapping[str, torch.Tensor]]
+    canonical: dict[str, dict[str, torch.Tensor]]
 
     @classmethod
-    def of(cls, kind, weights):
+    def of(cls, kind: Kind, weights: Mapping[str, torch.Tensor]) -> Self:
         torch.manual_seed(3)
-        published = {"": weights} | {
-            slot: {name: torch.rand_like(each) for name, each in weights.items()} for slot in SLOTS
-        }
+        published: dict[str, Mapping[str, torch.Tensor]] = {"": weights}
+        published |= {slot: {name: torch.rand_like(each) for name, each in weights.items()} for slot in SLOTS}
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         for slot in SLOTS:
             tensors |= {f"optimizer.state.{name}.{slot}": tensor for name, tensor in published[slot].items()}
@@ -87,7 +97,7 @@ class Whole:
 class Part:
     """A tensor-parallel rank's part of one of a model's tensors."""
 
-    def __init__(self, values, tp_dim, *, is_expert=False):
+    def __init__(self, values: torch.Tensor, tp_dim: int | None, *, is_expert: bool = False) -> None:
         self.values, self.tp_dim, self.is_expert = values, tp_dim, is_expert
 
 
@@ -95,7 +105,7 @@ COLUMNS = ("linear_qkv", "linear_fc1", "in_proj", "conv1d", "word_embeddings", "
 ROWS = ("linear_proj.weight", "out_proj.weight", "linear_fc2.weight")
 
 
-def tp_dim_of(name):
+def tp_dim_of(name: str) -> int | None:
     name = re.sub(r"\d+$", "", name)
     if name.endswith(ROWS):
         return 1
@@ -103,7 +113,7 @@ def tp_dim_of(name):
     return 0 if is_column and "layer_norm" not in name else None
 
 
-def parts_of(canonical, world, tp, ep, etp):
+def parts_of(canonical: Mapping[str, torch.Tensor], world: World, tp: int, ep: int, etp: int) -> dict[str, Part]:
     """What a tensor-parallel rank's model has, by its own names, as megatron-core lays it out."""
     parts = {}
     for name, tensor in canonical.items():
@@ -131,7 +141,7 @@ def parts_of(canonical, world, tp, ep, etp):
     return parts
 
 
-def experts_of(canonical, world, ep):
+def experts_of(canonical: Mapping[str, torch.Tensor], world: World, ep: int) -> range:
     """The numbers of a rank's experts; those before the last rank have as many each as an uneven number allows."""
     numbers = {
         int(found[1])
@@ -141,48 +151,61 @@ def experts_of(canonical, world, ep):
     return range(*_bounds(len(numbers), world.ep, ep))
 
 
-def _bounds(size, num, rank):
+def _bounds(size: int, num: int, rank: int) -> tuple[int, int]:
     share = -(-size // num)
     return min(share * rank, size), min(share * (rank + 1), size)
 
 
-def own_name(name, index, world):
+def own_name(name: str, index: int, world: World) -> str:
     if not world.is_sequential:
         return f"{name}{index}"
     head, layer, kind = name.rsplit(".", 2)
     return f"{head}.local_experts.{index}.{layer}.{kind}"
 
 
-def is_gated(name, canonical):
+def is_gated(name: str, canonical: Mapping[str, torch.Tensor]) -> bool:
     return ".linear_fc1.weight" in name and not name.startswith("vision_model.")
 
 
-def rows_of(parts, num, rank, *, is_even):
+def rows_of(parts: dict[str, Part], num: int, rank: int, *, is_even: bool) -> dict[str, tuple[int, int]]:
     """The rows of each part that a rank on the data axis has; of a packed buffer, which may be none of a part."""
     if is_even:
         return {name: _bounds(len(part.values), num, rank) for name, part in parts.items()}
     ends = list(accumulate(part.values.numel() for part in parts.values()))
     cuts = [ends[-1] * each // num for each in range(num + 1)] if ends else []
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for (name, part), end in zip(parts.items(), ends, strict=True):
         shape = part.values.shape
         row, start = prod(shape[1:]), end - prod(shape)
-        found[name] = tuple(min(max(-(-(cut - start) // row), 0), shape[0]) for cut in cuts[rank : rank + 2])
+        first, last = (min(max(-(-(cut - start) // row), 0), shape[0]) for cut in cuts[rank : rank + 2])
+        found[name] = first, last
     return found
 
 
 class Meshes:
     """The two meshes of a world, on which tensor parallelism cuts first, as Megatron-FSDP says on its own."""
 
-    def __init__(self, world):
+    def __init__(self, world: World) -> None:
         self.world = world
         self.dense = init_device_mesh("cpu", (world.dp, world.tp), mesh_dim_names=("dp", "tp"))
         axes = ("edp", "ep", "etp")
         self.experts = init_device_mesh("cpu", (world.edp, world.ep, world.etp), mesh_dim_names=axes)
         self.of_expert = self.experts["edp", "etp"]
-        self.dense._shard_order = self.of_expert._shard_order = [1, 0]
-        self.dp, self.tp = self.dense.get_coordinate()
-        self.edp, self.ep, self.etp = self.experts.get_coordinate()
+        order_shards(self.dense, [1, 0])
+        order_shards(self.of_expert, [1, 0])
+        self.dp, self.tp = _coordinate(self.dense)
+        self.edp, self.ep, self.etp = _coordinate(self.experts)
+
+
+def order_shards(mesh: Any, order: list[int]) -> None:
+    """Say, as Megatron-FSDP does, by which axis of a mesh a dim is cut first."""
+    mesh._shard_order = order
+
+
+def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return coordinate
 
 
 class Rank:
@@ -192,7 +215,7 @@ class Rank:
     the world's kind; one that is fresh has none.
     """
 
-    def __init__(self, whole, world, *, is_stepped=False):
+    def __init__(self, whole: Whole, world: World, *, is_stepped: bool = False) -> None:
         self.whole, self.world, self.meshes = whole, world, Meshes(world)
         self.first_expert = next(iter(experts_of(whole.canonical[""], world, self.meshes.ep)), 0)
         self.parts = {slot: self._parts(canonical) for slot, canonical in whole.canonical.items()}
@@ -206,25 +229,27 @@ class Rank:
             self._step(torch.nan)
 
     @property
-    def shapes(self):
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(param.shape) for name, param in self.params.items()}
 
-    def correspondences(self, dialect=None):
+    def correspondences(self, dialect: Dialect | None = None) -> list[Correspondence]:
         sizes = megatron_sizes(config_of(self.whole.kind), tensor_parallel_size=self.world.tp)
         return from_megatron_model(
             self.shapes, sizes=sizes | {"etp": self.world.etp}, dialect=dialect, first_expert=self.first_expert
         )
 
-    def train(self):
+    def train(self) -> None:
         """Have the optimizer's state and options be what they should."""
         self._step()
         for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
             group.update(options)
 
-    def save(self, path):
+    def save(self, path: Path) -> None:
         save(path, model=self.model, optimizer=self.optimizer, correspondences=self.correspondences())
 
-    def load(self, path, then: Callable = lambda source: source, *, optimizer=True):
+    def load(
+        self, path: Path, then: Callable[[Source], Source] = lambda source: source, *, optimizer: bool = True
+    ) -> None:
         """Read a checkpoint, of which `then` makes canonical names."""
         mine = self.correspondences()
         load(
@@ -234,13 +259,13 @@ class Rank:
             translate=lambda source: to_megatron_model(then(source), mine),
         )
 
-    def export(self, path, dialect):
+    def export(self, path: Path, dialect: Dialect) -> None:
         """Write `fsdp_dtensor` with torch DCP, as Megatron does: pieces of tensors, and its own objects."""
         cut = LiveCut(self.correspondences(dialect), to="left")
         shards = {name: self._shard(name) for name in self.params}
         model, inner = "model.module.", "module.module.module."
         weights = written_pieces(cut, {name: (shards[name], param) for name, param in self.params.items()})
-        values = {f"{model}{name}": value for name, value in weights.items()}
+        values: dict[str, Any] = {f"{model}{name}": value for name, value in weights.items()}
         for slot in SLOTS:
             held = {name: (shards[name], self._slot(name, slot)) for name in self.params}
             moments = written_pieces(cut, held)
@@ -252,9 +277,9 @@ class Rank:
             for param in group["params"]:
                 prefix = f"optimizer.param_to_group_meta.{inner}{names[id(param)]}"
                 values |= {f"{prefix}.{option}": value for option, value in options.items()}
-        dcp.save(values | {"args": args_of(self), "iteration": 3, "checkpoint_version": 3.0}, checkpoint_id=path)
+        dcp.save(values | {"args": args_of(self), "iteration": 3, "checkpoint_version": 3.0}, checkpoint_id=path)  # type: ignore[attr-defined]
 
-    def assert_holds(self, *, optimizer=True):
+    def assert_holds(self, *, optimizer: bool = True) -> None:
         """Every element of every tensor is the one that belongs there, and so are the moments and the options."""
         for name, param in self.params.items():
             assert torch.equal(local(param), self._expected(name, "")), (dist.get_rank(), name)
@@ -266,25 +291,26 @@ class Rank:
         if optimizer:
             assert_options(self.optimizer)
 
-    def _parts(self, canonical):
+    def _parts(self, canonical: Mapping[str, torch.Tensor]) -> dict[str, Part]:
         return parts_of(canonical, self.world, self.meshes.tp, self.meshes.ep, self.meshes.etp)
 
-    def _rows(self):
-        found = {}
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
         for is_expert, num, rank in [(False, self.world.dp, self.meshes.dp), (True, self.world.edp, self.meshes.edp)]:
             parts = {name: part for name, part in self.parts[""].items() if part.is_expert == is_expert}
             found |= rows_of(parts, num, rank, is_even=self.world.is_even)
         return found
 
-    def _expected(self, name, slot):
+    def _expected(self, name: str, slot: str) -> torch.Tensor:
         start, stop = self.rows[name]
         return self.parts[slot][name].values[start:stop]
 
-    def _slot(self, name, slot):
+    def _slot(self, name: str, slot: str) -> torch.Tensor:
         """The live slot; a rank that has nothing of a parameter need not have it."""
-        return self.optimizer.state.get(self.params[name], {}).get(slot, self._expected(name, slot))
+        held: torch.Tensor = self.optimizer.state.get(self.params[name], {}).get(slot, self._expected(name, slot))
+        return held
 
-    def _shard(self, name):
+    def _shard(self, name: str) -> LiveShard:
         part, (start, stop) = self.parts[""][name], self.rows[name]
         row = prod(part.values.shape[1:])
         num, rank = (self.world.etp, self.meshes.etp) if part.is_expert else (self.world.tp, self.meshes.tp)
@@ -292,7 +318,7 @@ class Rank:
         shape = self.params[name].shape
         return LiveShard.of_rows(shape, elements, tp_dim=part.tp_dim, num_tp=num, tp_rank=rank)
 
-    def _parameter(self, part, rows):
+    def _parameter(self, part: Part, rows: tuple[int, int]) -> nn.Parameter:
         start, stop = rows
         mine = torch.full_like(part.values[start:stop], torch.nan)
         mesh = self.meshes.of_expert if part.is_expert else self.meshes.dense
@@ -308,7 +334,7 @@ class Rank:
             tell(param, offsets)
         return param
 
-    def _step(self, value=None):
+    def _step(self, value: float | None = None) -> None:
         """Give each parameter its state; none where the rank has nothing of it."""
         for name, param in self.params.items():
             start, stop = self.rows[name]
@@ -316,7 +342,7 @@ class Rank:
                 state = {slot: self._make_slot(name, param, slot, value) for slot in SLOTS}
                 self.optimizer.state[param] = state | {"step": torch.tensor(7.0)}
 
-    def _make_slot(self, name, param, slot, value):
+    def _make_slot(self, name: str, param: Any, slot: str, value: float | None) -> torch.Tensor:
         values, part = self._expected(name, slot).clone(), self.parts[slot][name]
         if value is not None:
             values.fill_(value)
@@ -329,25 +355,28 @@ class Rank:
                 mesh = self.meshes.of_expert["edp"] if part.is_expert else self.meshes.dense["dp"]
                 return as_dtensor(values, mesh, [Shard(0)], part.values.shape)
         made = torch.zeros_like(param)
+        assert isinstance(made, DTensor)
         made._local_tensor.copy_(values)
         return made
 
 
-def local(tensor):
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def as_dtensor(values, mesh, placements, shape):
+def as_dtensor(
+    values: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(values, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def tell(param, offsets):
+def tell(param: Any, offsets: Sequence[int]) -> None:
     """Have a DTensor's local tensor say where it lies, as Megatron does it: one chunk, and nothing written if empty."""
     held = param._local_tensor
     chunk = ChunkStorageMetadata(torch.Size(offsets), held.shape)
 
-    def create_write_items(name, _):
+    def create_write_items(name: str, _: object) -> list[WriteItem]:
         data = TensorWriteData(chunk, TensorProperties(dtype=held.dtype), param.shape)
         item = WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
         return [item] if held.numel() else []
@@ -356,7 +385,7 @@ def tell(param, offsets):
     held.__create_chunk_list__ = lambda: [chunk]
 
 
-def register(model, name, param):
+def register(model: Any, name: str, param: Any) -> None:
     *path, last = name.split(".")
     for each in path:
         if not hasattr(model, each):
@@ -371,18 +400,18 @@ OPTIONS = (
 )
 
 
-def make_optimizer(params):
+def make_optimizer(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW whose norms are a group of their own, with options that are nobody's yet."""
     groups = [[param for name, param in params.items() if ("norm" in name) == is_norm] for is_norm in (False, True)]
     return torch.optim.AdamW([{"params": group, "lr": 9.0 - index} for index, group in enumerate(groups)])
 
 
-def assert_options(optimizer):
+def assert_options(optimizer: torch.optim.Optimizer) -> None:
     for group, options in zip(optimizer.param_groups, OPTIONS, strict=True):
         assert {option: group[option] for option in options} == options
 
 
-def args_of(rank):
+def args_of(rank: Rank) -> Namespace:
     """What Megatron's `args` say of the sizes of rank-major tensors."""
     config = config_of(rank.whole.kind)
     text = config.get("text_config", config)
@@ -393,9 +422,9 @@ def args_of(rank):
 class PublishedRank:
     """The same of a model with Hugging Face's names: packed experts are cut over all three axes of their mesh."""
 
-    def __init__(self, whole, world):
+    def __init__(self, whole: Whole, world: World) -> None:
         self.whole, self.meshes = whole, Meshes(world)
-        self.meshes.experts._shard_order = [1, 2, 0]
+        order_shards(self.meshes.experts, [1, 2, 0])
         self.model = nn.Module()
         self.params = {
             name: nn.Parameter(self._part(name, torch.full_like(each, torch.nan)))
@@ -405,7 +434,7 @@ class PublishedRank:
             register(self.model, name, param)
         self.optimizer = make_optimizer(self.params)
 
-    def train(self):
+    def train(self) -> None:
         """Have the optimizer's state and options be what they should."""
         for name, param in self.params.items():
             state = {slot: self._part(name, self.whole.published[slot][name]) for slot in SLOTS}
@@ -413,11 +442,11 @@ class PublishedRank:
         for group, options in zip(self.optimizer.param_groups, OPTIONS, strict=True):
             group.update(options)
 
-    def load(self, path, *, is_canonical=False):
+    def load(self, path: Path, *, is_canonical: bool = False) -> None:
         """Read a checkpoint with these names, or with Megatron's canonical ones; of files with weights alone, these."""
         rules = megatron_rules(config_of(self.whole.kind))
 
-        def published(source):
+        def published(source: Source) -> Translated:
             return translated(source, rules, "left")
 
         optimizer = None if (path / "model.safetensors").is_file() else self.optimizer
@@ -428,7 +457,7 @@ class PublishedRank:
             translate=published if is_canonical else None,
         )
 
-    def assert_holds(self, *, optimizer=True):
+    def assert_holds(self, *, optimizer: bool = True) -> None:
         """As `Rank.assert_holds`."""
         for name, param in self.params.items():
             for slot in ("", *SLOTS) if optimizer else ("",):
@@ -439,7 +468,9 @@ class PublishedRank:
         if optimizer:
             assert_options(self.optimizer)
 
-    def _part(self, name, values):
+    def _part(self, name: str, values: torch.Tensor) -> DTensor:
+        dims: tuple[int, ...]
+        order: tuple[int, ...]
         if ".mlp.experts." in name:
             mesh, dims, order = self.meshes.experts, (0, 0, 1), (1, 2, 0)
         else:

@@ -1,34 +1,37 @@
 """Checkpoints of tiny models of the family that are dicts of tensors."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from lamella_checkpoint import TensorInfo, Wanted
-from lamella_convert import parameter_shapes, translate
+from lamella_checkpoint import Source, TensorInfo, Wanted
+from lamella_convert import Rules, Translated, parameter_shapes, translate
 from lamella_layout import Chunk
-from lamella_testing.qwen import make_config, make_model, make_mtp
+from lamella_testing.qwen import Kind, make_config, make_model, make_mtp
 
 
-def config_of(kind):
+def config_of(kind: Kind) -> dict[str, Any]:
     """What `config.json` says."""
-    return make_config(kind).to_dict()
+    config: dict[str, Any] = make_config(kind).to_dict()
+    return config
 
 
-def weights_of(model):
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
     """A model's tensors by name, a tied one once, in bf16 values: what a published checkpoint holds."""
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     persistent = model.state_dict()
     return {name: tensor.detach().bfloat16().float() for name, tensor in named.items() if name in persistent}
 
 
-def mtp_of(kind, *, packed):
+def mtp_of(kind: Kind, *, packed: bool) -> dict[str, torch.Tensor]:
     """Weights of the layer that predicts further tokens, for a model of this kind."""
     mtp = make_mtp(weights_of(make_model(kind)))
     return mtp if packed else one_by_one(mtp)
 
 
-def one_by_one(weights):
+def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The experts as `save_pretrained` writes them."""
     single = {}
     for name, tensor in weights.items():
@@ -44,8 +47,8 @@ def one_by_one(weights):
 class MemorySource:
     """A checkpoint that is a dict."""
 
-    def __init__(self, tensors, objects=()):
-        self.held, self.values = dict(tensors), dict(objects)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, object] | None = None) -> None:
+        self.held, self.values = dict(tensors), dict(objects or {})
         self.path = Path("memory")
         self.tensors = {
             name: TensorInfo(tuple(tensor.shape), tensor.dtype, (whole(tensor.shape),))
@@ -53,51 +56,51 @@ class MemorySource:
         }
 
     @property
-    def objects(self):
+    def objects(self) -> Sequence[str]:
         return tuple(self.values)
 
-    def read(self, wanted):
+    def read(self, wanted: Sequence[Wanted]) -> None:
         for want in wanted:
             box = self.held[want.name]
             for dim, (offset, size) in enumerate(zip(*want.chunk, strict=True)):
                 box = box.narrow(dim, offset, size)
             want.into.copy_(box)
 
-    def read_object(self, name):
+    def read_object(self, name: str) -> object:
         return self.values[name]
 
 
-def whole(shape):
+def whole(shape: Sequence[int]) -> Chunk:
     return Chunk((0,) * len(shape), tuple(shape))
 
 
-def held(source):
+def held(source: Source) -> MemorySource:
     """A checkpoint as one in memory."""
     return MemorySource(read_all(source), {name: source.read_object(name) for name in source.objects})
 
 
-def read_all(source):
+def read_all(source: Source) -> dict[str, torch.Tensor]:
     """Every tensor of a source."""
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
     source.read([Wanted(name, whole(into.shape), into) for name, into in tensors.items()])
     return tensors
 
 
-def translated(source, rules, to):
+def translated(source: Source, rules: Rules, to: Literal["left", "right"]) -> Translated:
     """A checkpoint under the names of the other side."""
     found = rules.match(parameter_shapes(source), "left" if to == "right" else "right")
     return translate(source, found, to=to)
 
 
-def to_megatron(weights, rules):
+def to_megatron(weights: Mapping[str, torch.Tensor], rules: Rules) -> dict[str, torch.Tensor]:
     return _moved(weights, rules, "right")
 
 
-def to_hugging_face(tensors, rules):
+def to_hugging_face(tensors: Mapping[str, torch.Tensor], rules: Rules) -> dict[str, torch.Tensor]:
     return _moved(tensors, rules, "left")
 
 
-def _moved(weights, rules, to):
+def _moved(weights: Mapping[str, torch.Tensor], rules: Rules, to: Literal["left", "right"]) -> dict[str, torch.Tensor]:
     """A model's tensors by their names on the other side; all of them, and nothing lost."""
     source = translated(MemorySource({f"model.{name}": tensor for name, tensor in weights.items()}), rules, to)
     tensors = read_all(source)

@@ -3,6 +3,7 @@
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from qwen_tiny import MemorySource, config_of, read_all, translated
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lamella_checkpoint import Source
 from lamella_qwen import FAMILY
 from lamella_qwen._sizes import MODEL_TYPES
-from lamella_testing.qwen import KINDS, make_model
+from lamella_testing.qwen import KINDS, Kind, make_model
 
 
-def test_the_package_declares_every_model_type_of_the_family():
+def test_the_package_declares_every_model_type_of_the_family() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["lamella.families"]
     assert set(declared) == MODEL_TYPES
@@ -23,14 +25,14 @@ def test_the_package_declares_every_model_type_of_the_family():
         assert EntryPoint(name, value, "lamella.families").load() is FAMILY
 
 
-def as_saved(model, directory):
+def as_saved(model: Any, directory: Path) -> MemorySource:
     model.save_pretrained(directory)
     return MemorySource(
         {f"model.{name}": tensor for name, tensor in load_file(directory / "model.safetensors").items()}
     )
 
 
-def assert_loads(source, model):
+def assert_loads(source: Source, model: Any) -> None:
     """Every parameter of the model is there, under its name, with its values."""
     tensors = read_all(source)
     for name, parameter in model.named_parameters():
@@ -38,7 +40,7 @@ def assert_loads(source, model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_save_pretrained_become_the_modules_that_were_saved(kind, tmp_path):
+def test_files_of_save_pretrained_become_the_modules_that_were_saved(kind: Kind, tmp_path: Path) -> None:
     model = make_model(kind)
     source = translated(as_saved(model, tmp_path), FAMILY.modules(config_of(kind)), "right")
     assert_loads(source, model)
@@ -46,7 +48,7 @@ def test_files_of_save_pretrained_become_the_modules_that_were_saved(kind, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_model_is_found_in_files_of_any_model(kind, tmp_path):
+def test_the_text_model_is_found_in_files_of_any_model(kind: Kind, tmp_path: Path) -> None:
     model = make_model(kind)
     saved = as_saved(model, tmp_path)
     text = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -55,7 +57,7 @@ def test_the_text_model_is_found_in_files_of_any_model(kind, tmp_path):
     assert any(".visual." in name for name in source.tensors) == ("vision" in kind)
 
 
-def test_files_of_a_text_model_that_came_out_of_one_with_vision_are_read_too(tmp_path):
+def test_files_of_a_text_model_that_came_out_of_one_with_vision_are_read_too(tmp_path: Path) -> None:
     make_model("vision").save_pretrained(tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     saved = as_saved(model, tmp_path / "text")
@@ -63,7 +65,7 @@ def test_files_of_a_text_model_that_came_out_of_one_with_vision_are_read_too(tmp
     assert_loads(translated(saved, FAMILY.modules(model.config.to_dict()), "right"), model)
 
 
-def test_packed_experts_stay_as_they_are():
+def test_packed_experts_stay_as_they_are() -> None:
     model = make_model("moe")
     weights = MemorySource({f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
     assert_loads(translated(weights, FAMILY.modules(config_of("moe")), "right"), model)

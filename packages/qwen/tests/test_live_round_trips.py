@@ -6,6 +6,7 @@ another world. What every rank should hold is made by `live_megatron`, apart fro
 
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch._dynamo
@@ -14,14 +15,14 @@ from qwen_tiny import config_of, translated, weights_of
 from safetensors.torch import load_file, save_file
 
 from lamella_checkpoint import save
-from lamella_convert import save_safetensors
+from lamella_convert import Dialect, save_safetensors
 from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19
 from lamella_qwen import megatron_rules
 from lamella_testing import run_ranks
-from lamella_testing.qwen import KINDS, make_model
+from lamella_testing.qwen import KINDS, Kind, make_model
 
 
-def make_whole(kind, num_experts=4):
+def make_whole(kind: Kind, num_experts: int = 4) -> Whole:
     """A layer of each sort is enough: the first, and the fourth, which is an attention layer."""
     weights = {
         name: tensor for name, tensor in weights_of(make_model(kind)).items() if not re.search(r"layers\.[12]\.", name)
@@ -73,22 +74,22 @@ CHAINS = [
 ]
 
 
-def name_of(value):
+def name_of(value: object) -> str:
     return getattr(value, "name", str(value))
 
 
-def read_published(rank, files):
+def read_published(rank: Rank, files: Path) -> None:
     rules = megatron_rules(config_of(rank.whole.kind))
     rank.load(files, lambda source: translated(source, rules, "right"), optimizer=False)
 
 
-def publish(whole, directory):
+def publish(whole: Whole, directory: Path) -> Path:
     directory.mkdir()
-    save_file(whole.published[""], directory / "model.safetensors")
+    save_file(dict(whole.published[""]), directory / "model.safetensors")
     return directory
 
 
-def assert_published(whole, directory):
+def assert_published(whole: Whole, directory: Path) -> None:
     published = load_file(directory / "model.safetensors")
     assert published.keys() == whole.published[""].keys()
     for name, tensor in whole.published[""].items():
@@ -96,24 +97,26 @@ def assert_published(whole, directory):
 
 
 @pytest.mark.parametrize(("kind", "dialect", "first", "second", "third"), CHAINS, ids=name_of)
-def test_nothing_changes_from_world_to_world(tmp_path, kind, dialect, first, second, third):
+def test_nothing_changes_from_world_to_world(
+    tmp_path: Path, kind: str, dialect: Dialect, first: World, second: World, third: World
+) -> None:
     whole = WHOLE[kind]
     files = publish(whole, tmp_path / "hf")
 
-    def train():
+    def train() -> None:
         rank = Rank(whole, first)
         read_published(rank, files)
         rank.assert_holds(optimizer=False)
         rank.train()
         rank.save(tmp_path / "native")
 
-    def hand_over():
+    def hand_over() -> None:
         rank = Rank(whole, second, is_stepped=True)
         rank.load(tmp_path / "native")
         rank.assert_holds()
         rank.export(tmp_path / "megatron", dialect)
 
-    def take_back():
+    def take_back() -> None:
         rank = Rank(whole, third)
         rank.load(tmp_path / "megatron")
         rank.assert_holds()
@@ -129,18 +132,18 @@ def test_nothing_changes_from_world_to_world(tmp_path, kind, dialect, first, sec
     assert_published(whole, tmp_path / "published")
 
 
-def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path):
+def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path: Path) -> None:
     whole = WHOLE["moe"]
     files = publish(whole, tmp_path / "hf")
 
-    def read():
+    def read() -> None:
         rank = PublishedRank(whole, World(3, 2, ep=2))
         rank.load(files)
         rank.assert_holds(optimizer=False)
         rank.train()
         save(tmp_path / "native", model=rank.model, optimizer=rank.optimizer)
 
-    def write():
+    def write() -> None:
         rank = PublishedRank(whole, World(1, 4, ep=2, etp=2))
         rank.load(tmp_path / "native")
         rank.assert_holds()
@@ -151,7 +154,7 @@ def test_a_model_under_published_names_goes_from_ranks_to_other_ranks(tmp_path):
     assert_published(whole, tmp_path / "published")
 
 
-def every_world(kind):
+def every_world(kind: str) -> list[World]:
     """Worlds of every number of ranks along each axis that fit together, each with another way of holding things."""
     has_experts = "experts" in next(name for name in WHOLE[kind].canonical[""] if ".mlp." in name and "fc2" in name)
     num_ep, slots = (1, 2) if has_experts else (1,), ("like", "plain", "flat", "data axis")
@@ -169,17 +172,17 @@ def every_world(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WHOLE)
-def test_every_world_hands_over_to_the_next(tmp_path, kind):
+def test_every_world_hands_over_to_the_next(tmp_path: Path, kind: str) -> None:
     whole, worlds = WHOLE[kind], every_world(kind)
     files = publish(whole, tmp_path / "hf")
 
-    def begin():
+    def begin() -> None:
         rank = Rank(whole, worlds[0])
         read_published(rank, files)
         rank.train()
         rank.save(tmp_path / "0")
 
-    def pass_on(number):
+    def pass_on(number: int) -> None:
         rank = Rank(whole, worlds[number % len(worlds)], is_stepped=number % 2 == 0)
         rank.load(tmp_path / str(number - 1))
         rank.assert_holds()
@@ -188,7 +191,7 @@ def test_every_world_hands_over_to_the_next(tmp_path, kind):
         else:
             rank.save(tmp_path / str(number))
 
-    def end():
+    def end() -> None:
         published = PublishedRank(whole, World(3, 2, ep=2))
         published.load(tmp_path / str(len(worlds)), is_canonical=True)
         published.assert_holds()

@@ -4,6 +4,9 @@ The references follow megatron-core's own order of operations on the rows that e
 over the ranks where its row-parallel projections do.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,14 +14,14 @@ from qwen_tiny import MemorySource, config_of, read_all, translated, weights_of
 
 from lamella_convert._translation.megatron import RELEASE_0_19, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
-from lamella_testing.qwen import make_model
+from lamella_testing.qwen import Kind, make_model
 
 NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 8
 NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM, VALUE_DIM = 4, 8, 4, 6
 TOKENS = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(3))
 
 
-def make_pair(kind, prefix, tensor_parallel_size=1):
+def make_pair(kind: Kind, prefix: str, tensor_parallel_size: int = 1) -> tuple[Any, dict[str, torch.Tensor]]:
     """A transformers model, and the tensors below `prefix` that megatron-core 0.19 would load."""
     model = make_model(kind)
     weights = weights_of(model)
@@ -31,18 +34,25 @@ def make_pair(kind, prefix, tensor_parallel_size=1):
     return model, {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
-def rank_rows(tensors, rank, num_ranks, *, column_parallel=(), row_parallel=()):
+def rank_rows(
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    num_ranks: int,
+    *,
+    column_parallel: Sequence[str] = (),
+    row_parallel: Sequence[str] = (),
+) -> dict[str, torch.Tensor]:
     """What one rank holds: rows of some tensors, columns of others."""
     rows = {name: tensors[name].chunk(num_ranks)[rank] for name in column_parallel}
     return rows | {name: tensors[name].chunk(num_ranks, dim=1)[rank] for name in row_parallel}
 
 
-def norm(hidden, weight):
+def norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """RMSNorm with weights around zero: megatron-core's `layernorm_zero_centered_gamma`."""
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight)
 
 
-def rotate(heads, cos, sin):
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embeddings of the first dims of each head; (batch, tokens, heads, dim)."""
     cos, sin, width = cos[:, :, None], sin[:, :, None], cos.shape[-1]
     turned, rest = heads[..., :width], heads[..., width:]
@@ -50,13 +60,19 @@ def rotate(heads, cos, sin):
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
-def attend(queries, keys, values, *, is_causal):
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
     """(batch, tokens, heads, dim), keys and values already one for each query."""
-    parts = (each.transpose(1, 2) for each in (queries, keys, values))
-    return F.scaled_dot_product_attention(*parts, is_causal=is_causal).transpose(1, 2)
+    query, key, value = (each.transpose(1, 2) for each in (queries, keys, values))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
 
 
-def gated_attention(hidden, tensors, rotary, rank, num_ranks):
+def gated_attention(
+    hidden: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rank: int,
+    num_ranks: int,
+) -> torch.Tensor:
     """One rank's part of an attention layer with an output gate."""
     held = rank_rows(
         tensors, rank, num_ranks, column_parallel=["linear_qkv.weight"], row_parallel=["linear_proj.weight"]
@@ -64,7 +80,7 @@ def gated_attention(hidden, tensors, rotary, rank, num_ranks):
     num_groups = NUM_GROUPS // num_ranks
     per_group = NUM_HEADS // NUM_GROUPS
     mixed = norm(hidden, tensors["linear_qkv.layer_norm_weight"]) @ held["linear_qkv.weight"].T
-    mixed = mixed.unflatten(-1, (num_groups, (2 * per_group + 2) * HEAD_DIM))
+    mixed = mixed.unflatten(-1, (num_groups, (2 * per_group + 2) * HEAD_DIM))  # type: ignore[no-untyped-call]
     widths = [per_group * HEAD_DIM, per_group * HEAD_DIM, HEAD_DIM, HEAD_DIM]
     queries, gates, keys, values = mixed.split(widths, dim=-1)
     queries = norm(queries.reshape(*hidden.shape[:2], -1, HEAD_DIM), tensors["q_layernorm.weight"])
@@ -72,11 +88,12 @@ def gated_attention(hidden, tensors, rotary, rank, num_ranks):
     queries, keys = rotate(queries, *rotary), rotate(keys, *rotary)
     keys, values = (each.repeat_interleave(per_group, dim=2) for each in (keys, values))
     output = attend(queries, keys, values, is_causal=True).flatten(2) * gates.flatten(2).sigmoid()
-    return output @ held["linear_proj.weight"].T
+    part: torch.Tensor = output @ held["linear_proj.weight"].T
+    return part
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_attention_from_the_fused_projection_is_transformers(num_ranks):
+def test_attention_from_the_fused_projection_is_transformers(num_ranks: int) -> None:
     model, tensors = make_pair("dense", "decoder.layers.3.self_attention.", num_ranks)
     layer = model.model.layers[3]
     positions = torch.arange(7).expand(3, 2, 7)
@@ -87,7 +104,9 @@ def test_attention_from_the_fused_projection_is_transformers(num_ranks):
     torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
 
 
-def delta_rule(queries, keys, values, decay, beta):
+def delta_rule(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
     """The gated delta rule, token by token."""
     state = torch.zeros(queries.shape[0], queries.shape[2], KEY_DIM, VALUE_DIM)
     outputs = []
@@ -100,11 +119,11 @@ def delta_rule(queries, keys, values, decay, beta):
     return torch.stack(outputs, dim=1)
 
 
-def unit(heads):
+def unit(heads: torch.Tensor) -> torch.Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def delta_net(hidden, tensors, rank, num_ranks):
+def delta_net(hidden: torch.Tensor, tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> torch.Tensor:
     """One rank's part of a gated delta net."""
     held = rank_rows(
         tensors,
@@ -116,10 +135,10 @@ def delta_net(hidden, tensors, rank, num_ranks):
     key_heads, value_heads = NUM_KEY_HEADS // num_ranks, NUM_VALUE_HEADS // num_ranks
     query_width, value_width = key_heads * KEY_DIM, value_heads * VALUE_DIM
     mixed = norm(hidden, tensors["in_proj.layer_norm_weight"]) @ held["in_proj.weight"].T
-    mixed, gate, beta, alpha = mixed.split([2 * query_width + value_width, value_width, value_heads, value_heads], -1)
+    mixed, gate, beta, alpha = mixed.split([2 * query_width + value_width, value_width, value_heads, value_heads], -1)  # type: ignore[no-untyped-call]
     convolved = F.conv1d(mixed.transpose(1, 2), held["conv1d.weight"], padding=3, groups=mixed.shape[-1])
     mixed = F.silu(convolved[..., : hidden.shape[1]]).transpose(1, 2)
-    queries, keys, values = mixed.split([query_width, query_width, value_width], -1)
+    queries, keys, values = mixed.split([query_width, query_width, value_width], -1)  # type: ignore[no-untyped-call]
     queries, keys = (unit(each.unflatten(-1, (key_heads, KEY_DIM))) for each in (queries, keys))
     queries, keys = (each.repeat_interleave(value_heads // key_heads, dim=2) for each in (queries, keys))
     decay = -held["A_log"].exp() * F.softplus(alpha + held["dt_bias"])
@@ -130,7 +149,7 @@ def delta_net(hidden, tensors, rank, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_gated_delta_net_from_the_fused_tensors_is_transformers(num_ranks):
+def test_a_gated_delta_net_from_the_fused_tensors_is_transformers(num_ranks: int) -> None:
     model, tensors = make_pair("dense", "decoder.layers.0.self_attention.", num_ranks)
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -139,7 +158,7 @@ def test_a_gated_delta_net_from_the_fused_tensors_is_transformers(num_ranks):
     torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_norm_at_the_end_of_a_delta_net_multiplies_by_the_same_numbers():
+def test_the_norm_at_the_end_of_a_delta_net_multiplies_by_the_same_numbers() -> None:
     model, tensors = make_pair("dense", "decoder.layers.0.self_attention.")
     heads = torch.randn(5, VALUE_DIM, generator=torch.Generator().manual_seed(4))
     gates = torch.ones_like(heads)
@@ -148,11 +167,11 @@ def test_the_norm_at_the_end_of_a_delta_net_multiplies_by_the_same_numbers():
     torch.testing.assert_close(norm(heads, tensors["out_norm.weight"]) * F.silu(gates), expected)
 
 
-def gated(hidden, tensors, fc1, fc2):
+def gated(hidden: torch.Tensor, tensors: Mapping[str, torch.Tensor], fc1: str, fc2: str) -> torch.Tensor:
     return (F.silu(hidden @ tensors[f"{fc1}_w"].T) * (hidden @ tensors[f"{fc1}_v"].T)) @ tensors[fc2].T
 
 
-def test_a_feed_forward_part_is_transformers():
+def test_a_feed_forward_part_is_transformers() -> None:
     model, tensors = make_pair("dense", "decoder.layers.2.mlp.")
     layer = model.model.layers[2]
     with torch.no_grad():
@@ -162,7 +181,7 @@ def test_a_feed_forward_part_is_transformers():
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mixture_of_experts_is_transformers():
+def test_a_mixture_of_experts_is_transformers() -> None:
     model, tensors = make_pair("moe", "decoder.layers.1.")
     layer = model.model.layers[1]
     with torch.no_grad():
@@ -179,7 +198,7 @@ def test_a_mixture_of_experts_is_transformers():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_attention_of_the_vision_tower_is_transformers(num_ranks):
+def test_attention_of_the_vision_tower_is_transformers(num_ranks: int) -> None:
     model, tensors = make_pair("vision", "vision_model.decoder.layers.1.", num_ranks)
     patches = torch.randn(6, 16, generator=torch.Generator().manual_seed(5))
     angles = torch.randn(6, 8, generator=torch.Generator().manual_seed(6))
@@ -203,7 +222,7 @@ def test_attention_of_the_vision_tower_is_transformers(num_ranks):
             row_parallel=["linear_proj.weight"],
         )
         mixed = F.linear(hidden, held["linear_qkv.weight"], held["linear_qkv.bias"])
-        queries, keys, values = mixed.unflatten(-1, (2 // num_ranks, 3 * 8))[None].chunk(3, -1)
+        queries, keys, values = mixed.unflatten(-1, (2 // num_ranks, 3 * 8))[None].chunk(3, -1)  # type: ignore[no-untyped-call]
         rotary = angles.cos()[None], angles.sin()[None]
         output = attend(rotate(queries, *rotary), rotate(keys, *rotary), values, is_causal=False)
         parts.append(output.flatten(2)[0] @ held["linear_proj.weight"].T)

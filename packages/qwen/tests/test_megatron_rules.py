@@ -1,5 +1,6 @@
 """A Qwen3.5 goes from Hugging Face's names to Megatron's and back unchanged, however it is spelled."""
 
+from collections.abc import Mapping
 from math import prod
 
 import pytest
@@ -18,21 +19,22 @@ from qwen_tiny import (
 )
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from lamella_convert import Dialect
 from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19, read_fsdp_dtensor, write_fsdp_dtensor
 from lamella_qwen import megatron_rules, megatron_sizes
-from lamella_testing.qwen import KINDS, make_model
+from lamella_testing.qwen import KINDS, Kind, make_model
 
 MODELS = {kind: weights_of(make_model(kind)) for kind in KINDS}
 
 
-def assert_same(some, others):
+def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
     assert sorted(some) == sorted(others)
     for name, tensor in some.items():
         assert torch.equal(tensor, others[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_of_a_model_comes_back_bit_equal(kind):
+def test_every_weight_of_a_model_comes_back_bit_equal(kind: Kind) -> None:
     rules = megatron_rules(config_of(kind))
     tensors = to_megatron(MODELS[kind], rules)
     assert not set(tensors) & set(MODELS[kind])
@@ -42,7 +44,9 @@ def test_every_weight_of_a_model_comes_back_bit_equal(kind):
 @pytest.mark.parametrize("dialect", [BRIDGE, RELEASE_0_19], ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_with_its_optimizer_comes_back_bit_equal_from_every_dialect(kind, tensor_parallel_size, dialect):
+def test_a_checkpoint_with_its_optimizer_comes_back_bit_equal_from_every_dialect(
+    kind: Kind, tensor_parallel_size: int, dialect: Dialect
+) -> None:
     rules = megatron_rules(config_of(kind))
     sizes = megatron_sizes(config_of(kind), tensor_parallel_size=tensor_parallel_size)
     source = with_optimizer(MODELS[kind])
@@ -56,7 +60,7 @@ def test_a_checkpoint_with_its_optimizer_comes_back_bit_equal_from_every_dialect
     assert {name: back.read_object(name) for name in source.objects} == source.values
 
 
-def with_optimizer(weights):
+def with_optimizer(weights: Mapping[str, torch.Tensor]) -> MemorySource:
     """A checkpoint of a model and its AdamW, each slot with values of its own."""
     torch.manual_seed(2)
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -68,7 +72,9 @@ def with_optimizer(weights):
 
 @pytest.mark.parametrize(("packed", "packed_mtp"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("kind", ["moe", "vision-moe"])
-def test_experts_are_the_same_for_megatron_whether_they_were_packed_or_not(kind, packed, packed_mtp):
+def test_experts_are_the_same_for_megatron_whether_they_were_packed_or_not(
+    kind: Kind, packed: bool, packed_mtp: bool
+) -> None:
     as_published = megatron_rules(config_of(kind))
     rules = megatron_rules(config_of(kind), packed_experts=packed, packed_mtp_experts=packed_mtp)
     weights = MODELS[kind] if packed else one_by_one(MODELS[kind])
@@ -79,7 +85,7 @@ def test_experts_are_the_same_for_megatron_whether_they_were_packed_or_not(kind,
 
 
 @pytest.mark.parametrize(("kind", "outer"), [("dense", ""), ("vision", "language_model.")])
-def test_the_layer_that_predicts_further_tokens_is_megatrons(kind, outer):
+def test_the_layer_that_predicts_further_tokens_is_megatrons(kind: Kind, outer: str) -> None:
     rules = megatron_rules(config_of(kind))
     weights = mtp_of(kind, packed=True)
     tensors = to_megatron(weights, rules)
@@ -96,12 +102,12 @@ def test_the_layer_that_predicts_further_tokens_is_megatrons(kind, outer):
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
-def test_a_component_that_a_checkpoint_stores_is_hugging_faces(tensor_parallel_size):
+def test_a_component_that_a_checkpoint_stores_is_hugging_faces(tensor_parallel_size: int) -> None:
     weights = MODELS["dense"]
     tensors = stored(weights, BRIDGE, tensor_parallel_size)
     layer, ours = "model.module.decoder.layers.0.", "model.layers.0."
     for right, left in {"in_proj": "in_proj_qkv", "conv1d": "conv1d"}.items():
-        parts = weights[f"{ours}linear_attn.{left}.weight"].split([16, 16, 48])
+        parts = weights[f"{ours}linear_attn.{left}.weight"].split([16, 16, 48])  # type: ignore[no-untyped-call]
         for part, rows in zip(("query", "key", "value"), parts, strict=True):
             assert torch.equal(tensors[f"{layer}self_attention.{right}.weight.{part}"], rows)
     for right, left in {
@@ -115,7 +121,7 @@ def test_a_component_that_a_checkpoint_stores_is_hugging_faces(tensor_parallel_s
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2, 4])
-def test_a_fused_projection_has_each_ranks_components_one_after_another(tensor_parallel_size):
+def test_a_fused_projection_has_each_ranks_components_one_after_another(tensor_parallel_size: int) -> None:
     bridge = stored(MODELS["dense"], BRIDGE, tensor_parallel_size)
     release = stored(MODELS["dense"], RELEASE_0_19, tensor_parallel_size)
     layer = "model.module.decoder.layers.1.self_attention."
@@ -128,7 +134,7 @@ def test_a_fused_projection_has_each_ranks_components_one_after_another(tensor_p
         assert torch.equal(release[f"{layer}{name}"], expected)
 
 
-def stored(weights, dialect, tensor_parallel_size):
+def stored(weights: Mapping[str, torch.Tensor], dialect: Dialect, tensor_parallel_size: int) -> dict[str, torch.Tensor]:
     """A dense model's tensors by their names in an `fsdp_dtensor` checkpoint."""
     sizes = megatron_sizes(config_of("dense"), tensor_parallel_size=tensor_parallel_size)
     source = MemorySource({f"model.{name}": tensor for name, tensor in weights.items()})
@@ -136,7 +142,7 @@ def stored(weights, dialect, tensor_parallel_size):
     return read_all(write_fsdp_dtensor(ours, dialect, sizes=sizes))
 
 
-def test_the_vector_of_the_fused_projection_is_in_the_order_of_its_ranks():
+def test_the_vector_of_the_fused_projection_is_in_the_order_of_its_ranks() -> None:
     """Components of 4, 4, 8, 8, 4 and 4 rows on two ranks, values counted off in the fused order."""
     config = config_of("dense") | {"linear_key_head_dim": 1, "linear_num_value_heads": 4, "linear_value_head_dim": 2}
     name = "decoder.layers.0.self_attention.in_proj.weight"
@@ -152,7 +158,7 @@ def test_the_vector_of_the_fused_projection_is_in_the_order_of_its_ranks():
     }
 
 
-def test_the_published_sizes_give_megatrons_shapes():
+def test_the_published_sizes_give_megatrons_shapes() -> None:
     """Qwen3.5-0.8B: its text sizes, with a vision tower of about its size."""
     text = {"vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24}
     text |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16}
@@ -177,7 +183,7 @@ def test_the_published_sizes_give_megatrons_shapes():
     assert "language_model.output_layer.weight" not in shapes
 
 
-def test_weights_are_shifted_and_their_moments_are_not():
+def test_weights_are_shifted_and_their_moments_are_not() -> None:
     source = with_optimizer(MODELS["dense"])
     tensors = read_all(translated(source, megatron_rules(config_of("dense")), "right"))
     ours, theirs = "model.layers.0.linear_attn.norm.weight", "decoder.layers.0.self_attention.out_norm.weight"
@@ -186,7 +192,7 @@ def test_weights_are_shifted_and_their_moments_are_not():
         assert torch.equal(tensors[f"optimizer.state.{theirs}.{slot}"], source.held[f"optimizer.state.{ours}.{slot}"])
 
 
-def test_a_norm_that_loses_bits_around_zero_is_reported():
+def test_a_norm_that_loses_bits_around_zero_is_reported() -> None:
     name = "model.layers.0.linear_attn.norm.weight"
     kept, lost = torch.tensor([0.5, 1.0, 1.5, 2**-16, 0.75, 1.25]), torch.tensor([0.5, 1e-9, 1.5, 1.0, 0.75, 1.25])
     for weights, expected in ((kept, set()), (lost, {"model.decoder.layers.0.self_attention.out_norm.weight"})):
@@ -195,14 +201,14 @@ def test_a_norm_that_loses_bits_around_zero_is_reported():
         assert set(source.inexact) == expected
 
 
-def test_heads_that_ranks_cannot_share_are_refused():
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size that divides the 4 key heads of .*, got 3"):
         megatron_sizes(config_of("dense"), tensor_parallel_size=3)
     with pytest.raises(ValueError, match="divides the 6 value heads of a gated delta net, got 4"):
         megatron_sizes(config_of("dense") | {"linear_num_value_heads": 6}, tensor_parallel_size=4)
 
 
-def test_a_tensor_that_does_not_fit_the_config_is_refused_by_name():
+def test_a_tensor_that_does_not_fit_the_config_is_refused_by_name() -> None:
     name = "model.layers.3.self_attn.k_proj.weight"
     with pytest.raises(ValueError, match=r"Expected .*key \(16\).*self_attn"):
         to_megatron(MODELS["dense"] | {name: torch.zeros(8, 32)}, megatron_rules(config_of("dense")))
@@ -218,6 +224,8 @@ def test_a_tensor_that_does_not_fit_the_config_is_refused_by_name():
         ("vision", {"text_config": {}}, "a number as text_config.vocab_size of a Qwen3.5 config, got None"),
     ],
 )
-def test_a_config_that_says_too_little_is_refused_by_the_key(kind, change, message):
+def test_a_config_that_says_too_little_is_refused_by_the_key(
+    kind: Kind, change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         megatron_rules(config_of(kind) | change)

@@ -1,6 +1,7 @@
 """Qwen3.5 in the adapter's units trains as the unsharded model does."""
 
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -19,7 +20,9 @@ BATCH = torch.randint(1024, (4, 33), generator=torch.Generator().manual_seed(1))
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**NAMED_CONFIGS["qwen3.5-tiny"]))
+    config: dict[str, Any] = {**NAMED_CONFIGS["qwen3.5-tiny"]}
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    return model
 
 
 def shard(model: nn.Module) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from qwen_tiny import config_of, mtp_of, translated
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import (
     AutoModelForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -22,13 +26,13 @@ from lamella_convert._tools.convert import convert
 from lamella_engine import fully_shard
 from lamella_qwen import FAMILY, sharding_units
 from lamella_testing import run_ranks
-from lamella_testing.qwen import KINDS, make_empty_model, make_model
+from lamella_testing.qwen import KINDS, Kind, make_empty_model, make_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:torch.distributed is unavailable"
 )
 
-CLASSES = {
+CLASSES: dict[Kind, Any] = {
     "dense": AutoModelForCausalLM,
     "moe": AutoModelForCausalLM,
     "vision": Qwen3_5ForConditionalGeneration,
@@ -36,14 +40,14 @@ CLASSES = {
 }
 
 
-def make_empty(kind):
+def make_empty(kind: Kind) -> tuple[Any, torch.optim.Optimizer]:
     """A model whose weights are to come from elsewhere, and its optimizer."""
     with torch.random.fork_rng():
         model = make_empty_model(kind)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train_a_step(model, optimizer):
+def train_a_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     torch.manual_seed(7)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -54,7 +58,7 @@ def train_a_step(model, optimizer):
                 parameter[0] = 1 / 3  # In fp32 its last bit is lost around zero.
 
 
-def state_of(model, optimizer):
+def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     slots = {
         f"{names[id(parameter)]}.{slot}": value
@@ -64,7 +68,7 @@ def state_of(model, optimizer):
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | slots
 
 
-def assert_same(some, others):
+def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
     assert sorted(some) == sorted(others)
     for name, tensor in some.items():
         assert torch.equal(tensor, others[name]), name
@@ -76,7 +80,9 @@ def assert_same(some, others):
     [("bridge", None), ("release-0.19", 1), ("release-0.19", 2), ("release-0.19", 4)],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_parallel_size, tmp_path):
+def test_nothing_changes_on_the_way_to_megatron_and_back(
+    kind: Kind, dialect: Literal["bridge", "release-0.19"], tensor_parallel_size: int | None, tmp_path: Path
+) -> None:
     published, files = make_model(kind), tmp_path / "hf"
     published.save_pretrained(files)
     convert(files, tmp_path / "native", to="dcp")
@@ -86,7 +92,10 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_p
 
     train_a_step(model, optimizer)
     save(tmp_path / "trained", model=model, optimizer=optimizer)
-    ways = {"megatron": MegatronOptions(dialect=dialect, tensor_parallel_size=tensor_parallel_size), "like": files}
+    ways: dict[str, Any] = {
+        "megatron": MegatronOptions(dialect=dialect, tensor_parallel_size=tensor_parallel_size),
+        "like": files,
+    }
     there = convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
     back = convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     # Norms that are stored around one lose a bit here and there around zero: kept beside, it comes back.
@@ -104,7 +113,9 @@ def test_nothing_changes_on_the_way_to_megatron_and_back(kind, dialect, tensor_p
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_go_straight_from_hugging_face_to_megatron_and_back(kind, dtype, tmp_path):
+def test_weights_go_straight_from_hugging_face_to_megatron_and_back(
+    kind: Kind, dtype: torch.dtype, tmp_path: Path
+) -> None:
     make_model(kind).to(dtype).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "megatron", to="fsdp_dtensor", megatron=MegatronOptions(dialect="bridge"))
     convert(tmp_path / "megatron", tmp_path / "back", to="hf")
@@ -115,7 +126,7 @@ def test_weights_go_straight_from_hugging_face_to_megatron_and_back(kind, dtype,
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_megatron_trained_does_not_come_back_as_it_was(dtype, tmp_path):
+def test_what_megatron_trained_does_not_come_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
     """Kept values stand in for elements that are what the shift made of them, and for no others."""
     weights = {name: tensor.detach().to(dtype) for name, tensor in make_model("dense").named_parameters()}
     name = "model.layers.0.linear_attn.norm.weight"
@@ -133,7 +144,7 @@ def test_what_megatron_trained_does_not_come_back_as_it_was(dtype, tmp_path):
     stored = dcp_load(tmp_path / "megatron")
     norm = "module.decoder.layers.0.self_attention.out_norm.weight"
     stored[norm][1] = 0.25
-    dcp.save({"model": stored, "checkpoint_version": 3.0}, checkpoint_id=tmp_path / "trained", no_dist=True)
+    dcp.save({"model": stored, "checkpoint_version": 3.0}, checkpoint_id=tmp_path / "trained", no_dist=True)  # type: ignore[attr-defined]
     like = tmp_path / "megatron" / "hf"
     back = convert(tmp_path / "trained", tmp_path / "back", to="hf", like=like)
     expected = weights[name].clone()
@@ -147,20 +158,20 @@ def test_what_megatron_trained_does_not_come_back_as_it_was(dtype, tmp_path):
     assert set(alone.inexact) <= {f"model.model.layers.{layer}.linear_attn.norm.weight" for layer in range(3)}
 
 
-def dcp_load(path):
-    infos = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+def dcp_load(path: Path) -> dict[str, torch.Tensor]:
+    infos = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # type: ignore[attr-defined]
     tensors = {
         name: torch.empty(info.size, dtype=info.properties.dtype)
         for name, info in infos.items()
-        if name.startswith("model.")
+        if name.startswith("model.") and isinstance(info, TensorStorageMetadata)
     }
-    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed, tmp_path):
+def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed: bool, tmp_path: Path) -> None:
     """Its experts are stacked in Qwen3.6's files, and one by one in Qwen3.5's."""
     make_model("moe").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
@@ -177,22 +188,23 @@ def test_the_layer_that_predicts_further_tokens_is_published_as_it_was(packed, t
         assert "module.mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3_w" in dcp_load(tmp_path / way)
         convert(tmp_path / way, tmp_path / f"{way}-back", to="hf")
         assert_same(load_file(tmp_path / f"{way}-back" / "model.safetensors"), weights)
+    unknown: Any = "mtp"
     with pytest.raises(ValueError, match="`mtp_layer` to be one of .*, got 'mtp'"):
-        convert(tmp_path / "hf", tmp_path / "no", to="fsdp_dtensor", megatron=MegatronOptions(mtp_layer="mtp"))
+        convert(tmp_path / "hf", tmp_path / "no", to="fsdp_dtensor", megatron=MegatronOptions(mtp_layer=unknown))
 
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, tmp_path):
+def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size: int, tmp_path: Path) -> None:
     published, files = make_model("dense"), tmp_path / "hf"
     published.save_pretrained(files)
     model, optimizer = make_empty("dense")
     load(open_checkpoint(files), model=model)
     train_a_step(model, optimizer)
     save(tmp_path / "trained", model=model, optimizer=optimizer)
-    ways = {"megatron": MegatronOptions(tensor_parallel_size=tensor_parallel_size), "like": files}
+    ways: dict[str, Any] = {"megatron": MegatronOptions(tensor_parallel_size=tensor_parallel_size), "like": files}
 
-    def padded(num_rows):
+    def padded(num_rows: int) -> dict[str, Any]:
         return ways | {"megatron": replace(ways["megatron"], padded_vocabulary=num_rows)}
 
     convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **padded(72))
@@ -208,7 +220,7 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, t
     assert_same(state_of(resumed, its_optimizer), state_of(model, optimizer))
 
     stored["module.output_layer.weight"][[66, 70]] = 1.0
-    dcp.save({"model": stored, "checkpoint_version": 3.0}, checkpoint_id=tmp_path / "other", no_dist=True)
+    dcp.save({"model": stored, "checkpoint_version": 3.0}, checkpoint_id=tmp_path / "other", no_dist=True)  # type: ignore[attr-defined]
     told = convert(tmp_path / "other", tmp_path / "cut", to="hf", **ways)
     assert told.inexact == {"model.lm_head.weight": "2 of 8 rows of padding that are cut off are not zero"}
     assert load_file(tmp_path / "cut" / "model.safetensors")["lm_head.weight"].shape == (64, 32)
@@ -222,35 +234,38 @@ def test_a_vocabulary_is_padded_when_asked_and_cut_again(tensor_parallel_size, t
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind, tmp_path):
+def test_the_legs_of_the_way_run_on_any_number_of_ranks(kind: Kind, tmp_path: Path) -> None:
     make_model(kind).save_pretrained(tmp_path / "hf")
     modules = FAMILY.modules(config_of(kind))
     batch = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(8))
 
-    def make_sharded():
+    def make_sharded() -> tuple[Any, torch.optim.Optimizer]:
         model, _ = make_empty(kind)
         for unit in sharding_units(model):
             fully_shard(unit)
         return fully_shard(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def train():
+    def train() -> None:
         model, optimizer = make_sharded()
         load(
             open_checkpoint(tmp_path / "hf"), model=model, translate=lambda source: translated(source, modules, "right")
         )
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        F.cross_entropy(logits.transpose(1, 2), batch[:, 1:]).backward()
+        F.cross_entropy(logits.transpose(1, 2), batch[:, 1:]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         save(tmp_path / "trained", model=model, optimizer=optimizer)
 
-    def resume():
+    def resume() -> None:
         model, optimizer = make_sharded()
         load(open_checkpoint(tmp_path / "back"), model=model, optimizer=optimizer)
         save(tmp_path / "resumed", model=model, optimizer=optimizer)
         save_safetensors(tmp_path / "published", model=model, like=tmp_path / "hf")
 
     run_ranks(train, 2)
-    ways = {"megatron": MegatronOptions(dialect="release-0.19", tensor_parallel_size=2), "like": tmp_path / "hf"}
+    ways: dict[str, Any] = {
+        "megatron": MegatronOptions(dialect="release-0.19", tensor_parallel_size=2),
+        "like": tmp_path / "hf",
+    }
     convert(tmp_path / "trained", tmp_path / "megatron", to="fsdp_dtensor", **ways)
     convert(tmp_path / "megatron", tmp_path / "back", to="dcp", **ways)
     run_ranks(resume, 3)

@@ -1,7 +1,7 @@
 """Checkpoints of sharded models that open on any number of ranks, and in plain PyTorch.
 
-Saves and loads of live models are imported when they are first used: `torch.distributed.tensor` takes seconds, and
-readers of files need none of it.
+Saves and loads of live models are imported on first use: `torch.distributed.tensor` takes seconds, and
+readers of files do not need the import.
 """
 
 from importlib import import_module
@@ -53,7 +53,7 @@ _LATER: Final = {
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}
 
-if not TYPE_CHECKING:  # A type checker that saw it would take every name for one of the module's.
+if not TYPE_CHECKING:  # A type checker that saw `__getattr__` would accept any name of the module.
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

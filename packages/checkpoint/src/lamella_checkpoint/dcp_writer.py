@@ -1,4 +1,4 @@
-"""A writer of torch DCP that takes a source; apart from the readers, as torch's own writers take a second to import.
+"""A writer of torch DCP from a source; apart from the readers, as torch's own writers take a second to import.
 
 For packages that open or write checkpoints, as lamella-convert does. Names may change in any minor release.
 """

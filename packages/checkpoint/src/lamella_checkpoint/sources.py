@@ -30,5 +30,6 @@ from lamella_checkpoint._base.sections import LiveNames as LiveNames
 from lamella_checkpoint._base.source import Over as Over
 from lamella_checkpoint._base.stream import BUFFER_NBYTES as BUFFER_NBYTES
 from lamella_checkpoint._base.stream import OnBytes as OnBytes
+from lamella_checkpoint._base.stream import WriteOptions as WriteOptions
 from lamella_checkpoint._base.stream import objects_once as objects_once
 from lamella_checkpoint._base.stream import stream as stream

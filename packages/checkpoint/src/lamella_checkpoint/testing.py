@@ -1,4 +1,4 @@
-"""A checkpoint in memory, and reads of whole sources: for tests of rules, translations and formats."""
+"""A checkpoint in memory, and whole reads of sources: for tests of rules, translations and formats."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class MemorySource:
         return tuple(self.values)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """As `Source.read`; records what is read in `requests`."""
+        """As `Source.read`; records each read in `requests`."""
         for want in wanted:
             self.requests.append((want.name, want.chunk))
             box = box_of(self.held[want.name], want.chunk)
@@ -65,7 +65,7 @@ class MemorySource:
 def read_tensor(
     source: Source, name: str, chunk: Chunk | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor of a source: a box of it, or the whole; in its own dtype, or another."""
+    """A tensor of a source: one box, or the whole; in the stored dtype, or another."""
     info = source.tensors[name]
     chunk = chunk or whole_box(info.shape)
     into = torch.empty(chunk.sizes, dtype=dtype or info.dtype)
@@ -81,7 +81,7 @@ def read_all(source: Source) -> dict[str, torch.Tensor]:
 
 
 def read_in_chunks(source: Source) -> dict[str, torch.Tensor]:
-    """Every tensor of a source, along its chunks; elements that no chunk covers stay 77."""
+    """Every tensor of a source, along the chunks; elements outside all chunks stay 77."""
     whole = _blanks(source)
     for name, info in source.tensors.items():
         for chunk in info.chunks:
@@ -90,7 +90,7 @@ def read_in_chunks(source: Source) -> dict[str, torch.Tensor]:
 
 
 def forget_checksums(path: Path) -> None:
-    """Rewrite a checkpoint of `save` as by a release that kept no checksums."""
+    """Rewrite a checkpoint of `save` as an early release without checksums would."""
     (path / CHECKSUMS_FILE).unlink(missing_ok=True)
     file = path / MANIFEST_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"checksums": None}))

@@ -1,6 +1,6 @@
 """Checkpoints of any format opened, translated, converted, compared and verified.
 
-A name is imported when it is first used: a list of the tensors in a file needs neither the writers nor a live model.
+Names are imported on first use: listing the tensors in a file needs neither the writers nor a live model.
 """
 
 from importlib import import_module
@@ -65,7 +65,7 @@ _LATER: Final = {
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}
 
-if not TYPE_CHECKING:  # A type checker that saw it would take every name for one of the module's.
+if not TYPE_CHECKING:  # A type checker that saw `__getattr__` would accept any name of the module.
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

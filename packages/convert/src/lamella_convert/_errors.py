@@ -1,12 +1,12 @@
-"""Refusals of a conversion: a size or a model type that nothing is known of."""
+"""Refusals of a conversion: an unknown size or model type."""
 
 from collections.abc import Mapping
 
 
 class SizeUnknown(ValueError):
-    """A size that rules need to take a tensor apart, and were not given.
+    """A missing size that rules need to cut a tensor.
 
-    `size` is its name ("tp" is the number of tensor-parallel ranks), `known` those that were given, and `needed_for`
+    `size` is the missing name ("tp" is the number of tensor-parallel ranks), `known` the given sizes, and `needed_for`
     the tensor.
     """
 
@@ -22,7 +22,7 @@ class SizeUnknown(ValueError):
 
 
 class ModelUnknown(ValueError):
-    """A `model_type` that no installed package has rules for; `known` are those that some have."""
+    """A `model_type` without rules in any installed package; `known` are the types with rules."""
 
     def __init__(self, model_type: str, known: tuple[str, ...]) -> None:
         super().__init__(model_type, known)

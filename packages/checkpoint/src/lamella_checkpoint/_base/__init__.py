@@ -1,1 +1,1 @@
-"""What formats, rules and live models agree on: sources, boxes, safe reading of small files, errors."""
+"""Common ground of formats, rules and live models: sources, boxes, safe reading of small files, errors."""

@@ -8,16 +8,16 @@ import torch
 
 from lamella_layout import Chunk, Range, Region
 
-_MAX_NUMEL: Final = 1 << 58  # torch counts bytes in 63 bits, of elements of up to sixteen; empty dims count as one.
+_MAX_NUMEL: Final = 1 << 58  # torch counts bytes in 63 bits, for elements of up to sixteen; empty dims count as one.
 
 
 def whole_box(shape: Sequence[int]) -> Chunk:
-    """The box that is all of a tensor."""
+    """The box of a whole tensor."""
     return Chunk((0,) * len(shape), tuple(shape))
 
 
 def are_sizes(sizes: Iterable[object]) -> bool:
-    """Whether torch could make a tensor of such sizes, of any dtype, as far as counting goes."""
+    """Whether torch could count the elements and bytes of a tensor of such sizes, in any dtype."""
     numel = 1
     for size in sizes:
         if type(size) is not int or size < 0:
@@ -34,14 +34,14 @@ def box_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 
 def places_in_memory(region: Region) -> list[Chunk]:
-    """Where each of a region's chunks lies in the local tensor, in the order of `region.chunks`."""
+    """The place of each of a region's chunks in the local tensor, in the order of `region.chunks`."""
     return [Chunk.of(ranges) for ranges in product(*map(_places_along, region.runs))]
 
 
 def first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Two chunks that share an element, if there are any.
+    """Two overlapping chunks, if any.
 
-    Takes time in proportion to the chunks that lie beside each other along dim 0, squared.
+    Time is quadratic in the number of chunks beside each other along dim 0.
     """
     beside: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.numel):

@@ -1,7 +1,7 @@
-"""Which boxes of which tensors are the same numbers: how two ways to name and cut a model's tensors correspond.
+"""Correspondence of two ways to name and cut a model's tensors: pairs of boxes that hold the same numbers.
 
-Fused projections that one side splits, experts that one side stacks, halves that one side names apart, heads that one
-side interleaves: each is a table of boxes, equal on both sides, and reads from left to right as well as back.
+Fused projections split on the other side, stacked experts, separately named halves, interleaved heads: each
+is a table of equal boxes, and reads from left to right as well as back.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 class Piece(NamedTuple):
     """Two boxes that hold the same numbers, in the same order row by row.
 
-    Their sizes are equal but for sizes of 1 (`[1, 4, 8]` of stacked experts is `[4, 8]` of one).
+    The sizes are equal but for sizes of 1 (`[1, 4, 8]` of stacked experts is `[4, 8]` of a single expert).
     """
 
     left: Place
@@ -35,19 +35,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Correspondence:
-    """Tensors of the left side that are, together, tensors of the right side.
+    """Tensors of the left side that together equal tensors of the right side.
 
     Attributes:
-        left: Shapes by name. The pieces cover each of them once.
+        left: Shapes by name. The pieces cover each tensor exactly once.
         right: The same of the other side.
-        pieces: The boxes that are equal.
-        shift: What is added from left to right, and subtracted on the way back: norms whose weights are stored around
-            zero have -1 where the others are on the left.
-        padded: By name, the rows of a tensor that the pieces cover, of those that have others behind them. They hold
-            nothing: zeros are written, and on the way back they are left out.
+        pieces: The pairs of equal boxes.
+        shift: Added from left to right, and subtracted on the way back: norm weights stored around zero on the right
+            have -1 here.
+        padded: By name, the number of rows that the pieces cover, for tensors with padding rows behind. Padding
+            is written as zeros, and dropped on the way back.
 
     Raises:
-        ValueError: The pieces do not cover a tensor once, or the boxes of one are not of one size.
+        ValueError: The pieces do not cover a tensor exactly once, or a piece's boxes differ in size.
     """
 
     left: Mapping[str, tuple[int, ...]]
@@ -72,7 +72,7 @@ class Correspondence:
 
     @property
     def is_rename(self) -> bool:
-        """Whether it is one tensor on both sides, of one shape and in one order."""
+        """Whether both sides are a single tensor, of one shape and in one order."""
         return len(self.pieces) == 1 and list(self.left.values()) == list(self.right.values())
 
     @property
@@ -84,7 +84,7 @@ class Correspondence:
     def renamed(
         self, left: Callable[[str], str] = lambda name: name, right: Callable[[str], str] = lambda name: name
     ) -> "Correspondence":
-        """The same, of tensors with other names.
+        """The same correspondence, with new tensor names.
 
         Args:
             left: The new names of the left side, by the old ones.
@@ -107,13 +107,13 @@ class Correspondence:
         )
 
     def padding(self, name: str, shape: tuple[int, ...]) -> Chunk | None:
-        """The rows of a tensor that are padding; None where it has none."""
+        """The padding rows of a tensor; None without padding."""
         if not shape or (first := self.padded.get(name, shape[0])) == shape[0]:
             return None
         return Chunk((first, *(0 for _ in shape[1:])), (shape[0] - first, *shape[1:]))
 
     def _but(self, **changes: object) -> "Correspondence":
-        """The same but for some attributes, which are right because these are: there may be tens of thousands."""
+        """A copy with some attributes changed, unchecked: pieces, maybe tens of thousands, are checked already."""
         other = copy(self)
         vars(other).update(changes)
         return other
@@ -123,12 +123,12 @@ class Correspondence:
 
 
 def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
-    """Where a part of one box lies in another that holds the same numbers.
+    """The part of `goal` that holds the same numbers as a part of `origin`.
 
     Args:
         chunk: Inside `origin`, and not empty.
         origin: A box.
-        goal: One of the same sizes, but for 1s. May have another number of dims.
+        goal: A box of the same sizes, but for 1s. May have another number of dims.
     """
     if chunk is origin or chunk == origin:
         return goal
@@ -143,9 +143,9 @@ def carried(chunk: Chunk, origin: Chunk, goal: Chunk) -> Chunk:
 
 
 def meetings(some: Iterable[Chunk], others: Iterable[Chunk]) -> Iterator[tuple[int, int, Chunk]]:
-    """Which boxes of two lists meet, by their indices, and in what.
+    """Overlapping pairs of boxes from two lists: both indices, and the intersection.
 
-    Boxes are compared along dim 0 first, so that thousands of experts do not cost their square.
+    Boxes are compared along dim 0 first, so that thousands of experts do not cost quadratic time.
     """
     mine, theirs = _by_start(some), _by_start(others)
     open_boxes: list[tuple[int, Chunk]] = []
@@ -175,7 +175,7 @@ def _without_ones(sizes: Sequence[int]) -> list[int]:
 
 
 def _check_cover(shapes: Mapping[str, tuple[int, ...]], places: Iterable[Place]) -> None:
-    """Every element of each tensor is in one box, and no box is outside."""
+    """Check that every element of each tensor is in exactly one box, and no box is outside."""
     boxes: dict[str, list[Chunk]] = {name: [] for name in shapes}
     for place in places:
         if place.name not in boxes:
@@ -192,7 +192,7 @@ def _check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Chunk]) -> Non
     for box in boxes:
         if len(box.sizes) != len(shape) or whole.intersection(box) != box:
             raise ValueError(f"Expected boxes inside {name!r} of shape {tuple(shape)!r}, got {box!r}.")
-    # As many elements as there are, and each box meets itself alone: then none is missing and none is there twice.
+    # Equal counts, and no box overlaps another: then no element is missing and none is covered twice.
     num_covered = sum(box.numel for box in boxes)
     if num_covered != prod(shape):
         raise ValueError(f"Expected pieces of all {prod(shape)} elements of {name!r}, got {num_covered}.")

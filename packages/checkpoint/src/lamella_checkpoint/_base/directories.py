@@ -1,16 +1,16 @@
 """Directories that appear whole or not at all.
 
 Note [How a checkpoint appears]
-    A save writes into a sibling of its target, `<target>.saving-<token>`, and rank 0 renames that to the target when
-    every rank has finished and every file is on the disk. A target that exists is exchanged with it in one
-    step (`renameat2`), so that a reader finds the old checkpoint or the new one. Where the file system cannot exchange
-    (NFS, some network file systems), the old one steps aside as `<target>.replaced-<token>` first: between two
-    renames the target does not exist, and `find` reads the one that stepped aside. The token is new for every save:
-    a process that outlived a killed job cannot write into its successor's directory.
+    A save writes into a sibling of the target, `<target>.saving-<token>`, and rank 0 renames the sibling to the target
+    when every rank has finished and every file is on the disk. An existing target is exchanged with the sibling in one
+    step (`renameat2`), so a reader finds the old checkpoint or the new one. Where the file system cannot exchange
+    (NFS, some network file systems), the old checkpoint is renamed to `<target>.replaced-<token>` first: between two
+    renames the target does not exist, and `find` reads the renamed old checkpoint. The token is new for every save:
+    a process that outlived a killed job cannot write into the successor's directory.
 
-    Whatever a killed save leaves has one of these suffixes. The next save to the same target removes it, and puts a
-    checkpoint that stepped aside back if its successor never came. What is removed is renamed first: should its save be
-    alive after all (two jobs that save to one path), that save finds nothing to publish, and not a part.
+    A killed save leaves only paths with these suffixes. The next save to the same target removes them, and restores
+    a checkpoint renamed aside without a successor. Every removal renames first: should the leftover's
+    save still be running (two jobs that save to one path), the save finds nothing to publish, rather than a part.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _RENAME_EXCHANGE = 2  # from linux/fs.h
 
 
 class Leftover(NamedTuple):
-    """What an interrupted save or removal left beside its target."""
+    """A path left beside the target by an interrupted save or removal."""
 
     path: Path
     target: str
@@ -39,7 +39,7 @@ class Leftover(NamedTuple):
 
 
 def leftovers(parent: Path) -> Iterator[Leftover]:
-    """The leftovers in `parent`, by name."""
+    """The leftovers in `parent`, sorted by name."""
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         if match := _LEFTOVER.fullmatch(path.name):
             yield Leftover(path, match["target"], match["kind"])
@@ -49,13 +49,13 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
     """An empty directory to write in, which `publish` turns into `target`.
 
     Args:
-        target: What is to appear.
-        check: Raises if what is there must not be replaced; None is `check_replaceable`.
+        target: The directory to create.
+        check: Raises if the present target must not be replaced; None is `check_replaceable`.
 
     Raises:
-        FileExistsError: `target` is something else than a checkpoint that may be replaced, and a save would delete it.
+        FileExistsError: `target` is no checkpoint that may be replaced, and a save would delete the contents.
 
-    Effects: creates the parents of `target`; removes the leftovers of killed saves to it.
+    Effects: creates the parents of `target`; removes the leftovers of killed saves to `target`.
     """
     (check or check_replaceable)(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,12 +66,12 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
 
 
 def staging_path(target: Path, token: str) -> Path:
-    """Where a save writes before it is published; `token` is eight hexadecimal digits of its own."""
+    """The directory that a save writes before publication; `token` is eight hexadecimal digits, new for each save."""
     return target.with_name(f"{target.name}.saving-{token}")
 
 
 def recover(target: Path, *, spare: Path | None = None) -> None:
-    """Put back the checkpoint that an interrupted save moved aside; remove what else they left, but for `spare`."""
+    """Restore the checkpoint that an interrupted save moved aside; remove all other leftovers except `spare`."""
     for leftover in leftovers(target.parent):
         if leftover.target != target.name or leftover.path == spare:
             continue
@@ -82,10 +82,10 @@ def recover(target: Path, *, spare: Path | None = None) -> None:
 
 
 def publish(staged: Path, target: Path) -> None:
-    """Turn a staged directory into `target`; what was there before is removed once the new one is in place.
+    """Turn a staged directory into `target`; the previous target is removed once the new checkpoint is in place.
 
     Raises:
-        FileNotFoundError: Another save to the same path took the staged directory for a leftover. What is at `target`
+        FileNotFoundError: Another save to the same path took the staged directory for a leftover. The present `target`
             stays.
 
     Effects: waits until the directory's entries are on the disk.
@@ -93,7 +93,7 @@ def publish(staged: Path, target: Path) -> None:
     if not staged.exists():
         raise FileNotFoundError(
             errno.ENOENT,
-            "Expected one save at a time to a path, got another that removed what this one wrote",
+            "Expected one save at a time to a path, got another save that removed this one's files",
             str(target),
         )
     sync(staged)
@@ -112,10 +112,10 @@ def remove(target: Path) -> None:
 
 
 def find(target: Path) -> Path:
-    """Where a checkpoint lies: `target`, or where an interrupted replacement left the old one.
+    """The path of a checkpoint: `target`, or the old checkpoint that an interrupted replacement renamed aside.
 
     Raises:
-        FileNotFoundError: There is neither.
+        FileNotFoundError: Neither exists.
     """
     if target.exists():
         return target
@@ -126,7 +126,7 @@ def find(target: Path) -> Path:
 
 
 def swap(one: Path, other: Path) -> bool:
-    """Let two paths change places in one step; False where the system cannot.
+    """Exchange two paths in one step; False where the system cannot.
 
     Source: renameat2(2), which Python does not wrap.
     """
@@ -162,15 +162,15 @@ def _replace_in_two_steps(staged: Path, target: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove what nobody needs; what resists (an NFS client may hold it open) is a leftover for the next save."""
+    """Remove a directory; a file that resists (an NFS client may hold it open) is a leftover for the next save."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_aside(path: Path, target: Path) -> None:
-    """Remove a leftover of `target`, unless somebody else does.
+    """Remove a leftover of `target`, unless another process does.
 
-    It may be no leftover, but of a save that is still running. Renamed first, it is whole or gone to that one, which
-    can never publish what has been removed in part.
+    The leftover may belong to a running save. Renaming first makes the directory whole or absent for that save, which
+    can never publish a partly removed directory.
     """
     with suppress(FileNotFoundError):
         _discard(_moved_aside(path, target))
@@ -187,20 +187,20 @@ def _sibling(target: Path, kind: str) -> Path:
 
 
 def check_replaceable(target: Path) -> None:
-    """A save deletes what it replaces: that must be a checkpoint, or nothing.
+    """Refuse to replace anything but a checkpoint: a save deletes the replaced directory.
 
     Raises:
-        FileExistsError: It is something else.
+        FileExistsError: The target holds other files.
     """
     if not (target / METADATA_FILE).is_file():
         check_vacant(target, "a checkpoint, ")
 
 
 def check_vacant(target: Path, besides: str = "") -> None:
-    """Nothing may be there to replace: people keep files of their own in directories of some formats.
+    """Refuse any existing contents: people keep files of their own in directories of some formats.
 
     Raises:
-        FileExistsError: Something is, and it is no empty directory.
+        FileExistsError: The target exists and is no empty directory.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(

@@ -1,4 +1,4 @@
-"""What a save or a load refuses, and how it says so on every rank alike."""
+"""Errors of saves and loads, raised on every rank alike, and their messages."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ _LINES_SHOWN = 10
 
 
 class NameDifference(NamedTuple):
-    """One name that a checkpoint and the live model or optimizer do not share, or not with the same shape.
+    """One name absent on one side (checkpoint or live), or with different shapes.
 
-    `saved` and `live` are shapes as text; None means that this side lacks the name.
+    `saved` and `live` are shapes as text; None means absent on this side.
     """
 
     name: str
@@ -27,7 +27,7 @@ class NameDifference(NamedTuple):
 
 
 class OptionConflict(NamedTuple):
-    """One option that the checkpoint holds with two values for parameters of one live parameter group."""
+    """One option with two checkpoint values for parameters of one live parameter group."""
 
     option: str
     group: int
@@ -46,9 +46,9 @@ class OptionConflict(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """Everything that keeps a checkpoint from fitting, in the live model's order; false when it fits.
+    """All differences between a checkpoint and the live state, in the live model's order; false if none.
 
-    `kinds` is set when the checkpoint's optimizer cannot be the live one: the two classes by name.
+    `kinds` is set when the saved optimizer cannot resume as the live one: the two classes by name.
     """
 
     names: tuple[NameDifference, ...] = ()
@@ -57,17 +57,17 @@ class Differences:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names that the live side has and the checkpoint lacks."""
+        """Live names absent from the checkpoint."""
         return tuple(each.name for each in self.names if each.saved is None)
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Names that the checkpoint has and the live side lacks."""
+        """Checkpoint names unknown on the live side."""
         return tuple(each.name for each in self.names if each.live is None)
 
     @property
     def shapes(self) -> tuple[NameDifference, ...]:
-        """Names that both have, with different shapes."""
+        """Common names with different shapes."""
         return tuple(each for each in self.names if each.saved is not None and each.live is not None)
 
     def __bool__(self) -> bool:
@@ -87,9 +87,9 @@ class Differences:
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint of another model, or of this one with another optimizer. Nothing has been loaded.
+    """A checkpoint of another model, or of the same model with another optimizer. Nothing has been loaded.
 
-    `way_out` is a further one than to load the names that fit.
+    `way_out` is a hint besides `strict=False`.
     """
 
     def __init__(self, path: str, differences: Differences, way_out: str = "") -> None:
@@ -101,27 +101,27 @@ class CheckpointMismatch(ValueError):
     def __str__(self) -> str:
         return (
             f"Expected the checkpoint {self.path!r} to hold this model, got these differences:\n"
-            f"{self.differences}\nTo load what fits and leave the rest, pass strict=False. {self.way_out}".rstrip()
+            f"{self.differences}\nTo load every match and leave the rest, pass strict=False. {self.way_out}".rstrip()
         )
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names that the live side has and the checkpoint lacks."""
+        """Live names absent from the checkpoint."""
         return self.differences.missing
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Names that the checkpoint has and the live side lacks."""
+        """Checkpoint names unknown on the live side."""
         return self.differences.unexpected
 
     @property
     def shapes(self) -> tuple[NameDifference, ...]:
-        """Names that both have, with different shapes."""
+        """Common names with different shapes."""
         return self.differences.shapes
 
 
 class CheckpointDamaged(ValueError):
-    """A checkpoint that lacks a file, or part of one."""
+    """A checkpoint with a missing, truncated or corrupt file."""
 
     def __init__(self, file: str, problem: str) -> None:
         super().__init__(file, problem)
@@ -133,10 +133,10 @@ class CheckpointDamaged(ValueError):
 
 
 class CheckpointUntrusted(CheckpointDamaged):
-    """A checkpoint that holds more than data: a type that could run code when it is read. Nothing has run.
+    """A checkpoint with more than data: a type that could run code when unpickled. Nothing has run.
 
-    `type_name` is the type's full name, and `entry` the name under which its value is stored, if it is not the file's
-    own.
+    `type_name` is the type's full name, and `entry` the stored name of the value, unless the type is in the file's own
+    data.
     """
 
     def __init__(self, file: str, type_name: str, entry: str | None = None) -> None:
@@ -153,9 +153,9 @@ class CheckpointUntrusted(CheckpointDamaged):
 
 
 class FormatUnknown(CheckpointDamaged):
-    """Files that are no checkpoint of a format that the reader knows.
+    """Files in no checkpoint format known to the reader.
 
-    `expected` names the formats, and `way_out` says how to go on.
+    `expected` names the formats, and `way_out` suggests how to go on.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FormatUnknown(CheckpointDamaged):
 
 
 class CheckpointFailed(RuntimeError):
-    """A save or a load that failed on other ranks; the ranks that failed raise their own errors."""
+    """A save or a load that failed on other ranks; each failed rank raises its own error."""
 
     def __init__(self, step: str, failures: Mapping[int, str]) -> None:
         super().__init__(step, failures)

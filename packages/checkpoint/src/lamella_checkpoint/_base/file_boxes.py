@@ -1,4 +1,4 @@
-"""Boxes of a tensor that lies row by row in a file: read and written where they are, through bounded buffers."""
+"""Boxes of a tensor stored row by row in a file: read and written in place, through bounded buffers."""
 
 import os
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ import torch
 from lamella_layout import Chunk
 
 BUFFER_NBYTES: Final = 8 << 20
-"""The most that a read or a write holds of a tensor besides the memory that it fills or takes."""
+"""Memory limit of a read or write, besides the caller's tensor."""
 
 _GAP_NBYTES: Final = 32 << 10  # Reading over a gap of this length costs about as much as another system call.
 
 
 class Stored(NamedTuple):
-    """A tensor that lies in a file without gaps, last dim innermost; `start` is the byte of its first element."""
+    """A tensor stored in a file without gaps, last dim innermost; `start` is the byte of the first element."""
 
     start: int
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """Size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 def pieces(chunk: Chunk, max_numel: int) -> Iterator[Chunk]:
-    """Cut a box into boxes of at most `max_numel` elements, in the order of its memory; none where it is empty."""
+    """Cut a box into boxes of at most `max_numel` elements, in memory order; none for an empty box."""
     if chunk.numel <= max(max_numel, 1):
         if chunk.numel:
             yield chunk
@@ -46,14 +46,14 @@ def pieces(chunk: Chunk, max_numel: int) -> Iterator[Chunk]:
 
 
 def read_box(descriptor: int, stored: Stored, chunk: Chunk, into: torch.Tensor) -> None:
-    """Fill `into`, of the box's sizes and on any device, with a box of a stored tensor, cast to its dtype.
+    """Fill `into`, of the box's sizes and on any device, with a box of a stored tensor, cast to `into`'s dtype.
 
     Raises:
         EOFError: The file ends before the box does.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
 
-    Effects: reads the box's bytes, and gaps between them that are shorter than a system call is worth; straight into
-        `into` where it is contiguous host memory of the stored dtype.
+    Effects: reads the box's bytes, and gaps cheaper to read than another system call; straight into
+        `into`, if contiguous host memory of the stored dtype.
     """
     into = into.detach()
     if _is_plain(into, stored.dtype):
@@ -66,7 +66,7 @@ def read_box(descriptor: int, stored: Stored, chunk: Chunk, into: torch.Tensor) 
 
 
 def write_box(descriptor: int, stored: Stored, chunk: Chunk, values: torch.Tensor) -> None:
-    """Put `values`, of the box's sizes and on any device, where the box of a stored tensor lies, cast to its dtype.
+    """Write `values`, of the box's sizes and on any device, to the box of a stored tensor, cast to the stored dtype.
 
     Raises:
         OSError: The file cannot be written.
@@ -109,7 +109,7 @@ def _write_runs(descriptor: int, stored: Stored, chunk: Chunk, host: torch.Tenso
 
 
 def _span(stored: Stored, chunk: Chunk) -> tuple[int, int]:
-    """The byte where a box begins, and how many elements lie from its first to its last, both included."""
+    """The first byte of a box, and the number of elements from the first to the last, both included."""
     strides = stored.strides
     first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
     last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
@@ -117,8 +117,8 @@ def _span(stored: Stored, chunk: Chunk) -> tuple[int, int]:
 
 
 def _widest_gap(stored: Stored, chunk: Chunk) -> int:
-    """The bytes between two runs of a box, where they are furthest apart."""
-    widest, extent = 0, 1  # `extent`: elements from the first to the last of what lies further in.
+    """The widest gap between two runs of a box, in bytes."""
+    widest, extent = 0, 1  # `extent`: elements from the first to the last of the inner dims.
     for size, stride in zip(reversed(chunk.sizes), reversed(stored.strides), strict=True):
         if size > 1:
             widest = max(widest, stride - extent)
@@ -144,13 +144,14 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _part(tensor: torch.Tensor, piece: Chunk, chunk: Chunk) -> torch.Tensor:
-    """What a tensor that holds `chunk` holds of a piece of it."""
+    """The piece of a box, as a view of a tensor holding the box."""
     return tensor[tuple(slice(each.start, each.stop) for each in piece.relative_to(chunk).ranges)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # `reshape` keeps odd strides of a single element.
+    # `reshape` keeps odd strides of a single element, and the byte view below would fail.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

@@ -11,11 +11,11 @@ from lamella_checkpoint._base.text import printable
 T = TypeVar("T")
 
 OnProgress = Callable[[int, int], None]
-"""Is told how many bytes have been read, and how many there are."""
+"""Called with the number of bytes read so far, and the total."""
 
 
 class Problem(NamedTuple):
-    """What is wrong with a file."""
+    """A problem of a file."""
 
     file: str
     problem: str
@@ -26,15 +26,15 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found; true when the checkpoint is whole.
+    """The result of a verification; true when the checkpoint is whole.
 
     Attributes:
         path: Of the file or directory.
-        problems: What is wrong, file by file.
-        unneeded: Names of data files that nothing in the checkpoint refers to. They do no harm.
-        notes: Sentences about whole files that are still not what a reader of checkpoints looks for.
-        num_bytes: That were read.
-        num_unverified_bytes: Of these, what no checksum was kept of: it is there, and has the right shape.
+        problems: Problems, file by file.
+        unneeded: Names of data files without a reference from the checkpoint. Harmless.
+        notes: Sentences about whole files in a form that checkpoint readers may not expect.
+        num_bytes: Number of bytes read.
+        num_unverified_bytes: Of these, bytes without a checksum: present, and of the right shape.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Findings:
 
     Attributes:
         path: The file or directory.
-        total: All bytes that will be read; set before the first `count`.
+        total: Number of bytes to read; set before the first `count`.
         problems: As `Verification`.
         unneeded: As `Verification`.
         notes: As `Verification`.
@@ -99,7 +99,7 @@ class Findings:
         self._on_progress = on_progress
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None if it finds damage, which is noted."""
+        """The result of `work`; None on damage, which is noted."""
         try:
             return work()
         except CheckpointDamaged as error:
@@ -113,7 +113,7 @@ class Findings:
             self.problems.append(problem)
 
     def count(self, num_bytes: int) -> None:
-        """Add bytes that were read, and report progress."""
+        """Add read bytes, and report progress."""
         self.num_bytes += num_bytes
         self._on_progress(self.num_bytes, self.total)
 

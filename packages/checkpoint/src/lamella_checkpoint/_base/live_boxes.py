@@ -1,4 +1,4 @@
-"""Boxes of live tensors: which ones this rank holds, by placements or by the tensor's own word."""
+"""Boxes of live tensors on this rank, from the placements or from a tensor's own chunk list."""
 
 from typing import NamedTuple, cast
 
@@ -11,20 +11,20 @@ from lamella_layout import Chunk, mesh_region
 
 
 class LocalBox(NamedTuple):
-    """A box of a global tensor, and the memory of this rank that holds it."""
+    """A box of a global tensor, and this rank's memory for the box."""
 
     chunk: Chunk
     local: torch.Tensor
 
 
 def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
-    """What this rank holds of a tensor: nothing, one box, or several where shards are strided.
+    """This rank's boxes of a tensor: none, one, or several for strided shards.
 
-    Computed from the mesh and the placements; a tensor that cuts otherwise says so itself, as it does to DCP
-    (`__create_chunk_list__` of a class of its own, or of the local tensor).
+    Computed from the mesh and the placements. A tensor cut otherwise lists its boxes as for DCP
+    (`__create_chunk_list__` of the tensor's own class, or of the local tensor).
 
     Raises:
-        ValueError: The local tensor does not have the sizes that its placements leave to this rank.
+        ValueError: The local tensor's sizes contradict the placements.
     """
     if not isinstance(tensor, DTensor):
         return [LocalBox(whole_box(tensor.shape), tensor)]
@@ -34,20 +34,18 @@ def local_boxes(tensor: torch.Tensor) -> list[LocalBox]:
 def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
     """Whether a slot of a parameter's optimizer state holds this rank's elements in the order of the parameter's.
 
-    Such a slot is a plain tensor, or a DTensor that knows of the data-parallel ranks alone, beside a sharded parameter:
-    Note [Coordinates come from the parameter]. So is one like a parameter that is cut otherwise than its placements
-    say: `torch.zeros_like` does not take over what the parameter says itself. Any other DTensor on the parameter's mesh
-    says where it lies, a plain tensor of the parameter's whole shape is all of it, and of one element it is a number.
+    Such a slot is a plain tensor, or a DTensor on the data-parallel axes alone, beside a sharded parameter:
+    Note [Coordinates come from the parameter]. Likewise a slot shaped like a parameter with a chunk list of its own:
+    `torch.zeros_like` does not copy the chunk list. Any other DTensor on the parameter's mesh has true placements, a
+    plain tensor of the parameter's whole shape is the whole slot, and a tensor of one element is a number.
 
     Args:
         param: The parameter.
-        slot: Its slot.
+        slot: The optimizer state tensor of the parameter.
         name: Of the slot, for messages.
 
     Raises:
-        ValueError: It is none of these.
-
-
+        ValueError: The slot is none of these.
     """
     if not isinstance(param, DTensor) or slot.ndim == 0:
         return False
@@ -69,7 +67,7 @@ def is_placed_by(param: torch.Tensor, slot: torch.Tensor, name: str) -> bool:
 
 
 def boxes_beside(param: DTensor, slot: torch.Tensor) -> list[LocalBox]:
-    """What this rank holds of a slot that its parameter places (`is_placed_by`), as `local_boxes`.
+    """This rank's boxes of a slot in the parameter's coordinates (`is_placed_by`), as `local_boxes`.
 
     The boxes are views.
     """
@@ -78,12 +76,11 @@ def boxes_beside(param: DTensor, slot: torch.Tensor) -> list[LocalBox]:
 
 
 def cut_order(tensor: DTensor) -> tuple[int, ...] | None:
-    """The axes of a tensor's mesh in the order in which they cut it, where the mesh says so; None for left to right.
+    """The order in which a tensor's mesh axes cut the tensor, where the mesh defines an order; None for left to right.
 
-    Megatron-FSDP marks its meshes: tensor parallelism cuts first there, though its axis is the last, and placements do
-    not say it. Taken at their word, they would place a rank's part among another's rows. A strided shard does say it.
-
-
+    Megatron-FSDP marks its meshes: tensor parallelism cuts first although the axis is the last, and placements do not
+    record the order. Without the mark, a rank's part would be placed among another rank's rows. Strided shards record
+    the order themselves.
     """
     told = getattr(tensor.device_mesh, "_shard_order", None)
     if told is None or any(isinstance(placement, _StridedShard) for placement in tensor.placements):
@@ -92,7 +89,7 @@ def cut_order(tensor: DTensor) -> tuple[int, ...] | None:
 
 
 def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
-    """The boxes of a DTensor that this rank holds, in memory that lies as its local tensor does."""
+    """This rank's boxes of a DTensor, in memory with the layout of the local tensor."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -109,7 +106,7 @@ def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
 
 
 def _tells_itself(tensor: DTensor) -> bool:
-    """Whether a tensor answers torch DCP otherwise than DTensor does, from its placements."""
+    """Whether a tensor overrides the chunk list of DTensor, which follows the placements."""
     is_own_class = type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__
     return is_own_class or hasattr(tensor._local_tensor, "__create_chunk_list__")
 

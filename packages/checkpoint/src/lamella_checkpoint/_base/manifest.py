@@ -1,4 +1,4 @@
-"""`lamella.json`: what a checkpoint says about itself in plain text, and what the caller asked to keep."""
+"""`lamella.json`: a plain-text description of a checkpoint, and the caller's `extra`."""
 
 import json
 import os
@@ -22,9 +22,9 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """An optimizer's class and the options that it declares: enough to tell that another one cannot take over.
+    """An optimizer's class and declared options: enough to refuse a resume by an incompatible optimizer.
 
-    `local_slots` are the slots that it keeps as plain tensors of a rank's elements: those of a fresh one are made so.
+    `local_slots`: slots kept as plain tensors of a rank's elements; a fresh optimizer's are made alike.
     """
 
     class_name: str
@@ -32,7 +32,7 @@ class OptimizerKind:
     local_slots: frozenset[str] = frozenset()
 
     def can_resume(self, other: "OptimizerKind") -> bool:
-        """Whether one declares all that the other does, as between releases of one class, or Adam and AdamW."""
+        """Whether the options of one include the other's, as between releases of one class, or Adam and AdamW."""
         return self.options <= other.options or other.options <= self.options
 
 
@@ -40,9 +40,9 @@ class OptimizerKind:
 class Manifest:
     """The contents of `lamella.json`.
 
-    `extra` is the caller's; `checksums` is the name of the file that holds them; `save_id` tells a save in the
-    background from all others; `side_files` is the folder with what lay beside the weights in the Hugging Face
-    directory that this was converted from.
+    `extra` is the caller's; `checksums` is the name of the checksum file; `save_id` distinguishes one asynchronous
+    save from all others; `side_files` is the folder with the files beside the weights in the Hugging Face directory
+    behind a conversion.
     """
 
     extra: Mapping[str, Any]
@@ -53,10 +53,10 @@ class Manifest:
     save_id: str | None = None
 
     def write(self, directory: Path) -> None:
-        """Write the file, and wait until its contents are on the disk.
+        """Write the file, and wait until the contents are on the disk.
 
         Raises:
-            TypeError: `extra` holds something that JSON does not.
+            TypeError: `extra` holds a value outside JSON.
         """
         with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as file:
             json.dump(self._as_json(), file, indent=2)
@@ -69,7 +69,7 @@ class Manifest:
         """Read the file.
 
         Raises:
-            CheckpointDamaged: It is absent or unreadable, or of a later format.
+            CheckpointDamaged: The file is absent or unreadable, or of a later format.
         """
         file = directory / MANIFEST_FILE
         file_size(directory, MANIFEST_FILE)
@@ -131,10 +131,10 @@ def _kind_from_json(content: Mapping[str, Any]) -> OptimizerKind:
 
 
 def check_extra(extra: Mapping[str, object]) -> None:
-    """Refuse an `extra` that would not come back as it went.
+    """Refuse an `extra` that would not survive a round trip through JSON.
 
     Raises:
-        TypeError: A value that JSON lacks, or a key that is no string (JSON would turn it into one).
+        TypeError: A value that JSON cannot encode, or a key that is no string (JSON would convert the key).
     """
     try:
         json.dumps(dict(extra))
@@ -154,8 +154,8 @@ def _check_keys(value: object, path: str) -> None:
             _check_keys(each, path)
 
 
-@cache  # Looking through what is installed takes a tenth of a second.
+@cache  # Listing the installed distributions takes a tenth of a second.
 def _packages() -> dict[str, str]:
-    """The installed lamella distributions, for whoever has to find out what wrote a checkpoint."""
+    """The installed lamella distributions and versions: records the software that wrote a checkpoint."""
     names = sorted((each.name, each.version) for each in distributions() if each.name.startswith("lamella"))
     return dict(names)

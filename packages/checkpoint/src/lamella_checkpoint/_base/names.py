@@ -19,18 +19,18 @@ def is_of_model(name: str) -> bool:
 
 
 def own_name(name: str) -> str:
-    """A model's own name of its tensor, by the native one; any other name as it is."""
+    """A model's own name of a tensor, by the native name; any other name unchanged."""
     return name.removeprefix(MODEL)
 
 
 def split_section(name: str) -> tuple[str, str]:
-    """A native name's section, as above, and what follows; no section where it has none."""
+    """A native name's section, as above, and the rest; an empty section if none matches."""
     section = next((each for each in (MODEL, STATE, OPTIONS) if name.startswith(each)), "")
     return section, name.removeprefix(section)
 
 
 def longest_known(entry: str, known: Container[str]) -> tuple[str | None, str]:
-    """`<parameter>.<slot>` as both: the longest parameter that is known, since components continue fused names."""
+    """`<parameter>.<slot>`, split: the longest known parameter, since components continue fused names."""
     end = entry.rfind(".")
     while end != -1:
         if entry[:end] in known:

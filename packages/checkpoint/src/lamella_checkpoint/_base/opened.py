@@ -19,9 +19,9 @@ class Opened:
     Attributes:
         source: Names as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
         extra: Plain values beside the tensors: `save`'s `extra`, or the entries of other programs.
-        stripped: Keys and prefixes of the stored names that the native names lack.
-        manifest: The manifest of a checkpoint that `save` wrote.
-        identity: Differs between two saves to the same path; None where the format has no such mark.
+        stripped: Keys and prefixes removed from stored names.
+        manifest: The manifest, for a checkpoint from `save`.
+        identity: Differs between two saves to the same path; None for a format without such a mark.
         way_out: A sentence for the error if the names are not the model's.
     """
 
@@ -40,7 +40,7 @@ class Opened:
 
 @runtime_checkable
 class ForLive(Protocol):
-    """An open checkpoint whose native names depend on the live model that they are for."""
+    """An open checkpoint whose native names depend on the live model."""
 
     def for_live(self, names: LiveNames) -> Opened:
         """The checkpoint under the native names of a live model."""
@@ -49,11 +49,11 @@ class ForLive(Protocol):
 def native(
     raw: Source, paths: Mapping[str, Keys], live: LiveNames | None = None, *, identity: str | None = None
 ) -> Opened:
-    """A checkpoint of another program under native names: Notes [Where things are] and [Optimizers by group].
+    """A checkpoint of another program under native names: Notes [Locating sections] and [Optimizers by group].
 
     Args:
-        raw: Names as they are stored.
-        paths: The keys that lead to a value, by its name; a name that is absent is a key of its own.
+        raw: With the stored names.
+        paths: The keys on the path to a value, by name; an absent name is a single key.
         live: The names to find; None strips only the prefix that DDP adds.
         identity: As `Opened`.
 
@@ -68,7 +68,7 @@ def native(
 
 
 def _beside(raw: Source, source: Source, paths: Mapping[str, Keys]) -> dict[str, Any]:
-    """Plain values that lie beside the sections: an epoch, a step."""
+    """Plain values beside the sections: an epoch, a step."""
     found: dict[str, Any] = {}
     of_raw = frozenset(raw.objects)
     for name in source.objects:
@@ -76,7 +76,7 @@ def _beside(raw: Source, source: Source, paths: Mapping[str, Keys]) -> dict[str,
             try:
                 value = raw.read_object(name)
             except CheckpointUntrusted:
-                continue  # A caller that asks for the value gets the error.
+                continue  # The error is raised when a caller asks for the value.
             if is_plain(value) or isinstance(value, dict):
                 found[name] = value
     return found

@@ -1,23 +1,23 @@
-"""Pickles read as data: what is in one is told, and nothing in it runs.
+"""Pickles read as data: contents are listed, and no code of the pickle runs.
 
 Note [Nothing runs]
-    A pickle is a program: it names callables, calls them, and writes attributes of what lies on its stack, classes
-    included. So here it gets two kinds of types. Some of Python's and torch's own, in C, that only hold data and cannot
-    be changed: they are found by their exact module and name, so that no dotted name and no attribute leads further.
-    And stand-ins for all others: an `Inert` remembers what it was made of and does nothing. The class of a stand-in is
-    made anew for each file, and what a pickle tells it to become ends in `__setstate__`, which a class cannot answer.
-    A caller says which of the others it knows; the first that it does not is refused by name.
+    A pickle is a program: it names callables, calls them, and writes attributes of objects on its stack, classes
+    included. The reader offers a pickle two kinds of types. First, some of Python's and torch's own types, in C, that
+    only hold data and are immutable: looked up by exact module and name, so that no dotted name and no attribute leads
+    further. Second, stand-ins for all other types: an `Inert` records its arguments and does nothing. Each file gets
+    new stand-in classes, and any state that a pickle assigns ends in `__setstate__`, which a class cannot answer.
+    The caller chooses the types that become stand-ins; the first type beyond is refused by name.
 
-Note [What is remembered]
-    A pickle numbers values to name them again, and Python's unpickler has a table of as many entries as the largest
-    number, twice: five bytes of a file can make it 64 GB. Whoever writes pickles counts from 0 on, so a number larger
-    than the pickle has bytes is somebody's who means harm. Numbers are looked at before anything is unpickled, most
-    opcodes by one match of a pattern: a tenth of the time that unpickling takes, where `pickletools.genops` takes half.
+Note [Bounded memo]
+    A pickle numbers values for later reference, and Python's unpickler allocates a table up to the largest
+    number, doubled: five bytes of a file can demand 64 GB. A genuine writer counts from 0, so a number larger
+    than the pickle's length in bytes is malicious. Numbers are checked before unpickling, most opcodes by one match
+    of a pattern: a tenth of the unpickling time, where `pickletools.genops` takes half.
 
-Note [What is named twice]
-    A list that holds another one twice, and that another one twice, is forty short lines of a pickle and ends no walk
-    through it. So what was read is walked through once, with an end: a value takes a byte at least, unless it is
-    shared, and what is shared by many is a leaf.
+Note [Bounded walks]
+    A list that holds a second list twice, which holds a third list twice, takes forty short lines of a pickle, and a
+    walk over the lists never ends. So one walk with a limit follows the read: a value takes at least a byte, unless
+    shared, and widely shared values are leaves.
 """
 
 import io
@@ -47,7 +47,7 @@ _PLAIN_TYPES: Final = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
 class UnknownType(Exception):
-    """A type in a pickle that the reader does not know; `name` is its full name."""
+    """A type in a pickle that the reader does not know; `name` is the full name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -55,13 +55,13 @@ class UnknownType(Exception):
 
 
 class PickleTooLarge(Exception):
-    """A pickle makes more than one of its length can need: Notes [What is remembered] and [What is named twice]."""
+    """A pickle demands more than its length justifies: Notes [Bounded memo] and [Bounded walks]."""
 
 
 class Inert:
-    """An object of a pickle, not made: what its type was called with, and the state that it was given.
+    """An object of a pickle, not constructed: the arguments of the type's call, and the assigned state.
 
-    `kind` is the type's full name. Whatever is put into it (as a subclass of list or dict would be) is in `items`.
+    `kind` is the type's full name. Inserted values (as for a subclass of list or dict) are in `items`.
     """
 
     kind = ""
@@ -86,7 +86,7 @@ class Inert:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes by name; empty if its state is something else."""
+        """The attributes by name; empty if the state is no dict."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -95,16 +95,15 @@ def read_pickle(content: bytes, *, knows: Callable[[str, str], bool], trust: boo
 
     Args:
         content: The pickle, and perhaps more behind it.
-        knows: Whether the type of a module and a name may be in it. It becomes a stand-in.
-        trust: Whether types that are neither known nor plain data are imported and made, which can run anything.
+        knows: Whether the type of a module and a name is accepted, as a stand-in.
+        trust: Allow unpickling of all other types. **Unsafe: can execute code.**
 
     Raises:
-        PickleTooLarge: It would make the unpickler, or who walks through the result, do what no pickle of its length
-            can need.
-        UnknownType: Such a type, without `trust`.
+        PickleTooLarge: Unpickling, or a walk over the result, would cost more than the pickle's length justifies.
+        UnknownType: A type neither known nor plain data, without `trust`.
         Exception: Anything, where the file is no pickle.
 
-    Effects: with `trust`, imports and calls of whatever the pickle names; see Note [Nothing runs].
+    Effects: with `trust`, imports and calls any callable that the pickle names; see Note [Nothing runs].
     """
     _check_memo(content)
     result = _Unpickler(content, knows, trust).load()
@@ -113,21 +112,21 @@ def read_pickle(content: bytes, *, knows: Callable[[str, str], bool], trust: boo
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is data that torch reads back without running anything."""
+    """Whether a value is data that torch reads back without running code."""
     if isinstance(value, list | tuple):
         return all(is_plain(each) for each in value)
     return isinstance(value, _PLAIN_TYPES)
 
 
 def check_size(value: object, nbytes: int) -> None:
-    """Note [What is named twice].
+    """Refuse a value by Note [Bounded walks].
 
     Args:
-        value: What was read.
-        nbytes: From how many bytes.
+        value: The unpickled value.
+        nbytes: Length of the pickle.
 
     Raises:
-        PickleTooLarge: A walk through it does not end, or takes too long.
+        PickleTooLarge: A walk over the value does not end, or takes too long.
     """
     most = left = _FEW_VALUES + 4 * nbytes
     unseen = [value]
@@ -149,11 +148,11 @@ def check_size(value: object, nbytes: int) -> None:
 _NESTS: Final = (dict, list, tuple, set, frozenset, Inert)
 _FEW_VALUES: Final = 1 << 20  # Walked through in less than a second.
 _OPCODES: Final = {op.code.encode("latin-1"): op for op in pickletools.opcodes}
-_NUMBERS_A_VALUE: Final = frozenset({"PUT", "LONG_BINPUT"})  # A table of 256 entries, for `BINPUT`, harms nobody.
+_NUMBERS_A_VALUE: Final = frozenset({"PUT", "LONG_BINPUT"})  # `BINPUT` is harmless: a table of 256 entries.
 
 
 def _opcodes_of_fixed_length() -> re.Pattern[bytes]:
-    """A run of opcodes that need no look: the length of each follows from its first byte, and it numbers no value."""
+    """A run of opcodes that need no check: the first byte determines the length, and no value gets a large number."""
     lengths: dict[int, bytes] = {}
     for code, op in _OPCODES.items():
         length = 0 if op.arg is None else op.arg.n
@@ -168,7 +167,7 @@ _OF_FIXED_LENGTH: Final = _opcodes_of_fixed_length()
 
 
 def _check_memo(content: bytes) -> None:
-    """Note [What is remembered]."""
+    """Refuse a pickle by Note [Bounded memo]."""
     stream = io.BytesIO(content)
     while True:
         run = _OF_FIXED_LENGTH.match(content, stream.tell())
@@ -205,5 +204,5 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[place]
 
     def persistent_load(self, pid: object) -> object:
-        """torch.save's reference to a storage: the tuple that says which."""
+        """torch.save's reference to a storage, kept as the stored tuple."""
         return pid

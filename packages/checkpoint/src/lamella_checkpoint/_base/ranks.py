@@ -1,11 +1,11 @@
 """Steps that succeed on every rank or raise on every rank.
 
 Note [One verdict]
-    An error raised on one rank only is a hang on the others, at their next collective. So every step of a save or
-    a load runs inside `exchange`, whose two collectives carry the errors too: a rank that fails still takes
-    part, and then all raise. torch's own wrapper does the same but pickles the exception objects with their
-    tracebacks (which fails, and hangs, where those do not pickle) and raises a `BaseException` that
-    `except Exception` lets through; text and `Exception`s cross here.
+    An error raised on one rank only is a hang on the other ranks, at their next collective. So every step of a save or
+    a load runs inside `exchange`, whose two collectives carry the errors too: a failed rank still takes
+    part, and then all ranks raise. torch's own wrapper does the same but pickles the exception objects with their
+    tracebacks (an unpicklable exception fails, and hangs) and raises a `BaseException`, which
+    `except Exception` misses; `exchange` sends text and raises an `Exception`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,55 +22,55 @@ Reply = TypeVar("Reply")
 
 
 class _Report(NamedTuple):
-    """What a rank sends to rank 0: its result, or why there is none."""
+    """A rank's report to rank 0: the result, or the reason of a failure."""
 
     value: object
     failure: str | None
 
 
 class _Answer(NamedTuple):
-    """What rank 0 sends back: the reply, or why nobody gets one, by rank."""
+    """Rank 0's answer: the reply, or the failures by rank."""
 
     value: object
     failures: Mapping[int, str]
 
 
 def rank() -> int:
-    """This process's rank in the default group; 0 where there is none."""
+    """This process's rank in the default group; 0 without a group."""
     return dist.get_rank() if _is_distributed() else 0
 
 
 def num_ranks() -> int:
-    """The size of the default group; 1 where there is none."""
+    """The size of the default group; 1 without a group."""
     return dist.get_world_size() if _is_distributed() else 1
 
 
 def on_device_of(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     """Make the tensors' accelerator the current device inside the block.
 
-    Object collectives of a group that has NCCL alone send their bytes from the *current* device, and two ranks
-    with the same current device (the first one, unless somebody has set it) are an error.
+    Object collectives of a group with NCCL alone send their bytes from the *current* device, and two ranks
+    with the same current device (the first, by default) are an error.
     """
     indices = (tensor.device.index for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
     return next((torch.accelerator.device_index(index) for index in indices), nullcontext())
 
 
 def exchange(step: str, work: Callable[[], Mine], at_zero: Callable[[list[Mine]], list[Reply]]) -> Reply:
-    """Do `work` on every rank, hand all results to rank 0, and give each rank its reply.
+    """Run `work` on every rank, hand all results to rank 0, and give each rank a reply.
 
     Args:
-        step: What every rank is expected to do, as a verb phrase for the error message.
-        work: Runs on every rank; its result must pickle.
+        step: The ranks' common task, as a verb phrase for the error message.
+        work: Runs on every rank; the result must pickle.
         at_zero: Runs on rank 0 with the results by rank; returns the replies by rank.
 
     Returns:
         This rank's reply.
 
     Raises:
-        CheckpointFailed: Another rank failed. A rank that failed itself raises its own error.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
 
-    Effects: collective on the default group: gathers one object to rank 0 and scatters one from it; nothing where
-        there is no group.
+    Effects: collective on the default group: gathers one object to rank 0 and scatters one back; nothing without a
+        group.
     """
     value, error = _attempt(work)
     answers: list[_Answer] | None = None
@@ -87,7 +87,7 @@ def exchange(step: str, work: Callable[[], Mine], at_zero: Callable[[list[Mine]]
 
 
 def everywhere(step: str, work: Callable[[], Mine]) -> Mine:
-    """The result of `work` on this rank, if it succeeded on every rank.
+    """The result of `work` on this rank, if `work` succeeded on every rank.
 
     Effects: collective on the default group (one `exchange`).
     """
@@ -97,7 +97,7 @@ def everywhere(step: str, work: Callable[[], Mine]) -> Mine:
 
 
 def on_rank_zero(step: str, work: Callable[[], Reply]) -> Reply:
-    """The result of `work`, run on rank 0 alone and told to every rank.
+    """The result of `work`, run on rank 0 alone and sent to every rank.
 
     Effects: collective on the default group (one `exchange`).
     """
@@ -111,7 +111,7 @@ def _is_distributed() -> bool:
 def _attempt(work: Callable[[], Mine]) -> tuple[Mine | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:  # noqa: BLE001  Note [One verdict]: even an interrupt must reach the others.
+    except BaseException as error:  # noqa: BLE001  Note [One verdict]: even an interrupt must reach all ranks.
         return None, error
 
 
@@ -122,7 +122,7 @@ def _describe(error: BaseException | None) -> str | None:
 def _answers(
     reports: list[_Report], at_zero: Callable[[list[Mine]], list[Reply]]
 ) -> tuple[list[_Answer], BaseException | None]:
-    """The replies of rank 0, all of them failures if any rank failed; and its own error, if it was the one."""
+    """The replies of rank 0, all failures if any rank failed; and rank 0's own error, if `at_zero` failed."""
     error = None
     failures = {index: report.failure for index, report in enumerate(reports) if report.failure is not None}
     if not failures:

@@ -12,7 +12,7 @@ class Renamed(Over):
 
     Attributes:
         source: The `Source` below, under its own names.
-        left_over: Names of the `Source` below that have no name here, in their order.
+        left_over: Names of the `Source` below without a name here, in order.
     """
 
     def __init__(self, source: Source, origins: Mapping[str, str], left_over: Iterable[str] = ()) -> None:
@@ -21,21 +21,21 @@ class Renamed(Over):
         Args:
             source: The tensors and objects under their present names.
             origins: Present names by new names.
-            left_over: Present names that get no new name.
+            left_over: Present names without a new name.
         """
         super().__init__(source, {new: source.tensors[old] for new, old in origins.items() if old in source.tensors})
         self._origins = dict(origins)
         self.left_over = tuple(left_over)
 
     def leaving(self, names: Iterable[str]) -> Self:
-        """The same source with other names in `left_over`: of several layers of names, the ones that count."""
+        """The same source with another `left_over`: of several layers of names, the caller picks the relevant layer."""
         other = copy(self)
         other.left_over = tuple(names)
         return other
 
     @property
     def origins(self) -> dict[str, str]:
-        """Names of tensors in the source below, by their names here."""
+        """Names of tensors in the source below, by the names here."""
         return {new: self._origins[new] for new in self._tensors}
 
     @property
@@ -53,7 +53,7 @@ class Renamed(Over):
 
 
 class WithObjects(Over):
-    """A `Source` with more objects, whose values are given; they stand before its own of the same name."""
+    """A `Source` with further objects of given values, which take precedence over stored objects of the same name."""
 
     def __init__(self, source: Source, objects: Mapping[str, object]) -> None:
         super().__init__(source)
@@ -61,20 +61,20 @@ class WithObjects(Over):
 
     @property
     def objects(self) -> Sequence[str]:
-        """The underlying objects, and those that are given."""
+        """The underlying objects, and the given ones."""
         return (*(name for name in self.source.objects if name not in self._given), *self._given)
 
     def read_object(self, name: str) -> object:
-        """The given value, or the underlying one."""
+        """The given value, or the underlying value."""
         return self._given[name] if name in self._given else self.source.read_object(name)
 
 
 def rename(source: Source, names: Callable[[str], str | None]) -> Renamed:
-    """A checkpoint under other names: those of a format's sections turned into the native ones, say.
+    """A checkpoint under other names, as when a format's sections become native names.
 
     Args:
         source: Any names.
-        names: The new name of each; None drops it.
+        names: Maps each name to the new name; None drops the name.
 
     Raises:
         ValueError: Two names would become one.

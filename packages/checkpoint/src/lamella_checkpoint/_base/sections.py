@@ -1,16 +1,16 @@
-"""Native names for what other programs saved: where the model is, where the optimizer, and what wrappers added.
+"""Native names for other programs' checkpoints: finds the model, the optimizer, and wrappers' additions.
 
-Note [Where things are]
+Note [Locating sections]
     Training programs save a dict: the model's state dict under some key, the optimizer's under another, often inside a
-    third (`{"app": {"model": ..., "optim": ...}}`); or a model's state dict and nothing else. The keys that lead to a
-    value say where it is: the sections are looked for among the keys, from the outermost inwards, past keys that
-    everything shares. Inside a section, parts of names that only wrappers add (FSDP, DDP, torch.compile, activation
+    third (`{"app": {"model": ..., "optim": ...}}`); or a model's state dict and nothing else. The keys on the path to
+    a value identify the section: sections are searched among the keys, from the outermost inwards, past keys
+    shared by all values. Inside a section, parts of names that only wrappers add (FSDP, DDP, torch.compile, activation
     checkpointing) are left out.
 
 Note [Optimizers by group]
-    An optimizer's own state dict counts parameters and keeps options by group; torch's `get_state_dict` names the
-    parameters and keeps groups. Both become options by parameter. A parameter that is only counted has the name that
-    the group's `param_names` says, or the name at its place in the live optimizer: groups in their order.
+    An optimizer's own state dict numbers parameters and keeps options by group; torch's `get_state_dict` names the
+    parameters and keeps groups. Both become options by parameter. A numbered parameter gets the name from
+    the group's `param_names`, or the name at the same position in the live optimizer: groups in order.
 """
 
 import re
@@ -37,7 +37,7 @@ _GROUP: Final = re.compile(r"param_groups\.(\d{1,9})\.(.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Native:
-    """A checkpoint under native names, and what was left out of its own: shared keys and prefixes, as text."""
+    """A checkpoint under native names, and the removed parts of stored names: shared keys and prefixes, as text."""
 
     source: Source
     stripped: tuple[str, ...]
@@ -45,20 +45,20 @@ class Native:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveNames:
-    """The names that a live model and its optimizer have for what is looked for; the optimizer's in its order."""
+    """The names of a live model and its optimizer to look for; the optimizer's in the optimizer's order."""
 
     model: Collection[str]
     optimizer: Sequence[str] = ()
 
 
 def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None = None) -> Native:
-    """Find the model and the optimizer in a checkpoint: Note [Where things are], Note [Optimizers by group].
+    """Find the model and the optimizer in a checkpoint: Note [Locating sections], Note [Optimizers by group].
 
     Args:
-        source: With the names as they are stored.
-        paths: The keys that lead to a value, by its name; a name that is absent is a key of its own.
-        live: Names to find. With them, any prefix that all of the model's stored names share and no live name has is
-            left out; without them only `module`, which DDP adds.
+        source: With the stored names.
+        paths: The keys on the path to a value, by name; an absent name is a single key.
+        live: Names to find. With live names, any prefix common to all of the model's stored names and to no live name
+            is removed; otherwise only `module`, which DDP adds.
 
     Returns:
         `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`; other entries under
@@ -98,7 +98,7 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sections:
-    """The keys around the sections, and theirs; `is_bare` where the values are the model's, with no section."""
+    """The keys around the sections, and the sections' keys; `is_bare` for a model's values without a section."""
 
     outer: Keys
     model: str | int | None
@@ -107,13 +107,13 @@ class _Sections:
 
 
 def _keys(name: str) -> Keys:
-    """Of a name whose keys nobody kept."""
+    """The keys of a name without recorded keys."""
     first, _, rest = name.partition(".")
     return (first, rest) if rest and first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else (name,)
 
 
 def _find(all_keys: Mapping[str, Keys], source: Source) -> _Sections:
-    """The innermost level that has a section and that everything is in; else what there is at the outermost one."""
+    """The innermost level with a section and all values inside; else the outermost level's contents."""
     found: _Sections | None = None
     level, outer = list(all_keys.values()), Keys()
     while level:
@@ -141,7 +141,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _shared_prefix(names: Sequence[str], live: LiveNames | None) -> str:
-    """What all names begin with and no live one does, up to a dot; empty where nothing is found without it either."""
+    """The common prefix of all names, up to a dot, absent from live names; empty if no live name matches without it."""
     prefix = ""
     while names:
         part = names[0].removeprefix(prefix).partition(".")[0]
@@ -161,7 +161,7 @@ def _shared_prefix(names: Sequence[str], live: LiveNames | None) -> str:
 def _optimizer(
     source: Source, entries: Mapping[str, str], prefix: str, live: LiveNames | None
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Native names of the optimizer's entries by their own, and the options of an optimizer that keeps groups."""
+    """The optimizer's native names by stored names, and the options of an optimizer with groups."""
 
     def own(name: str) -> str:
         return _unwrapped(name).removeprefix(prefix)
@@ -187,10 +187,10 @@ def _optimizer(
 
 
 def _groups(source: Source, entries: Mapping[str, str]) -> list[dict[str, Any]]:
-    """An optimizer's groups, where it keeps any, with their options read."""
+    """An optimizer's groups with options read; empty without groups."""
     found: dict[int, dict[str, str]] = {}
     for name, entry in entries.items():
-        if entry == "param_groups":  # As torch before 2.4 saved the list: whole.
+        if entry == "param_groups":  # torch before 2.4 saved the list as one object.
             return _checked(source, _value(source, name))
         if match := _GROUP.fullmatch(entry):
             found.setdefault(int(match[1]), {})[match[2]] = name
@@ -201,7 +201,7 @@ def _groups(source: Source, entries: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _checked(source: Source, groups: object) -> list[dict[str, Any]]:
-    """Groups that are what an optimizer saves: options, with a list of parameters, and their names if there are any."""
+    """Check the form of an optimizer's groups: options, with a list of parameters, and optional names."""
     for group in groups if isinstance(groups, list) else [groups]:
         params = group.get("params") if isinstance(group, dict) else None
         names = group.get("param_names", params) if isinstance(group, dict) else None
@@ -215,7 +215,7 @@ def _are_keys(value: object) -> TypeGuard[list[int | str]]:
 
 
 def _counted(groups: Sequence[Mapping[str, Any]], live: LiveNames | None) -> dict[str, str]:
-    """The names of parameters that an optimizer only counts, by number."""
+    """The names of numbered parameters, by number."""
     names: dict[str, str] = {}
     position = 0
     num_params = sum(len(group["params"]) for group in groups)

@@ -1,7 +1,7 @@
-"""The small files of a checkpoint (what lists, counts and configures), read as what they should be and nothing else.
+"""A checkpoint's small files (metadata, indices, configurations), read with checks of type and size.
 
-Whoever hands a checkpoint over chooses what lies under their names: a pipe that never ends, a link to a file of the
-reader's, a sparse file of terabytes, JSON that is nested without end. Each is refused here by the file's name.
+A checkpoint's author controls the entries under these names: an endless pipe, a link to a file of the
+reader's, a sparse file of terabytes, JSON nested without end. Each is refused here by the file's name.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, Final
 from lamella_checkpoint._base.errors import CheckpointDamaged
 
 MAX_NBYTES: Final = 4 << 30
-"""More than the metadata of any checkpoint, and less than what a reader cannot hold."""
+"""More than the metadata of any checkpoint, and small enough for a reader's memory."""
 
 Pairs = Callable[[list[tuple[str, object]]], dict[str, object]]
 
@@ -22,7 +22,7 @@ def read_bytes(file: Path, at_most: int = MAX_NBYTES) -> bytes:
     """All of a file.
 
     Raises:
-        CheckpointDamaged: It is absent, unreadable, no regular file, or longer than `at_most`.
+        CheckpointDamaged: The file is absent, unreadable, no regular file, or longer than `at_most`.
     """
     check_small(file, at_most)
     try:
@@ -43,8 +43,8 @@ def read_json(file: Path, *, pairs: Pairs | None = None) -> Any:
     """As `read_text`, of JSON.
 
     Args:
-        file: To read.
-        pairs: Makes a dict of an object's keys and values; raises a ValueError where it does not like them.
+        file: The file to read.
+        pairs: Makes a dict of an object's keys and values; raises a ValueError for invalid pairs.
     """
     try:
         return json.loads(read_text(file), object_pairs_hook=pairs)
@@ -55,7 +55,7 @@ def read_json(file: Path, *, pairs: Pairs | None = None) -> Any:
 
 
 def check_small(file: Path, at_most: int = MAX_NBYTES) -> None:
-    """Refuse what `read_bytes` refuses, without reading it."""
+    """Refuse the files that `read_bytes` refuses, without reading."""
     try:
         status = file.stat()
     except (OSError, ValueError) as error:
@@ -67,10 +67,10 @@ def check_small(file: Path, at_most: int = MAX_NBYTES) -> None:
 
 
 def file_size(directory: Path, file: str) -> int:
-    """The size of a file that lies in the directory itself, whatever links say, and is one.
+    """The size of a regular file directly in the directory, after resolving links.
 
     Raises:
-        CheckpointDamaged: It is absent, elsewhere, or no regular file.
+        CheckpointDamaged: The file is absent, elsewhere, or no regular file.
     """
     path = directory / file
     try:
@@ -85,5 +85,5 @@ def file_size(directory: Path, file: str) -> int:
 
 
 def unreadable(file: Path, error: Exception) -> CheckpointDamaged:
-    """What could not be read, as an error that names the file."""
+    """An exception of a read as an error that names the file."""
     return CheckpointDamaged(str(file), f"{type(error).__name__}: {error}")

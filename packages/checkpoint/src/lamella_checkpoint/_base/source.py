@@ -1,10 +1,10 @@
-"""What every format looks like once it is open: named tensors that are read box by box, and plain data.
+"""The common interface of all open formats: named tensors, read box by box, and plain data.
 
 Note [One way through]
     A format is read by a `Source`; names are translated by a `Source` over a `Source` (`_translation`); a live model
-    or another format's writer takes what it needs of the last one. Nobody on the way holds a tensor: a request for a
-    box is turned into requests for boxes, down to the files. So a shard costs its own bytes, and a conversion as
-    much as the piece that is in hand.
+    or another format's writer reads from the last source. No layer holds a tensor: a request for a
+    box is turned into requests for boxes, down to the files. So a shard costs its own bytes, and a conversion
+    costs one piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from lamella_layout import Chunk
 
 
 class TensorInfo(NamedTuple):
-    """A stored tensor: its global shape, its dtype, and the boxes in which it lies in the files.
+    """A stored tensor: global shape, dtype, and the stored boxes.
 
-    `chunks` cover the tensor, without overlaps, in no particular order; reading along them is cheapest.
+    `chunks` cover the tensor, without overlaps, in no particular order; reading along chunks is cheapest.
     """
 
     shape: tuple[int, ...]
@@ -28,9 +28,9 @@ class TensorInfo(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A box of a stored tensor, and the memory to put it in.
+    """A box of a stored tensor, and the destination memory.
 
-    `into` has the box's sizes; any device, dtype and strides. Values are cast to its dtype.
+    `into` has the box's sizes; any device, dtype and strides. Values are cast to `into`'s dtype.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Source(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors by name, in the order in which they are stored."""
+        """The tensors by name, in stored order."""
 
     @property
     def objects(self) -> Sequence[str]:
@@ -57,18 +57,18 @@ class Source(Protocol):
         """Fill the given memory.
 
         Raises:
-            CheckpointDamaged: A file is absent, unreadable or not what its checksum says. It is named; what was to be
-                filled is undefined.
+            CheckpointDamaged: A file is absent, unreadable or differs from its checksum; the error names the file. The
+                destination's contents are undefined.
 
-        Effects: no collective; opens only files that hold a wanted box, each once a call, several at a time; holds no
-            more than the stored chunks in hand. Copies to an accelerator on its current stream.
+        Effects: no collective; opens only files with a wanted box, each once a call, in parallel; holds no
+            more than the stored chunks in progress. Copies to an accelerator on its current stream.
         """
 
     def read_object(self, name: str) -> object:
-        """The value of an object: plain data, or of a type that is allowed.
+        """The value of an object: plain data, or of an allowed type.
 
         Raises:
-            CheckpointDamaged: As for `read`; or the value is of a type that is not allowed, which is named.
+            CheckpointDamaged: As for `read`; or the value is of a forbidden type, which the error names.
         """
 
 
@@ -77,18 +77,19 @@ Translate = Callable[[Source], Source]
 
 
 class Over:
-    """A `Source` over another one: whatever a subclass does not say itself is as it is there.
+    """A `Source` over another source: the default of every member delegates to the source below.
 
     Attributes:
-        source: What lies under it.
+        source: The source below.
     """
 
     def __init__(self, source: Source, tensors: Mapping[str, TensorInfo] | None = None) -> None:
         """Lay one source over another.
 
         Args:
-            source: What lies under it.
-            tensors: What it has instead of the other's tensors; None for the same. Whoever gives them overrides `read`.
+            source: The source below.
+            tensors: Replaces the tensors of the source below; None keeps them. A subclass that replaces them overrides
+                `read`.
         """
         self.source = source
         self._tensors = source.tensors if tensors is None else tensors

@@ -1,8 +1,9 @@
-"""A source from one end to the other, piece by piece, through a bounded buffer."""
+"""A source read from start to end, piece by piece, through a bounded buffer."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import Final, NamedTuple
@@ -14,19 +15,38 @@ from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
 from lamella_layout import Chunk
 
 BUFFER_NBYTES: Final = 256 << 20
-"""What a conversion holds of tensors by default."""
+"""Default size of a conversion's tensor buffer."""
 
-_PIECES_A_BATCH: Final = 8  # A source reads the boxes of one call several at a time.
+MAX_FILE_NBYTES: Final = 5_000_000_000
+"""Default approximate size of one data file."""
+
+_PIECES_A_BATCH: Final = 8  # A source reads the boxes of one call in parallel.
 
 
 OnBytes = Callable[[int], None]
-"""Told how many bytes have been written since the last call."""
+"""Called with the number of bytes written since the last call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """File size, buffer and progress of a format's writer over a source.
+
+    Attributes:
+        max_file_nbytes: Approximate limit of one data file; without effect in a format of a single file.
+        buffer_nbytes: Memory for tensors.
+        on_bytes: Progress.
+    """
+
+    max_file_nbytes: int = MAX_FILE_NBYTES
+    buffer_nbytes: int = BUFFER_NBYTES
+    on_bytes: OnBytes = lambda _: None
+
 
 _Batch = list[tuple[str, Chunk, torch.dtype]]
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and what it holds, in contiguous host memory."""
+    """A box of a tensor, with the values in contiguous host memory."""
 
     name: str
     chunk: Chunk
@@ -34,18 +54,18 @@ class Piece(NamedTuple):
 
 
 def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int = BUFFER_NBYTES) -> Iterator[Piece]:
-    """The named tensors piece by piece, in the order of `dtypes`; the next pieces are read while one is in hand.
+    """The named tensors piece by piece, in the order of `dtypes`; the next pieces are prefetched.
 
     Args:
-        source: What to read. Pieces lie within its chunks, along which reading is cheapest; a tensor without elements
+        source: The tensors. Pieces lie within the source's chunks, along which reading is cheapest; an empty tensor
             is one piece.
-        dtypes: Names, and the dtypes that they are wanted in.
-        buffer_nbytes: What the pieces that are alive take together. A piece has one element at least.
+        dtypes: The wanted dtypes, by name.
+        buffer_nbytes: Limit for all live pieces together. A piece has one element at least.
 
     Raises:
         CheckpointDamaged: As `Source.read`.
 
-    Effects: reads on a thread of its own. Whoever keeps a piece beyond the next one holds more than the buffer.
+    Effects: reads on a separate thread. A consumer that keeps earlier pieces exceeds the buffer.
     """
     batches = _batches(source, dtypes, max(1, buffer_nbytes // 2))
     with ThreadPoolExecutor(1) as ahead:
@@ -54,11 +74,11 @@ def stream(source: Source, dtypes: Mapping[str, torch.dtype], buffer_nbytes: int
             read = coming.pop().result()
             coming = [ahead.submit(_read, source, batch) for batch in islice(batches, 1)]
             yield from read
-            del read
+            del read  # Frees the batch while the next one is still being read.
 
 
 def objects_once(source: Source) -> Iterator[tuple[tuple[str, ...], object]]:
-    """The objects of a source, equal ones once with all of their names."""
+    """The objects of a source, each distinct value once with all of its names."""
     names: dict[bytes, list[str]] = {}
     for name in source.objects:
         names.setdefault(pickle.dumps(source.read_object(name)), []).append(name)
@@ -67,7 +87,7 @@ def objects_once(source: Source) -> Iterator[tuple[tuple[str, ...], object]]:
 
 
 def _batches(source: Source, dtypes: Mapping[str, torch.dtype], nbytes: int) -> Iterator[_Batch]:
-    """Pieces that are read together, of at most `nbytes` together."""
+    """Batches of pieces for one read, of at most `nbytes` together."""
     batch: _Batch = []
     left = nbytes
     for name, dtype in dtypes.items():

@@ -1,8 +1,8 @@
-"""Checksums of everything that a checkpoint stores, taken while it is written.
+"""Checksums of every stored item of a checkpoint, computed during the write.
 
-A side file holds them, `lamella_checksums.json`: by file, `[offset, length, crc32]` of each stored item. The manifest
-names it, so that one that was lost is missed; plain torch does not look at it. The metadata and the manifest are items
-too, each as long as its file.
+The side file `lamella_checksums.json` holds `[offset, length, crc32]` of each stored item, by file. The manifest
+names the side file, so that a lost one is detected; plain torch ignores the file. The metadata and the manifest are
+items too, each as long as its file.
 """
 
 import json
@@ -22,7 +22,7 @@ _ALGORITHM: Final = "crc32"
 
 
 class Span(NamedTuple):
-    """Where an item lies in its file, in bytes."""
+    """An item's byte range in the file."""
 
     offset: int
     length: int
@@ -30,16 +30,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Checksums:
-    """The CRC-32 of each stored item, by file and by place in it."""
+    """The CRC-32 of each stored item, by file and by span."""
 
     files: Mapping[str, Mapping[Span, int]]
 
     @classmethod
     def of(cls, directory: Path) -> "Checksums | None":
-        """The checksums of a checkpoint; None where its writer kept none (plain torch, or lamella before it did).
+        """The checksums of a checkpoint; None where the writer kept none (plain torch, or an early lamella).
 
         Raises:
-            CheckpointDamaged: The manifest is unreadable, or it names them and they are absent or unreadable.
+            CheckpointDamaged: The manifest is unreadable, or names a side file that is absent or unreadable.
 
         Effects: reads two small files; no collective.
         """
@@ -59,19 +59,19 @@ class Checksums:
             raise unreadable(file, error) from error
 
     def expected(self, file: str, offset: int, length: int) -> int | None:
-        """The checksum of one item; None for a span that was not written as one."""
+        """The checksum of one item; None for a span that was not written as one item."""
         return self.files.get(file, {}).get(Span(offset, length))
 
     def check(self, path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Hold the bytes of one item against its checksum. Releases the GIL while it counts.
+        """Compare the bytes of one item with the stored checksum. Releases the GIL during the computation.
 
         Args:
-            path: The item's file, whose name is looked up.
-            offset: Where the item starts in it.
+            path: The item's file; the name is the key.
+            offset: The item's first byte in the file.
             data: All bytes of the item.
 
         Raises:
-            CheckpointDamaged: They are not what was written, or no item was written there.
+            CheckpointDamaged: The bytes differ from the written bytes, or no item was written at this span.
         """
         length = memoryview(data).nbytes
         expected = self.expected(path.name, offset, length)
@@ -84,7 +84,7 @@ class Checksums:
             )
 
     def write(self, directory: Path) -> None:
-        """Write the side file, and wait until its contents are on the disk."""
+        """Write the side file, and wait until the contents are on the disk."""
         files = {file: [[*span, checksum] for span, checksum in spans.items()] for file, spans in self.files.items()}
         with (directory / CHECKSUMS_FILE).open("w", encoding="utf-8") as file:
             json.dump({"algorithm": _ALGORITHM, "files": files}, file, separators=(",", ":"))
@@ -94,11 +94,11 @@ class Checksums:
 
 
 class ChecksumStream:
-    """A file that is written from its start on, and the checksum of what has been written of the present item.
+    """A file written sequentially, with a running checksum of the current item.
 
-    Counting and writing both release the GIL: several files are written at once by threads.
+    Checksum and write both release the GIL: threads write several files at once.
 
-    `error` is what the file system refused last: whoever serializes into the stream may have made another error of it.
+    `error` is the file system's last refusal: the serializer on top may have raised a different exception from it.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -118,18 +118,18 @@ class ChecksumStream:
         return num_written
 
     def flush(self) -> None:
-        """As of any stream: whoever serializes into it calls this."""
+        """The stream protocol's flush; the serializer on top calls it."""
         self._file.flush()
 
     def end_item(self) -> tuple[Span, int]:
-        """Where the item lies that ends here, and its checksum; the next begins."""
+        """End the current item and start the next; returns the ended item's span and checksum."""
         span, checksum = Span(self._start, self._end - self._start), self._checksum
         self._start, self._checksum = self._end, 0
         return span, checksum
 
 
 def of_whole_file(path: Path) -> Mapping[Span, int]:
-    """The checksum of a small file as one item, read back."""
+    """The checksum of a small file as one item, from a second read."""
     content = path.read_bytes()
     return {Span(0, len(content)): zlib.crc32(content)}
 

@@ -10,13 +10,12 @@ import torch
 
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.source import Source
-from lamella_checkpoint._base.stream import BUFFER_NBYTES, OnBytes, Piece, objects_once, stream
+from lamella_checkpoint._base.stream import Piece, WriteOptions, objects_once, stream
 from lamella_checkpoint._formats.checksums import ChecksumStream, Span
 from lamella_checkpoint._formats.dcp_write import Placed, complete, without_archive_checksums, write_metadata
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
-MAX_FILE_NBYTES: Final = 5_000_000_000
-"""About how much one data file holds by default."""
+_DEFAULTS: Final = WriteOptions()
 
 
 def write_dcp(
@@ -27,35 +26,31 @@ def write_dcp(
     aliases: Mapping[str, str] = _NO_ALIASES,
     manifest: Manifest | None = None,
     path_of: Callable[[str], tuple[str, ...]] | None = None,
-    max_file_nbytes: int = MAX_FILE_NBYTES,
-    buffer_nbytes: int = BUFFER_NBYTES,
-    on_bytes: OnBytes = lambda _: None,
+    options: WriteOptions = _DEFAULTS,
 ) -> None:
-    """Write tensors and all objects as torch DCP has them, large tensors in chunks.
+    """Write tensors and all objects as a torch DCP checkpoint, large tensors in chunks.
 
     Args:
-        source: What to write, under the names that it has.
-        dtypes: Which tensors.
+        source: The values, under the source's names.
+        dtypes: The tensors to write, with their dtypes.
         directory: Exists, and is empty.
-        aliases: Further names of tensors; both name the same place.
-        manifest: Makes it a checkpoint of this package, with checksums. None for one of other writers.
-        path_of: The keys of the nested dicts that torch makes of a name, where that is not a section and the rest of
-            the name. Not with `manifest`.
-        max_file_nbytes: About how much a file holds.
-        buffer_nbytes: What is held of tensors.
-        on_bytes: Progress.
+        aliases: Further names of tensors, stored at the same place.
+        manifest: Makes the result a checkpoint of this package, with checksums. None for another writer's.
+        path_of: Maps a name to the keys of torch's nested dicts; None for a section and the rest of the name. Not
+            with `manifest`.
+        options: File size, buffer and progress.
 
     Raises:
         CheckpointDamaged: As `Source.read`.
     """
-    # Without a manifest there are no checksums but those of the archives.
+    # Without a manifest, the archives' checksums are the only ones, so they are kept.
     checksums = nullcontext() if manifest is None else without_archive_checksums()
-    with _DcpFiles(directory, max_file_nbytes) as files, checksums:
+    with _DcpFiles(directory, options.max_file_nbytes) as files, checksums:
         names = _names(dtypes, aliases)
         places = []
-        for piece in stream(source, dtypes, buffer_nbytes):
+        for piece in stream(source, dtypes, options.buffer_nbytes):
             places.append(files.save_piece(piece, names[piece.name], source.tensors[piece.name].shape))
-            on_bytes(piece.values.nbytes)
+            options.on_bytes(piece.values.nbytes)
         places += [files.save_object(value, same) for same, value in objects_once(source)]
     if manifest is not None:
         complete(directory, [places], manifest)
@@ -102,7 +97,7 @@ class _DcpFiles:
             self._num_files += 1
         try:
             torch.save(value, cast(BinaryIO, self._stream))
-        except RuntimeError as error:  # torch's writer says of a full disk that its position is not what it should be.
+        except RuntimeError as error:  # On a full disk, torch's writer reports only an unexpected position.
             raise self._stream.error or error from error
         return f"__0_{self._num_files - 1}.distcp", *self._stream.end_item()
 
@@ -115,7 +110,7 @@ class _DcpFiles:
 
 
 def _names(dtypes: Mapping[str, torch.dtype], aliases: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """All names of each tensor that is written."""
+    """All names of each written tensor."""
     names: dict[str, tuple[str, ...]] = {name: (name,) for name in dtypes}
     for alias, name in aliases.items():
         if name in names:

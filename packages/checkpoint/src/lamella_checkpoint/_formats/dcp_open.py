@@ -18,13 +18,13 @@ _WAY_OUT: Final = "lamella-convert opens {}: pass lamella_convert.open_checkpoin
 def open_dcp(
     path: str | os.PathLike[str], *, trust: bool = False, verify: bool = True, live: LiveNames | None = None
 ) -> Opened:
-    """Open a checkpoint that `save` or plain torch DCP wrote.
+    """Open a checkpoint written by `save` or plain torch DCP.
 
     Args:
         path: The checkpoint's directory.
         trust: As for `load`.
         verify: As for `load`.
-        live: Names of a live model, which tell shared prefixes from names.
+        live: Names of a live model: distinguish shared prefixes from names.
 
     Raises:
         CheckpointDamaged: A file is absent or unreadable.
@@ -41,14 +41,14 @@ def open_dcp(
 
 
 def opened_dcp(stored: StoredCheckpoint, live: LiveNames | None = None) -> Opened:
-    """A checkpoint whose metadata has been read, under native names."""
+    """A checkpoint with loaded metadata, under native names."""
     if stored.manifest is None:
         return native(stored, stored.metadata.paths, live, identity=stored.save_id)
     return Opened(source=stored, extra=dict(stored.manifest.extra), manifest=stored.manifest, identity=stored.save_id)
 
 
 def dcp_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory of a DCP checkpoint; after an interrupted replacement, the directory that the old one has now.
+    """The directory of a DCP checkpoint; after an interrupted replacement, the old checkpoint's present directory.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -66,7 +66,7 @@ def dcp_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a directory's files are DCP's; the file that lists them may be absent."""
+    """Whether a directory's files are DCP's; the metadata file may be absent."""
     if not path.is_dir():
         return False
     return any(each.name in (METADATA_FILE, MANIFEST_FILE) or each.suffix == ".distcp" for each in path.iterdir())

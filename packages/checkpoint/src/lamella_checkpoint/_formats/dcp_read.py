@@ -1,4 +1,4 @@
-"""torch DCP's file format, opened: which tensors and objects a directory holds, read box by box; nothing in it runs."""
+"""torch DCP's file format, opened: lists tensors and objects, reads box by box; runs no stored code."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,19 +17,18 @@ from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadat
 
 
 class StoredCheckpoint:
-    """A checkpoint's names and where their data lies, as a `Source`; opened by each rank for itself, no collective."""
+    """A checkpoint's names and data as a `Source`; each rank opens the checkpoint alone, no collective."""
 
     def __init__(self, directory: Path, *, trust: bool = False, verify: bool = True) -> None:
-        """Read the metadata of the checkpoint in `directory`, and hold it against its files.
+        """Read the metadata of the checkpoint in `directory`, and compare the metadata with the files.
 
         Args:
             directory: Of the checkpoint.
-            trust: Whether types are made that are neither plain data nor torch's own, which can run anything.
-            verify: Whether what is read is held against its checksum: the one that was saved beside it, or the one in
-                torch's archive.
+            trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
+            verify: Verify checksums while reading: the checkpoint's saved checksums, or torch's archive checksums.
 
         Raises:
-            CheckpointDamaged: A file is absent, unreadable, elsewhere, or shorter than the metadata says.
+            CheckpointDamaged: A file is absent, unreadable, misplaced, or shorter than the metadata requires.
             CheckpointUntrusted: The metadata holds other types.
         """
         self.path = directory
@@ -44,7 +43,7 @@ class StoredCheckpoint:
             known = self._check_file(METADATA_FILE)
             self.metadata = StoredMetadata.read(directory, trust=trust)
             if not known and not self.is_own:
-                self._checksums = None  # Plain torch has saved over what they were of.
+                self._checksums = None  # Plain torch has saved over the checkpoint that the checksums describe.
             _check_files(directory, self.metadata)
             self.manifest = Manifest.read(directory) if self.is_own else None
             for file in (METADATA_FILE, MANIFEST_FILE) if self._checksums else ():
@@ -53,12 +52,12 @@ class StoredCheckpoint:
 
     @property
     def save_id(self) -> str | None:
-        """What tells this save from every other, if the writer left it."""
+        """The identifier of this save, if the writer recorded one."""
         return self.metadata.save_id
 
     @property
     def is_own(self) -> bool:
-        """Whether `save` wrote it."""
+        """Whether lamella's `save` wrote the checkpoint."""
         return WRITTEN_BY in self.metadata.modules
 
     @property
@@ -73,12 +72,12 @@ class StoredCheckpoint:
         """Fill the given memory.
 
         Args:
-            wanted: What to read, and where to.
-            on_item: Is told of each stored chunk that has been read.
+            wanted: The boxes to read, each with a destination.
+            on_item: Called with each stored chunk after its read.
 
         Raises:
             CheckpointDamaged: A file cannot be read or differs from its checksum, or the chunks do not cover a box, or
-                another checkpoint took this one's place meanwhile (its files have the same names).
+                another checkpoint replaced this one during the read (the replacement's files have the same names).
         """
         reads: dict[Item, ItemRead] = {}
         for name in dict.fromkeys(each.name for each in wanted):
@@ -90,7 +89,7 @@ class StoredCheckpoint:
         self._verified.update(reads)
 
     def read_object(self, name: str) -> object:
-        """The value of an object; names that share a place share the value, and it is read once."""
+        """The value of an object, read once; names that share a stored place share the value."""
         self._check_whole(name)
         item = self.metadata.items[name, None]
         if item not in self._values:
@@ -100,7 +99,7 @@ class StoredCheckpoint:
         return self._values[item]
 
     def _check_file(self, file: str) -> bool:
-        """Hold a small file against its checksum; False where there is none for a file of this length."""
+        """Verify a small file's checksum; False if no checksum exists for a file of this length."""
         if self._checksums is None:
             return False
         content = read_bytes(self.path / file)
@@ -110,7 +109,7 @@ class StoredCheckpoint:
         return True
 
     def _expected(self, item: Item) -> int | None:
-        """The checksum of an item, if its writer kept any."""
+        """The checksum of an item, if the writer kept checksums."""
         if self._checksums is None:
             return None
         crc = self._checksums.expected(*item)
@@ -119,9 +118,9 @@ class StoredCheckpoint:
         return crc
 
     def _add(self, reads: dict[Item, ItemRead], wanted: Wanted) -> None:
-        """Add what a box takes of each stored chunk that it meets.
+        """Add the copies that fill a box, for each stored chunk that overlaps the box.
 
-        The target's dims are the box's; DCP writes a chunk of a scalar like any other.
+        The target has the box's dims; DCP writes a chunk of a scalar like any other.
         """
         num_found = 0
         into = wanted.into.detach()
@@ -144,7 +143,7 @@ class StoredCheckpoint:
             )
 
     def _check_whole(self, name: str) -> None:
-        """Every chunk has a place, and together they are the tensor; DCP would leave holes as they are."""
+        """Check that every chunk has a place and the chunks cover the tensor; DCP would leave holes unfilled."""
         if name in self.metadata.compressed:
             raise NotImplementedError(
                 f"Expected data as torch.save writes it, got {name!r} of {str(self.path)!r} written through an "
@@ -166,7 +165,7 @@ class StoredCheckpoint:
 
     @contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Say that the checkpoint was replaced, whatever else that looked like to the reader."""
+        """Report a replaced checkpoint as such, instead of the reader's secondary error."""
         try:
             yield
         finally:
@@ -175,7 +174,7 @@ class StoredCheckpoint:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """What a replacement of the checkpoint changes; None where there is no metadata."""
+    """A value that changes when the checkpoint is replaced; None without metadata."""
     try:
         status = (directory / METADATA_FILE).stat()
     except OSError:
@@ -190,7 +189,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _check_files(directory: Path, metadata: StoredMetadata) -> None:
-    """Find absent and truncated files now, not after half of the model has been overwritten."""
+    """Find absent and truncated files before a load has overwritten half of the model."""
     ends: dict[str, int] = {}
     for item in metadata.items.values():
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
@@ -204,7 +203,7 @@ def _check_files(directory: Path, metadata: StoredMetadata) -> None:
 
 
 def too_large(metadata: StoredMetadata) -> Iterator[str]:
-    """Chunks that are larger than what is stored of them: readers make room by the sizes that the metadata says."""
+    """Chunks larger than their stored bytes: readers would allocate by the metadata's sizes."""
     for name, info in metadata.tensors.items():
         for chunk in info.chunks if name not in metadata.compressed else ():
             item = metadata.items.get((name, chunk.offsets))
@@ -213,10 +212,10 @@ def too_large(metadata: StoredMetadata) -> Iterator[str]:
 
 
 def check_place(directory: Path, file: str) -> None:
-    """Refuse a name that leads out of the directory whose metadata has it.
+    """Refuse a file name that leads out of the metadata's directory.
 
     Raises:
-        CheckpointDamaged: It does.
+        CheckpointDamaged: The name leads outside.
     """
     if Path(file).name != file or file == "..":
         raise CheckpointDamaged(str(directory / METADATA_FILE), f"it leads outside, to {file!r}")

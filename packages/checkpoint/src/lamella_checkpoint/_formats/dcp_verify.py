@@ -22,7 +22,7 @@ from lamella_checkpoint._formats.metadata import WRITTEN_BY, Item, StoredMetadat
 def verify(
     path: str | os.PathLike[str], *, trust: bool = False, on_progress: OnProgress = lambda done, total: None
 ) -> Verification:
-    """Read all of a DCP checkpoint and list everything that is wrong with it; nothing in it runs.
+    """Read all of a DCP checkpoint and list every problem; no stored code runs.
 
     Args:
         path: The checkpoint's directory; `lamella_convert.verify` takes any format.
@@ -30,7 +30,7 @@ def verify(
         on_progress: Called with the bytes read so far, and all.
 
     Raises:
-        CheckpointUntrusted: The metadata holds such a type, without `trust`.
+        CheckpointUntrusted: The metadata holds other types, without `trust`.
         FileNotFoundError: `path` does not exist.
         FormatUnknown: `path` is not torch DCP.
 
@@ -55,7 +55,7 @@ class _Dcp:
             for file in self._of_other_length(checksums):
                 self._findings.note(CheckpointDamaged(str(file), "it has another length than when it was written"))
         else:
-            checksums = None  # Plain torch has saved over what they were of.
+            checksums = None  # Plain torch has saved over the checkpoint that the checksums describe.
         for name, info in metadata.tensors.items():
             self._check_cover(name, info.shape, [chunk.sizes for chunk in info.chunks], metadata)
             if overlap := first_overlap(info.chunks):
@@ -94,7 +94,7 @@ class _Dcp:
                 yield file
 
     def _own_files(self) -> Checksums | None:
-        """Checksums, where there are any, with those of the metadata and the manifest compared."""
+        """The checksums, if any, after a check of the metadata and the manifest."""
         checksums = self._findings.attempt(lambda: Checksums.of(self._path))
         for file in (METADATA_FILE, MANIFEST_FILE) if checksums is not None else ():
             content = (
@@ -114,7 +114,7 @@ class _Dcp:
             self._wrong_metadata(f"{name!r} is written through an extension of DCP's writer, and cannot be checked")
 
     def _chunks(self, metadata: StoredMetadata) -> Iterator[tuple[Item, ItemRead]]:
-        """Where the chunks of tensors lie; names that share a place share the read."""
+        """The places of the tensors' chunks; names that share a place share the read."""
         for name, info in metadata.tensors.items():
             for chunk in info.chunks:
                 item = metadata.items.get((name, chunk.offsets))

@@ -1,13 +1,13 @@
-"""torch DCP's file format, written: each rank its files, and one rank the metadata that makes a checkpoint of them.
+"""Writer of torch DCP's file format: each rank its files, and one rank the metadata that completes the checkpoint.
 
 Note [Names that share data]
-    DCP's metadata maps a name to its chunks, and each chunk to a place in a file. Nothing says that two names cannot
-    map to one place. A tied tensor is written once and found under each of its names, and an option that all
-    parameters of a group share is written once and found under each parameter's name, by plain DCP too.
+    DCP's metadata maps a name to chunks, and each chunk to a place in a file. Two names may map to one place.
+    A tied tensor is written once and found under each of its names, and an option that all parameters of a group
+    share is written once and found under each parameter's name, by plain DCP too.
 
 Note [Two checksums]
-    An archive of `torch.save` holds a CRC-32 of its data, which no reader of torch compares and which costs more than
-    writing the data does. It is left out, and one of the whole item is taken on the way to the file.
+    An archive of `torch.save` holds a CRC-32 of its data, which no torch reader compares and which costs more than
+    writing the data. The CRC-32 is omitted; a checksum of the whole item is computed on the way to the file.
 """
 
 import ctypes
@@ -41,12 +41,12 @@ from lamella_checkpoint._state.shares import Item
 from lamella_layout import Chunk
 
 _NUM_THREADS: Final = 4
-_SPLIT_NBYTES: Final = 64 << 20  # A second file, and a thread for it, pays from about here on.
+_SPLIT_NBYTES: Final = 64 << 20  # From about this size on, a second file with a thread pays.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """An item that lies in a file: all that the metadata says of it. Pickles small."""
+    """An item written to a file, with the metadata's contents for the item. Pickles small."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -58,18 +58,18 @@ class Placed:
 
 
 def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Placed]:
-    """Write a rank's items into files of its own, `__<rank>_<n>.distcp`.
+    """Write a rank's items into the rank's own files, `__<rank>_<n>.distcp`.
 
     Args:
         directory: Exists, and holds no file of this rank yet.
-        rank: What tells this rank's files from others'.
-        items: What to write, on any device.
+        rank: Distinguishes this rank's files.
+        items: The items, on any device.
 
     Raises:
         OSError: The file system refused.
 
-    Effects: no collective; one file, or for more than 64 MiB up to four, a thread each; copies what is on an
-        accelerator to the host item by item (from CUDA into pinned memory), once its current stream has come so far;
+    Effects: no collective; one file, or for more than 64 MiB up to four, a thread each; copies accelerator tensors
+        to the host item by item (from CUDA into pinned memory), after a host sync with the current stream;
         waits until the files' contents are on the disk.
     """
     _await_accelerator(items)
@@ -80,11 +80,11 @@ def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Place
 
 
 def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manifest) -> None:
-    """Make a checkpoint of the files that all ranks have written: the metadata, the manifest, the checksums.
+    """Complete a checkpoint from the files of all ranks: the metadata, the manifest, the checksums.
 
     Args:
         directory: Holds the files.
-        parts: What each rank has placed in them. Of a box that several have written, the first rank's counts.
+        parts: Each rank's placed items. If several ranks wrote a box, the first rank's counts.
         manifest: Without checksums.
 
     Raises:
@@ -108,7 +108,7 @@ def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manif
 
 
 def _bins(items: Sequence[Item]) -> list[list[Item]]:
-    """The items of each file, of about equally many bytes."""
+    """The items of each file, balanced by bytes."""
     num_files = max(1, min(_NUM_THREADS, sum(item.nbytes for item in items) // _SPLIT_NBYTES))
     bins: list[list[Item]] = [[] for _ in range(num_files)]
     loads = [0] * num_files
@@ -126,7 +126,7 @@ def _write_file(path: Path, items: Sequence[Item]) -> list[Placed]:
         for item in items:
             value = _on_host(item.value) if isinstance(item.value, torch.Tensor) else item.value
             try:
-                torch.save(value, cast(BinaryIO, stream))  # It writes and flushes, no more.
+                torch.save(value, cast(BinaryIO, stream))  # torch calls only `write` and `flush` of the stream.
             except RuntimeError as error:
                 raise stream.error or error from error
             span, checksum = stream.end_item()
@@ -143,24 +143,26 @@ def _write_file(path: Path, items: Sequence[Item]) -> list[Placed]:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host, over a storage that holds nothing else: an archive takes all of a storage.
+    """The tensor on the host, over a storage without other data: an archive includes the whole storage.
 
-    What is there already is not copied: the result is good for as long as `tensor` lives. What is on CUDA goes through
-    pinned memory, which torch keeps for the next item: fresh pages would take longer than the bus and the file.
+    A host tensor is not copied: the result is valid for as long as `tensor` lives. CUDA tensors are copied through
+    pinned memory, which torch caches for the next item: fresh pages would take longer than the bus and the file.
     """
     if tensor.is_cuda and type(tensor) is torch.Tensor:
+        # Blocking: `torch.save` reads the memory at once.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
     host = tensor.cpu().contiguous()
     if type(host) is not torch.Tensor or host.untyped_storage().nbytes() == host.nbytes:
         return host
     if not host.nbytes:
         return host.clone()
+    # Not `clone`: a view over the same bytes avoids a copy as large as the tensor. Aliases `tensor`'s memory.
     memory = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
     return torch.frombuffer(memory, dtype=torch.uint8).view(host.dtype).view(host.shape)
 
 
 def _await_accelerator(items: Sequence[Item]) -> None:
-    """Let the current stream come to an end: the threads that copy have other current streams."""
+    """Synchronize with the current streams: the copying threads have other current streams, with no order to these."""
     devices = {item.value.device for item in items if isinstance(item.value, torch.Tensor)}
     for device in devices:
         if device.type not in ("cpu", "meta"):
@@ -169,7 +171,7 @@ def _await_accelerator(items: Sequence[Item]) -> None:
 
 @contextmanager
 def without_archive_checksums() -> Iterator[None]:
-    """Note [Two checksums]."""
+    """Disable torch's archive checksums: Note [Two checksums]."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -182,9 +184,9 @@ def without_archive_checksums() -> Iterator[None]:
 
 
 def _first_of_each(parts: Sequence[Sequence[Placed]]) -> list[Placed]:
-    """Each box of each name once, and nothing missing.
+    """Each box of each name once; raises if any is missing.
 
-    Ranks may know one value under different names: options are found under those of the rank's own experts.
+    Ranks may know one value under different names: options are found under the names of the rank's own experts.
     """
     firsts: dict[tuple[str, tuple[int, ...]], tuple[int, Placed]] = {}
     places = []
@@ -249,8 +251,8 @@ def write_metadata(
     Args:
         directory: Holds the files.
         places: Each box of each name once.
-        path_of: The keys of the nested dicts that torch makes of a name.
-        written_by: What the checkpoint says of itself; none for one without a manifest.
+        path_of: Maps a name to the keys of torch's nested dicts.
+        written_by: The writer's mark; empty for a checkpoint without a manifest.
 
     Effects: waits until the file's contents are on the disk.
     """
@@ -280,12 +282,12 @@ def _table(placed: Placed) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 class _MetadataWriter(FileSystemWriter):
-    """DCP's writer, of which only the end is used."""
+    """DCP's writer, used only for its final step."""
 
     def __init__(self, directory: Path, written_by: Sequence[str]) -> None:
         super().__init__(directory, sync_files=True)
         self._written_by = list(written_by)
 
     def storage_meta(self) -> StorageMeta:
-        # No checkpoint_id: it would be the staging directory's path, which no longer exists when somebody reads it.
+        # No checkpoint_id: it would be the staging directory's path, which no longer exists after publication.
         return StorageMeta(save_id=self.save_id, modules=self._written_by)

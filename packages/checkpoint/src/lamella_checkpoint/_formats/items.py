@@ -1,13 +1,13 @@
 """Items of a checkpoint's files, read box by box by several threads.
 
-Note [What is held]
-    A thread holds one piece of one item: rows, of 16 MiB together (or one row, where that is more). Where they are
-    wanted as they lie, in contiguous host memory of the same dtype, they are read straight into their target and
-    nothing is held. So a load costs no memory beside its targets, however large the stored chunks are.
+Note [Memory during a load]
+    A thread holds one piece of one item: rows, of 16 MiB together (or one row, if larger). Rows wanted unchanged, in
+    contiguous host memory of the same dtype, are read straight into their target without a buffer. So a load costs
+    no memory beside the targets, however large the stored chunks are.
 
-Note [What is read]
-    An item whose checksum is to be verified is read whole, from front to back, and what is not wanted is dropped.
-    Otherwise only the wanted boxes are read.
+Note [Whole items are verified]
+    An item with a checksum to verify is read whole, from front to back, and unwanted bytes are dropped.
+    Without verification, only the wanted boxes are read.
 """
 
 import io
@@ -49,11 +49,11 @@ _SMALL_BYTES: Final = 16 << 10
 _MAX_THREADS: Final = 8
 
 Expected = Callable[[Item], int | None]
-"""The CRC-32 that an item should have; None where none was kept, and torch's archive may have one."""
+"""The CRC-32 recorded for an item; None if the writer recorded none (torch's archive may have one)."""
 
 
 class Copy(NamedTuple):
-    """A box of a stored chunk, in the chunk's own coordinates, and where it goes."""
+    """A box of a stored chunk, in the chunk's own coordinates, and the destination tensor."""
 
     box: Chunk
     into: torch.Tensor
@@ -61,10 +61,10 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ItemRead:
-    """What is wanted of a stored chunk: all of it at once, so that it is read once.
+    """All copies from one stored chunk: collected, so that the chunk is read once.
 
-    `found` says where in the item its elements are, if that is known already; `is_verified` that its checksum was right
-    when it was read before, as by whoever reads a large chunk part by part.
+    `found` is the elements' place in the item, if known; `is_verified` means that an earlier read checked the checksum,
+    as when a large chunk is read part by part.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ItemRead:
 
 
 def num_threads() -> int:
-    """How many threads read: as many as this process may run on, up to eight, as disks gain nothing from more."""
+    """Number of reading threads: the process's CPUs, at most eight, as disks gain nothing from more."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
@@ -91,14 +91,14 @@ def read_tensors(
     Args:
         directory: Of the checkpoint.
         reads: In any order; each item once.
-        expected: What to hold items against; None verifies nothing.
-        on_item: Is told of each item that has been read, by the calling thread.
+        expected: The checksums to verify; None verifies nothing.
+        on_item: Called with each item after the read, on the calling thread.
 
     Raises:
         CheckpointDamaged: An item cannot be read, or differs from its checksum, or is no tensor of the expected shape.
 
-    Effects: no collective; several threads, see Note [What is held]; copies to accelerators on the calling thread's
-        current streams.
+    Effects: no collective; several threads, see Note [Memory during a load]; copies to accelerators on the calling
+        thread's current streams.
     """
     for read, error in _outcomes(directory, reads, expected):
         if error is not None:
@@ -109,7 +109,7 @@ def read_tensors(
 def check_tensors(
     directory: Path, reads: Iterable[ItemRead], expected: Expected, on_item: Callable[[Item], None]
 ) -> list[CheckpointDamaged]:
-    """What is wrong with stored chunks: all of them, where `read_tensors` stops at the first.
+    """All errors of stored chunks, where `read_tensors` stops at the first.
 
     Effects: as `read_tensors`.
     """
@@ -126,13 +126,13 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
     Args:
         directory: Of the checkpoint.
         name: Of the entry, for messages.
-        item: Where it lies.
+        item: The object's place in the files.
         expected: As for `read_tensors`.
-        trust: Whether types that torch does not know as plain data are made, which can run anything.
+        trust: Allow unpickling of types that torch does not know as plain data. **Unsafe: can execute code.**
 
     Raises:
-        CheckpointDamaged: It cannot be read, or differs from its checksum.
-        CheckpointUntrusted: It holds other types, without `trust`.
+        CheckpointDamaged: The object cannot be read, or differs from its checksum.
+        CheckpointUntrusted: The object holds other types, without `trust`.
     """
     with _opened(directory / item.file, name, item) as content:
         if expected is not None:
@@ -141,7 +141,7 @@ def read_object(directory: Path, name: str, item: Item, expected: Expected | Non
 
 
 def check_object(directory: Path, name: str, item: Item, expected: Expected) -> None:
-    """Hold an object's bytes against their checksum. Arguments and errors are those of `read_object`."""
+    """Verify an object's bytes by checksum. Arguments and errors are those of `read_object`."""
     with _opened(directory / item.file, name, item) as content:
         check_content(directory / item.file, name, item, content, expected)
 
@@ -157,17 +157,17 @@ def _opened(file: Path, name: str, item: Item) -> Iterator[BinaryIO]:
 
 
 def unpickle(content: BinaryIO, file: Path, name: str, *, trust: bool) -> Any:
-    """What `torch.save` wrote, without running anything unless trusted.
+    """The value that `torch.save` wrote, without running code unless trusted.
 
-    Archives that are compressed are refused: torch writes none, and a small one may hold more than there is memory.
+    Compressed archives are refused: torch writes none, and a small one may expand beyond the memory.
 
     Raises:
-        CheckpointDamaged: It is not what `torch.save` writes.
-        CheckpointUntrusted: It holds types that torch does not know as plain data, without `trust`.
+        CheckpointDamaged: The content is no output of `torch.save`.
+        CheckpointUntrusted: The content has types that torch does not know as plain data, without `trust`.
     """
     try:
         return plain_data(content)
-    except Exception as error:  # torch knows more types, and says better what is wrong.
+    except Exception as error:  # Not final: torch knows more types, and gives a better message.
         is_refused = isinstance(error, zipfile.BadZipFile) and zipfile.is_zipfile(content)
         if is_refused or isinstance(error, PickleTooLarge):
             raise damaged(file, name, error) from error
@@ -181,26 +181,26 @@ def unpickle(content: BinaryIO, file: Path, name: str, *, trust: bool) -> Any:
         if unknown and not trust:
             raise CheckpointUntrusted(str(file), unknown, name) from None
         raise damaged(file, name, error) from error
-    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+    except Exception as error:  # Unpickling garbage can raise any exception.
         raise damaged(file, name, error) from error
 
 
 def unsafe_types(file: BinaryIO | Path, error: Exception) -> str:
-    """The types in what `torch.save` wrote that its weights-only reader refused, as text; empty without any."""
+    """The types in a `torch.save` file refused by torch's weights-only reader, as text; empty without any."""
     try:
         if not isinstance(file, Path):
             file.seek(0)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))
-    except Exception:  # noqa: BLE001  It reads what has been refused already, and no files from before torch 1.6.
+    except Exception:  # noqa: BLE001  torch parses the refused file again, and no files from before torch 1.6.
         names = re.findall(r"nsupported (?:GLOBAL|global: GLOBAL) (\S+)", str(error))
     return ", ".join(sorted(names))
 
 
 def check_content(file: Path, name: str, item: Item, content: BinaryIO, expected: Expected) -> None:
-    """Hold an item's bytes against its checksum, or against those of torch's archive where it has none.
+    """Verify an item's bytes by the recorded checksum, or by the checksums of torch's archive.
 
     Raises:
-        CheckpointDamaged: They differ.
+        CheckpointDamaged: The bytes differ.
     """
     crc = expected(item)
     if crc is not None:
@@ -215,7 +215,7 @@ def check_content(file: Path, name: str, item: Item, content: BinaryIO, expected
 
 
 def damaged(file: Path, name: str, error: Exception) -> CheckpointDamaged:
-    """What could not be read, as an error that names the file and the entry."""
+    """An exception of a read as an error that names the file and the entry."""
     return CheckpointDamaged(str(file), f"{name!r}: {type(error).__name__}: {error}")
 
 
@@ -234,7 +234,7 @@ def _check_record(file: Path, name: str, record: Record, crc: int) -> None:
 
 
 class _Files:
-    """Descriptors of the files that are being read: opened for the first item, closed after the last one."""
+    """Descriptors of the files in use: opened for the first item, closed after the last one."""
 
     def __init__(self, directory: Path, num_items: Counter[str]) -> None:
         self._directory = directory
@@ -264,13 +264,13 @@ class _Files:
             with self._lock:
                 self._num_left[file] -= 1
                 if self._num_left[file] == 0:
-                    os.close(self._descriptors.pop(file))
+                    os.close(self._descriptors.pop(file))  # A checkpoint may have more files than descriptors.
 
 
 def _outcomes(
     directory: Path, reads: Iterable[ItemRead], expected: Expected | None
 ) -> Iterator[tuple[ItemRead, CheckpointDamaged | None]]:
-    """Read, and tell what came of it, in the order in which that is done; who stops listening ends the rest."""
+    """Read the items, and yield each with its error in order of completion; closing the iterator cancels the rest."""
     ordered = sorted(reads, key=lambda read: (read.item.file, read.item.offset))
     streams = _streams(ordered)
     with _Files(directory, Counter(read.item.file for read in ordered)) as files:
@@ -287,6 +287,7 @@ def _outcomes(
         if threads <= 1:
             yield from map(run, ordered)
             return
+        # Pool threads start on the device's default stream: copies there would not be ordered with the caller's stream.
         with ThreadPoolExecutor(threads, "lamella-checkpoint", lambda: _use(streams)) as pool:
             futures = [pool.submit(run, read) for read in ordered]
             try:
@@ -297,7 +298,7 @@ def _outcomes(
 
 
 def _streams(reads: Sequence[ItemRead]) -> list[torch.Stream]:
-    """The caller's current streams of the accelerators that are written to: a new thread would use the default ones."""
+    """The caller's current streams on the written accelerators: a new thread would use the default streams."""
     devices = {copy.into.device for read in reads for copy in read.copies if copy.into.device.type != "cpu"}
     return [torch.accelerator.current_stream(device) for device in devices]
 
@@ -319,7 +320,7 @@ def _read_tensor(file: Path, descriptor: int, read: ItemRead, expected: Expected
             _copy_boxes(file, descriptor, read, found, expected)
     except (CheckpointDamaged, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # Of an archive that is garbage.
+    except Exception as error:  # A garbage archive can raise any exception.
         raise damaged(file, read.name, error) from error
 
 
@@ -343,7 +344,7 @@ def _copy_boxes(file: Path, descriptor: int, read: ItemRead, found: TensorRecord
 
 
 def _copy_all(file: Path, stored: FileSlice, read: ItemRead, expected: Expected | None) -> None:
-    """The way for what is small, and for tensors that only torch can read."""
+    """Copy via a whole tensor: for small items, and for tensors that only torch can read."""
     stored.seek(0)
     is_small = read.item.length <= _SMALL_BYTES
     content = io.BytesIO(stored.read(read.item.length)) if is_small else cast(BinaryIO, io.BufferedReader(stored))
@@ -376,11 +377,11 @@ def _slices(box: Chunk) -> tuple[slice, ...]:
 
 
 class _Sweep:
-    """One pass over a whole item, from front to back, that takes its checksum and copies what is wanted."""
+    """One pass over a whole item, from front to back, that computes the checksum and copies the wanted rows."""
 
     def __init__(self, descriptor: int, read: ItemRead, found: TensorRecord) -> None:
         self._descriptor, self._item, self._found = descriptor, read.item, found
-        # A scalar is a row of one element.
+        # A scalar is treated as a row of one element.
         self._sizes = read.sizes or (1,)
         self._copies = (
             read.copies if read.sizes else [Copy(Chunk((0,), (1,)), copy.into.view(1)) for copy in read.copies]
@@ -388,12 +389,12 @@ class _Sweep:
         self.crc = 0
 
     def pass_over(self, start: int, stop: int) -> None:
-        """Read bytes of the item of which none are wanted."""
+        """Read unwanted bytes of the item, for the checksum."""
         for begin in range(start, stop, _PIECE_BYTES):
             self._fill(memoryview(bytearray(min(_PIECE_BYTES, stop - begin))), begin)
 
     def copy_rows(self) -> None:
-        """Read the tensor, piece by piece: Note [What is held]."""
+        """Read the tensor, piece by piece: Note [Memory during a load]."""
         rows, sizes, dtype = self._sizes[0], self._sizes[1:], self._found.dtype
         row_bytes = prod(sizes) * dtype.itemsize
         if not row_bytes:
@@ -404,7 +405,7 @@ class _Sweep:
             piece = Range(first, min(first + step, rows))
             target = _direct(piece, sizes, dtype, self._copies)
             if target is None and buffer is None:
-                # One for all pieces: what is freed and taken anew stays with the allocator, for every thread.
+                # One buffer for all pieces: memory freed and taken anew stays with the allocator, for every thread.
                 buffer = torch.empty(min(step, rows), *sizes, dtype=dtype)
             memory = cast(torch.Tensor, buffer)[: piece.numel] if target is None else target
             as_bytes: Any = memory.reshape(-1).view(torch.uint8).numpy()
@@ -426,7 +427,7 @@ class _Sweep:
 
 
 def _direct(piece: Range, sizes: tuple[int, ...], dtype: torch.dtype, copies: Sequence[Copy]) -> torch.Tensor | None:
-    """The part of the target that is the piece, bit by bit; None where there is no such part."""
+    """The view of the target that equals the piece bit by bit, as destination of the read; None without such a view."""
     if len(copies) != 1 or copies[0].box.sizes[1:] != sizes:
         return None
     [(box, into)] = copies

@@ -1,7 +1,7 @@
-"""DCP's `.metadata`: which tensors and objects a checkpoint holds, and in which files they lie.
+"""DCP's `.metadata`: a checkpoint's tensors and objects, and their places in files.
 
-The file is a pickle; it is read as data, see Note [Nothing runs]. What it says is checked here, once, so that a
-reader may rely on it.
+The file is a pickle, read as data: Note [Nothing runs]. Its contents are validated here, once, so that a
+reader may rely on them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from lamella_checkpoint._base.source import TensorInfo
 from lamella_layout import Chunk
 
 WRITTEN_BY: Final = "lamella_checkpoint"
-"""The metadata of a checkpoint that `save` wrote has this module's name, and `lamella.json` lies beside it."""
+"""Module name in the metadata of a checkpoint from `save`; `lamella.json` lies beside such metadata."""
 
 T = TypeVar("T")
 
@@ -40,19 +40,19 @@ _KNOWN_TYPES: Final = frozenset(
             )
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        # megatron-core keeps the plans of a save in its metadata.
+        # megatron-core stores the plans of a save in the metadata.
         *(
             ("torch.distributed.checkpoint.planner", name)
             for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
         ),
         ("torch.serialization", "_get_layout"),
-        # Python before 3.11.4 stores a member of an enum as a call of this; a stand-in's call does nothing.
+        # Python before 3.11.4 stores an enum member as a call of getattr; a stand-in's call does nothing.
         ("builtins", "getattr"),
         ("__builtin__", "getattr"),  # its name in old protocols
-        # torch 2.0 and 2.1 kept a tensor's properties where sharded tensors are.
+        # The home of `TensorProperties` in torch 2.0 and 2.1.
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-        # `StorageMeta.checkpoint_id`, which may be a path; Python 3.13 says so from another module.
+        # `StorageMeta.checkpoint_id` may be a path; Python 3.13 pickles paths from another module.
         *(
             (module, name)
             for module in ("pathlib", "pathlib._local")
@@ -63,7 +63,7 @@ _KNOWN_TYPES: Final = frozenset(
 
 
 class Item(NamedTuple):
-    """What was written at once: a chunk of a tensor, or an object. `offset` and `length` are in bytes."""
+    """One written unit: a chunk of a tensor, or an object. `offset` and `length` are in bytes."""
 
     file: str
     offset: int
@@ -77,11 +77,11 @@ class StoredMetadata:
     Attributes:
         tensors: By name, in the order of the file.
         objects: Names of values that are no tensors.
-        items: Where things lie: a tensor's chunks by name and offsets, objects by name and None.
-        paths: The keys, from the outermost to the innermost, of which torch made a name.
-        save_id: What tells a save from every other, if the writer left it.
-        modules: What the writer said it was.
-        notes: What Megatron keeps beside each tensor, by name; empty elsewhere.
+        items: Places in files: a tensor's chunks by name and offsets, objects by name and None.
+        paths: The keys, outermost first, from which torch joined a name.
+        save_id: The save's unique identifier, if the writer recorded one.
+        modules: The writer's own marks.
+        notes: Megatron's data beside each tensor, by name; empty elsewhere.
         compressed: Names whose items went through an extension of DCP's writer.
     """
 
@@ -100,11 +100,11 @@ class StoredMetadata:
 
         Args:
             directory: Of the checkpoint.
-            trust: Whether types that this reader does not know are imported, which can run anything.
+            trust: Allow unpickling of unknown types. **Unsafe: can execute code.**
 
         Raises:
-            CheckpointDamaged: The file is absent or unreadable, or what it says makes no sense.
-            CheckpointUntrusted: It holds a type that is not torch's own.
+            CheckpointDamaged: The file is absent or unreadable, or its contents are inconsistent.
+            CheckpointUntrusted: The file holds a type that is not torch's own.
         """
         file = directory / METADATA_FILE
         file_size(directory, METADATA_FILE)
@@ -113,7 +113,7 @@ class StoredMetadata:
             return _checked(read_pickle(content, knows=_knows, trust=trust))
         except UnknownType as unknown:
             raise CheckpointUntrusted(str(file), unknown.name) from None
-        except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+        except Exception as error:  # Unpickling garbage can raise any exception.
             raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
 
 
@@ -173,7 +173,7 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> TensorInfo:
 
 
 def _dtype(name: str, properties: object) -> torch.dtype:
-    # Its state is a tuple here, and attributes where a trusted pickle made it.
+    # A stand-in keeps the state as a tuple; a trusted pickle makes an object with attributes.
     state = properties.state if isinstance(properties, Inert) else getattr(properties, "dtype", None)
     return _expect(torch.dtype, state[0] if isinstance(state, tuple) and state else state, f"dtype of {name!r}")
 

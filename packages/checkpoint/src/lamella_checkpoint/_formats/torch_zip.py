@@ -1,8 +1,8 @@
-"""The place of a tensor's elements in a file of `torch.save`: a zip archive that stores them uncompressed.
+"""Byte ranges of tensor elements in a file of `torch.save`: a zip archive with uncompressed records.
 
-`zipfile` lists the archive, and has no calls for two things that are done by hand here. The byte at which a record
-starts follows from the record's local header, and boxes are read from there without the rest of the record. `seal`
-writes the checksums of records whose elements were filled in place after torch had written the archive without them.
+`zipfile` lists the archive, and lacks two operations that this module adds. The first byte of a record follows from
+the record's local header, and boxes are read from there without the rest of the record. `seal` writes the checksums
+of records whose elements were filled in place after torch had written the archive without checksums.
 """
 
 import io
@@ -23,17 +23,17 @@ from lamella_checkpoint._base.small_files import MAX_NBYTES
 from lamella_checkpoint._base.text import short
 
 _PIECE_NBYTES: Final = 1 << 20
-_ENTRY_NBYTES: Final = 46  # Of an entry in the directory at the archive's end, before its name.
+_ENTRY_NBYTES: Final = 46  # An entry of the central directory, without the name.
 _CRC_AT: Final = 16
 _LENGTHS_AT: Final = 28
 _ENTRY_LENGTHS: Final = struct.Struct("<3H")  # of the name, the extra field and the comment, which follow
-_DESCRIPTOR: Final = b"PK\7\x08"  # Begins what follows a record, where its header came before its length was known.
-_DIRECTORY: Final = 0x10  # Of an entry's attributes, as DOS has them.
+_DESCRIPTOR: Final = b"PK\7\x08"  # Starts the data descriptor behind a record whose header lacks the length.
+_DIRECTORY: Final = 0x10  # Of an entry's attributes, as in DOS.
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
 
 
 class Record(NamedTuple):
-    """One file of the archive: where its bytes are, and their CRC-32 as the archive has it; None where it has none."""
+    """One file of the archive: name, byte range, and the archive's CRC-32; None without a CRC-32."""
 
     name: str
     start: int
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A contiguous tensor in the archive: shape, dtype, and the record that holds its elements and nothing else."""
+    """A contiguous tensor in the archive: shape, dtype, and a record with exactly the tensor's elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,10 +80,10 @@ class FileSlice(io.RawIOBase):
 
 
 def records(file: BinaryIO) -> dict[str, Record]:
-    """The files of an archive by name, without the name of its only directory.
+    """The files of an archive by name, without the name of the archive's only directory.
 
     Raises:
-        zipfile.BadZipFile: It is no archive, or one that torch does not write.
+        zipfile.BadZipFile: The file is no archive, or an archive in a form that torch does not write.
     """
     found: dict[str, Record] = {}
     num_bytes = file.seek(0, os.SEEK_END)
@@ -91,14 +91,14 @@ def records(file: BinaryIO) -> dict[str, Record]:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise zipfile.BadZipFile(f"{info.filename!r} is compressed")
-            if info.external_attr & _DIRECTORY and info.file_size:  # torch leaves the memory for it as it is.
+            if info.external_attr & _DIRECTORY and info.file_size:  # torch leaves such an entry's memory unfilled.
                 raise zipfile.BadZipFile(f"{info.filename!r} is marked as a directory, and has contents")
             file.seek(info.header_offset)
             signature, num_name, num_extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             if signature != b"PK\3\4":
                 raise zipfile.BadZipFile(f"no header of {info.filename!r} where it should be")
             start = info.header_offset + _LOCAL_HEADER.size + num_name + num_extra
-            # torch can be told not to compute checksums, and then writes 0.
+            # torch can be told not to compute checksums, and then writes 0: such a record is treated as unchecked.
             crc = None if info.CRC == 0 and info.file_size else info.CRC
             name = info.filename.partition("/")[2]
             if start + info.file_size > num_bytes:
@@ -110,10 +110,10 @@ def records(file: BinaryIO) -> dict[str, Record]:
 
 
 def check_places(path: Path, files: Mapping[str, Record]) -> None:
-    """Compare where the records of an archive are with where torch itself finds them: it reads other fields.
+    """Compare the places of an archive's records with the places that torch finds: torch reads other zip fields.
 
     Raises:
-        zipfile.BadZipFile: They differ, or torch cannot open the archive.
+        zipfile.BadZipFile: The places differ, or torch cannot open the archive.
     """
     try:
         reader: Any = torch._C.PyTorchFileReader(str(path))
@@ -125,14 +125,14 @@ def check_places(path: Path, files: Mapping[str, Record]) -> None:
 
 
 def find_tensor(file: BinaryIO) -> TensorRecord | None:
-    """Find the elements of the one tensor that an archive holds.
+    """Find the elements of the one tensor in an archive.
 
     Returns:
-        None where the archive holds something else, or a tensor that does not lie there as it is: one with strides,
-        with another byte order, of a subclass. torch itself must read that.
+        None where the archive holds something else, or a tensor not stored plainly: with strides, with another byte
+        order, or of a subclass. torch itself must read such a tensor.
 
     Raises:
-        zipfile.BadZipFile: It is no archive, or one that torch does not write.
+        zipfile.BadZipFile: The file is no archive, or an archive in a form that torch does not write.
     """
     files = records(file)
     saved = read_pickle(read_record(file, files["data.pkl"]), knows=lambda *_: True)
@@ -141,17 +141,17 @@ def find_tensor(file: BinaryIO) -> TensorRecord | None:
 
 
 def plain_data(file: BinaryIO) -> Any:
-    """What an archive holds if that is numbers, text and containers of them: several times as fast as torch reads it.
+    """The value in an archive of numbers, text and containers of them: several times as fast as torch's reader.
 
     Raises:
-        UnknownType: It holds something else.
+        UnknownType: The archive holds a value of another type.
         Exception: Anything, where the file is no archive.
     """
     return read_pickle(read_record(file, records(file)["data.pkl"]), knows=lambda *_: False)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an archive: a view of a storage, which is a record. Offset and strides are in elements."""
+    """A tensor of an archive: a view of a storage, stored as a record. Offset and strides are in elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -161,31 +161,31 @@ class StoredTensor(NamedTuple):
 
     @property
     def whole(self) -> TensorRecord | None:
-        """Where its elements lie, if they are all of the record, one after another."""
+        """The elements' record, if the contiguous elements fill the whole record."""
         is_whole = self.offset == 0 and self.record.length == prod(self.shape) * self.dtype.itemsize
         return TensorRecord(self.shape, self.dtype, self.record) if is_whole and self.is_contiguous else None
 
     @property
     def found(self) -> TensorRecord | None:
-        """Where its elements lie, if they do one after another. A part of the record has no checksum."""
+        """The elements' byte range, if contiguous. A part of a record has no checksum."""
         if self.whole is not None or not self.is_contiguous:
             return self.whole
         return TensorRecord(self.shape, self.dtype, self._part(prod(self.shape)))
 
     @property
     def span(self) -> TensorRecord:
-        """What lies from its first element to its last, as one row; of a tensor with elements."""
+        """The elements of storage from the tensor's first to last, as one row; only for a tensor with elements."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return TensorRecord((last + 1,), self.dtype, self._part(last + 1))
 
     def _part(self, numel: int) -> Record:
-        """The record's part with some elements from the first on."""
+        """The part of the record with `numel` elements from the offset on."""
         itemsize = self.dtype.itemsize
         return self.record._replace(start=self.record.start + self.offset * itemsize, length=numel * itemsize, crc=None)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one after another."""
+        """Whether the elements are contiguous."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size not in (0, 1) and stride != expected:
@@ -195,10 +195,10 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | None:
-    """What an archive's pickle says of a tensor; None for anything else, and for tensors of other kinds.
+    """The tensor described by an archive's pickle; None for any other value, and for tensors of other kinds.
 
     Raises:
-        ValueError: The tensor does not lie in its record.
+        ValueError: The tensor exceeds its record.
     """
     if not isinstance(saved, Inert):
         return None
@@ -228,7 +228,7 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
 
 
 def storage_records(value: object) -> Iterator[str]:
-    """Names of the records that a value of an archive's pickle refers to, whatever it is made into."""
+    """Names of the records referenced by a value of an archive's pickle, including records of unsupported types."""
     match value:
         case ("storage", _, str(key), *_):
             yield f"data/{key}"
@@ -247,24 +247,24 @@ def is_little_endian(file: BinaryIO, files: Mapping[str, Record]) -> bool:
 
 
 def read_record(file: BinaryIO, record: Record) -> bytes:
-    """The contents of one small file of the archive, held against its checksum.
+    """The contents of one small file of the archive, verified by the archive's checksum.
 
     Raises:
-        zipfile.BadZipFile: They differ, or it is longer than what it may hold could be.
+        zipfile.BadZipFile: The checksum differs, or the record exceeds the size limit for small files.
     """
     if record.length > MAX_NBYTES:
         raise zipfile.BadZipFile(f"expected {MAX_NBYTES} bytes at most for {record.name!r}, got {record.length}")
     file.seek(record.start)
     content = file.read(record.length)
     if record.crc is not None and zlib.crc32(content) != record.crc:
-        raise zipfile.BadZipFile(f"the {record.length} bytes of {record.name!r} are not what their checksum says")
+        raise zipfile.BadZipFile(f"the {record.length} bytes of {record.name!r} differ from their checksum")
     return content
 
 
 def seal(file: BinaryIO) -> None:
-    """Give each record of an archive that has no checksum its own, in the directory and behind the record.
+    """Write the checksum of each record that lacks one, in the directory and in the descriptor behind the record.
 
-    Effects: reads those records, and holds a piece of them.
+    Effects: reads these records in pieces, one piece in memory at a time.
     """
     found = records(file)
     with zipfile.ZipFile(file) as archive:
@@ -285,7 +285,7 @@ def seal(file: BinaryIO) -> None:
 
 
 def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """How many of some bytes of a file there are, and their CRC-32. Effects: holds a piece of them."""
+    """The number of bytes read from a range of a file, and their CRC-32. Effects: holds one piece at a time."""
     file.seek(start)
     num_read = crc = 0
     while piece := file.read(min(_PIECE_NBYTES, length - num_read)):
@@ -294,7 +294,7 @@ def checksum(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
 
 
 def _fits(tensor: StoredTensor) -> bool:
-    """Whether it lies inside its record, and all that is said of it are counts."""
+    """Whether the tensor lies inside the record, and shape, offset and strides are valid counts."""
     if not (
         are_sizes(tensor.shape) and are_sizes([tensor.offset]) and all(are_sizes([each]) for each in tensor.strides)
     ):

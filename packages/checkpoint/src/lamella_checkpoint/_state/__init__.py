@@ -1,1 +1,1 @@
-"""What a live model and its optimizer hold on this rank, under which names and where in the whole."""
+"""A live model's and optimizer's state on this rank: names, and places in the global tensors."""

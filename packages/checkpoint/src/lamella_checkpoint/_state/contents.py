@@ -1,4 +1,4 @@
-"""A live model and its optimizer as one rank holds them: everything that a checkpoint is made from."""
+"""One rank's live model and optimizer: all values for a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Contents:
     """The values of a checkpoint by full name: the live tensors themselves, and plain data.
 
     Attributes:
-        values: Each value under its first name.
-        aliases: Further names of some.
-        params: The parameter that a value belongs to, for optimizer slots.
-        everyone: The ranks that train this model, as far as it tells.
-        manifest: What the checkpoint says about itself, without checksums.
+        values: Each value under the first name.
+        aliases: Further names of some values.
+        params: The parameter of each optimizer slot.
+        everyone: The ranks that train this model, as far as the model shows.
+        manifest: The checkpoint's description, without checksums.
     """
 
     values: Mapping[str, object]
@@ -74,7 +74,7 @@ class Contents:
 
     @property
     def steady(self) -> dict[str, torch.Tensor]:
-        """What changes in an optimizer's step alone: parameters, and optimizer state. Buffers change in the forward."""
+        """Tensors changed by an optimizer's step alone: parameters, optimizer state. Buffers change in the forward."""
         return {
             name: value
             for name, value in self.values.items()
@@ -83,9 +83,9 @@ class Contents:
 
 
 def _everyone(live: LiveModel) -> Ranks:
-    """The ranks on the model's meshes and in its groups; all ranks where it names none.
+    """The ranks on the model's meshes and in the model's groups; all ranks for a model without either.
 
-    A stage of a pipeline has a mesh of its own, and its buffers are not the other stages'.
+    A pipeline stage has a mesh of its own, and its buffers differ from other stages'.
     """
     ranks: set[int] = set()
     for mesh in {tensor.device_mesh for tensor in live.tensors.values() if isinstance(tensor, DTensor)}:

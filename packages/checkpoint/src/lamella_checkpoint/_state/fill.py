@@ -1,10 +1,10 @@
-"""A state dict filled from a checkpoint that may hold less than it asks for.
+"""A state dict filled from a checkpoint that may lack some of the requested values.
 
-Note [What a checkpoint lacks stays]
-    Programs ask for more than a checkpoint has: `args` and `iteration` of one that Megatron-Bridge converted, options
-    that an older release did not write. torch's own partial load puts None in the place of such an object, however
-    deep it is nested, and the caller takes it for loaded. Here names are compared whole, leaf by leaf: what the
-    checkpoint lacks keeps the very object that was there, and is told.
+Note [Missing values stay]
+    Programs request more than a checkpoint has: `args` and `iteration` after a conversion by Megatron-Bridge, options
+    that an older release did not write. torch's own partial load replaces such an object by None, at any nesting
+    depth, and the caller takes None for loaded. Here names are compared whole, leaf by leaf: a missing value
+    keeps the present object, and is reported.
 """
 
 from collections.abc import Iterator, MutableMapping, MutableSequence
@@ -23,7 +23,7 @@ Container = MutableMapping[Any, Any] | MutableSequence[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """What became of a request, by dotted name: what was loaded, and what is as it was."""
+    """The outcome of a request, by dotted name: loaded values, and unchanged values."""
 
     loaded: tuple[str, ...]
     kept: tuple[str, ...]
@@ -36,11 +36,11 @@ class _Leaf(NamedTuple):
 
 
 def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
-    """Put what a checkpoint holds into a nested state dict, in place: Note [What a checkpoint lacks stays].
+    """Fill a nested state dict from a checkpoint, in place: Note [Missing values stay].
 
     Args:
-        request: Dicts and lists of tensors and other values. A tensor is filled where it lies, a DTensor or
-            `PiecesOfTensor` with this rank's part, in its own dtype; another value is replaced.
+        request: Dicts and lists of tensors and other values. A tensor is filled in place, a DTensor or
+            `PiecesOfTensor` with this rank's part, in its own dtype; any other value is replaced.
         source: Names are the request's keys, joined by dots.
 
     Raises:
@@ -74,7 +74,7 @@ def fill(request: MutableMapping[str, Any], source: Source) -> Filled:
 
 
 def _leaves(container: Container, prefix: str, objects: AbstractSet[str]) -> Iterator[_Leaf]:
-    """The values to fill; a dict or list that the checkpoint holds as one object is one."""
+    """The values to fill; a dict or list stored as one object is one value."""
     keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
     for key in keys:
         name = f"{prefix}.{key}" if prefix else str(key)

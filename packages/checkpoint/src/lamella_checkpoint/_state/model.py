@@ -1,4 +1,4 @@
-"""A live model as named tensors, by the names that the unsharded, unwrapped, uncompiled model gives them."""
+"""A live model as named tensors, under the names of the unsharded, unwrapped, uncompiled model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# What torch.compile and activation checkpointing put between a module and its parameters' names.
+# Name parts that torch.compile and activation checkpointing insert.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -16,8 +16,8 @@ class LiveModel:
     """The persistent tensors of a model, each under one name.
 
     `state` is the model's own state dict, with its keys, its version marks and the tensors themselves. `tensors` holds
-    each of them once, under its unsharded name; `aliases` maps every further name of a tied tensor to that one; `names`
-    maps each tensor's id to it.
+    each tensor once, under the unsharded name; `aliases` maps every further name of a tied tensor to the first; `names`
+    maps each tensor's id to the first name.
     """
 
     model: nn.Module
@@ -34,8 +34,9 @@ class LiveModel:
             TypeError: An entry of the state dict is no tensor.
             ValueError: A tensor has no storage yet.
 
-        Effects: runs the model's state-dict hooks, which put a sharded model back into its sharded state.
+        Effects: runs the model's state-dict hooks, which reshard a sharded model.
         """
+        # `keep_vars`: detached tensors would have new ids, which lose ties and the optimizer's parameters.
         state = model.state_dict(keep_vars=True)
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
@@ -52,7 +53,7 @@ class LiveModel:
         return cls(model=model, state=state, tensors=tensors, aliases=aliases, names=names)
 
     def all_names(self) -> Mapping[str, list[str]]:
-        """Every name of each tensor, by its first."""
+        """Every name of each tensor, by the first name."""
         names = {name: [name] for name in self.tensors}
         for alias, first in self.aliases.items():
             names[first].append(alias)
@@ -60,7 +61,7 @@ class LiveModel:
 
 
 def _unwrapped(key: str, wrappers: set[str]) -> str:
-    """The key without the parts that wrappers added."""
+    """The key without wrappers' parts."""
     parts = key.split(".")
     return ".".join(
         part

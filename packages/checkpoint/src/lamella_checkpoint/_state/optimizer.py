@@ -30,8 +30,6 @@ class LiveOptimizer:
 
         Raises:
             ValueError: A parameter is not the model's.
-
-
         """
         groups = []
         for index, group in enumerate(optimizer.param_groups):
@@ -53,11 +51,11 @@ class LiveOptimizer:
                 yield name, param, group
 
     def slots(self, param: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state; empty before its first step."""
-        return cast(dict[str, Any], self.optimizer.state.get(param, {}))  # Indexing would create one.
+        """A parameter's state; empty before the first step."""
+        return cast(dict[str, Any], self.optimizer.state.get(param, {}))  # Indexing a defaultdict would create state.
 
     def entries(self) -> tuple[dict[str, object], dict[str, str]]:
-        """The values to write, by name; and further names, by which other parameters find their group's options.
+        """The values to write, by name; and aliases, under which further parameters find their group's options.
 
         Raises:
             NotImplementedError: A slot is neither a tensor nor plain data.
@@ -77,12 +75,12 @@ class LiveOptimizer:
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options: all of it but its parameters (and their names, which have to be the live ones)."""
+    """A group's options, without the parameters (and their names, which must be the live names)."""
     return {option: value for option, value in group.items() if option not in ("params", "param_names")}
 
 
 def _plain_option(option: str, value: object) -> object:
-    """An option as plain data: a tensor `lr` (for capturable steps) is a number to whoever loads it."""
+    """An option as plain data: a tensor `lr` (for capturable steps) is stored as a number."""
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         value = value.item()
     elif isinstance(value, list | tuple):
@@ -115,7 +113,7 @@ def _local_slots(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     for param, slots in optimizer.state.items():
         if not isinstance(param, DTensor):
             continue
-        has_all = param._local_tensor.shape == param.shape  # Then the whole shape does not tell.
+        has_all = param._local_tensor.shape == param.shape  # Then the shape does not distinguish local from global.
         for slot, value in slots.items():
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if is_plain and value.ndim and (has_all or value.shape != param.shape):

@@ -1,4 +1,4 @@
-"""A checkpoint's optimizer state held against a live optimizer, and put into it without a step."""
+"""A checkpoint's optimizer state compared with a live optimizer, and loaded without a step."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, loca
 from lamella_checkpoint._base.source import Source, Wanted
 from lamella_checkpoint._state.optimizer import LiveOptimizer, options
 
-# How a step is computed, not what it computes: that is this run's choice, on this machine.
+# Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 ByParam = Mapping[str, Mapping[str, str]]
@@ -22,10 +22,10 @@ ByParam = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerLoad:
-    """What a checkpoint holds for a live optimizer's parameters, found by name.
+    """A checkpoint's values for a live optimizer's parameters, found by name.
 
-    `strangers` are parameters that only the checkpoint's optimizer has. `values` holds the options, read. `local_slots`
-    are those that the optimizer kept as plain tensors of a rank's elements when it was saved.
+    `strangers` are parameters of the checkpoint's optimizer alone. `values` holds the options, read. `local_slots` are
+    slots kept by the saved optimizer as plain tensors of a rank's elements.
     """
 
     live: LiveOptimizer
@@ -42,7 +42,7 @@ class OptimizerLoad:
     ) -> "OptimizerLoad":
         """Find the parameters of `live` in a checkpoint, by any of their `names`.
 
-        Names in the checkpoint are the native ones.
+        Names in the checkpoint are native names.
 
         Effects: reads the options from the checkpoint's files; no collective.
         """
@@ -71,9 +71,9 @@ class OptimizerLoad:
         )
 
     def differences(self) -> Iterator[NameDifference]:
-        """Parameters that one side lacks, and slots that the live optimizer has filled and the checkpoint lacks.
+        """Parameters missing on one side, and live slots missing in the checkpoint.
 
-        A parameter with options and no state is one that had not been stepped: nothing is missing.
+        A parameter with options and without state had not been stepped: nothing is missing.
         """
         for name, param, group in self.live.params():
             if not self._knows(name) and options(group):
@@ -85,7 +85,7 @@ class OptimizerLoad:
             yield NameDifference(stranger, "a parameter", None)
 
     def kept(self) -> Iterator[str]:
-        """Options that the live optimizer has for a parameter that the checkpoint knows, and the checkpoint lacks."""
+        """Live options missing in the checkpoint, of parameters known to the checkpoint."""
         for name, _, group in self.live.params():
             for option in options(group) if name in self.options else ():
                 if option not in self.options[name] and option not in _LIVE_OPTIONS:
@@ -105,18 +105,18 @@ class OptimizerLoad:
                         yield OptionConflict(option, index, first, first_value, name, value)
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """Where to read each slot that is a tensor, by its full name: the live slot if it fits, else new memory.
+        """Destination of each tensor slot, by full name: the live slot if it fits, else new memory.
 
         Raises:
             ValueError: A live slot that is no DTensor has another number of elements than its parameter and than this
-                rank's part of it.
+                rank's part of the parameter.
 
-        Effects: allocates the optimizer's state where there is none yet.
+        Effects: allocates optimizer state where none exists yet.
         """
         return {full: self._target(param, group, slot, full) for param, group, slot, full in self._tensors()}
 
     def wanted(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
-        """What to read into the targets: each where it says it lies, or where its parameter does."""
+        """The reads into the targets: each in the target's own boxes, or in the parameter's."""
         for param, _, _, full in self._tensors():
             target = targets[full]
             if isinstance(param, DTensor) and is_placed_by(param, target, full):
@@ -126,11 +126,11 @@ class OptimizerLoad:
             yield from (Wanted(full, *box) for box in boxes)
 
     def assign(self, slots: Mapping[str, object]) -> None:
-        """Give each parameter its slots (those in `slots`, and those that are no tensors), and each group its options.
+        """Give each parameter its slots (from `slots`, and the stored plain values), and each group its options.
 
-        Options on which parameters of one group disagree stay as they are.
+        Options with conflicting values in one group stay unchanged.
 
-        Effects: replaces the state of every parameter that the checkpoint knows: what it holds none for is as
+        Effects: replaces the state of every parameter known to the checkpoint: without stored state, a parameter is as
             before its first step.
         """
         optimizer = self.live.optimizer
@@ -141,17 +141,17 @@ class OptimizerLoad:
                     group[option] = _like(group.get(option), value)
         for name, param, _ in self.live.params():
             if self._knows(name):
-                optimizer.state.pop(param, None)
+                optimizer.state.pop(param, None)  # Slots missing in the checkpoint must not survive beside loaded ones.
                 if name in self.slots:
                     optimizer.state[param] = {
                         slot: slots[full] if full in slots else self.source.read_object(full)
                         for slot, full in self.slots[name].items()
                     }
-        # Classes bring what older releases wrote up to date here, as their `load_state_dict` does.
+        # Optimizer classes upgrade state from older releases in `__setstate__`, as `load_state_dict` would.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def without(self, names: frozenset[str]) -> "OptimizerLoad":
-        """This load without some parameters, whose state then stays as it is."""
+        """This load without some parameters, whose live state stays."""
         return replace(
             self,
             slots={name: slots for name, slots in self.slots.items() if name not in names},
@@ -169,7 +169,7 @@ class OptimizerLoad:
         return found
 
     def _tensors(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any], str, str]]:
-        """The slots that are tensors in the checkpoint: the parameter, its group, the slot and its full name."""
+        """Slots stored as tensors: the parameter, its group, the slot and the full name."""
         for name, param, group in self.live.params():
             for slot, full in self.slots.get(name, {}).items():
                 if full in self.source.tensors:
@@ -205,7 +205,7 @@ def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
 def _split(rest: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:
     """`<parameter>.<slot>` as the live parameter's first name and the slot; or None and the stranger's name.
 
-    No parameter's name continues another's with a dot, so the shortest that is known is the one.
+    No parameter's name continues another's with a dot, so the shortest known prefix is the parameter.
     """
     end = rest.find(".")
     while end != -1:
@@ -218,9 +218,9 @@ def _split(rest: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:
 def _new_slot(
     param: torch.Tensor, group: Mapping[str, Any], slot: str, shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Memory for a slot, of the kind that an optimizer's first step would have made."""
+    """Memory for a slot, as an optimizer's first step would allocate it."""
     if slot == "step" and not shape:
-        # Counted on the host, unless the step runs where the host cannot look: torch.optim's own rule.
+        # Counted on the host, unless the step cannot read host values: torch.optim's own rule.
         on_device = bool(group.get("capturable") or group.get("fused"))
         return torch.zeros(
             shape, dtype=torch.float32 if on_device else dtype, device=param.device if on_device else "cpu"
@@ -229,12 +229,12 @@ def _new_slot(
         return torch.zeros_like(param, dtype=dtype)
     if not shape:
         return torch.zeros(shape, dtype=dtype, device=param.device)
-    # Factored second moments and the like. Of a DTensor this makes a replicated one, as it does in a step.
+    # Factored second moments and the like. A DTensor parameter gives a replicated slot, as in a step.
     return param.new_zeros(shape, dtype=dtype)
 
 
 def _like(live: object, value: object) -> object:
-    """A stored option in the live option's form: a tensor stays the same tensor, so that a compiled step sees it."""
+    """A stored option in the live option's form: a tensor is filled in place: a compiled step holds it."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     if isinstance(live, torch.Tensor) and isinstance(value, int | float):

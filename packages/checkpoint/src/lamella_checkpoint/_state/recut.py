@@ -1,4 +1,4 @@
-"""What a rank writes of a live model, in the names and cuts of correspondences: fused tensors by component."""
+"""A rank's share of a live model, in the names and cuts of correspondences: fused tensors by component."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,17 +13,17 @@ from lamella_checkpoint._state.shares import Item, Share
 
 
 def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
-    """A share of what a model's checkpoint holds, as the left side of correspondences has it.
+    """A share of a model's checkpoint, converted to the left side of correspondences.
 
-    A tensor, and a slot of its shape, is cut; scalars and options are found under each part's name, at one place. Every
-    rank does the same to its own, so that shares that were equal stay so.
+    A tensor, and a slot of the tensor's shape, is cut; scalars and options are found under each part's name, at one
+    place. Every rank cuts its own share alike, so that equal shares stay equal.
 
     Args:
         share: Under the model's names.
         correspondences: The right side is the model's.
 
     Raises:
-        NotImplementedError: A slot of another shape belongs to a tensor that is cut; a tied tensor is cut; a shift.
+        NotImplementedError: A slot of another shape belongs to a tensor to cut; a tied tensor is cut; a shift.
 
     Items are views of the live tensors.
     """
@@ -73,7 +73,7 @@ def _cut(item: Item, section: str, parameter: str, entry: str, by: Correspondenc
 
 
 def _place(name: str, known: Container[str]) -> tuple[str, str | None, str]:
-    """A name's section, its parameter if a correspondence has it, and what follows."""
+    """A name's section, its parameter if a correspondence covers the parameter, and the rest."""
     section, rest = split_section(name)
     if not section:
         return "", None, name
@@ -87,6 +87,6 @@ def _of_parts(section: str, parameter: str | None, entry: str, by_name: Mapping[
 
 
 def _is_whole(item: Item, by_name: Mapping[str, Correspondence]) -> bool:
-    """Whether a tensor of one element is its parameter's shape, and not a scalar beside it."""
+    """Whether a one-element tensor has the parameter's shape, and is no scalar beside it."""
     _, parameter, _ = _place(item.names[0], by_name)
     return parameter is not None and item.shape == tuple(by_name[parameter].right[parameter])

@@ -1,13 +1,13 @@
-"""Live shards under other names: what a rank holds of a fused tensor is pieces of its components.
+"""Live shards under other names: a rank's part of a fused tensor, as pieces of the components.
 
 Note [Coordinates come from the parameter]
-    What an optimizer keeps for a sharded parameter may be a DTensor, a plain tensor of the rank's elements, or a
-    DTensor that knows of the data-parallel ranks alone. Only the parameter says which elements of which global tensor
-    they are. So a shard is placed by its parameter's region, and data counts only by how many elements it has. What is
-    a tensor-parallel rank's part alone is then written where it belongs. By its own coordinates every rank would
+    An optimizer's state for a sharded parameter may be a DTensor, a plain tensor of the rank's elements, or a
+    DTensor on the data-parallel axes alone. Only the parameter determines the global elements. So a shard is placed
+    by its parameter's region, and the data is checked only by number of elements. A tensor-parallel rank's
+    part is then written at its true place. By its own coordinates every rank would
     write the same boxes, and a checkpoint keeps one of each: half of the tensor would be lost without an error.
 
-Each rank computes its pieces by itself; there is nothing to communicate.
+Each rank computes its pieces alone, without communication.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ from lamella_layout import Chunk, Range, Region
 
 @dataclass(frozen=True, kw_only=True)
 class LiveShard:
-    """What a rank holds of a parameter, in the parameter's coordinates: Note [Coordinates come from the parameter].
+    """A rank's part of a parameter, in the parameter's coordinates: Note [Coordinates come from the parameter].
 
     Attributes:
         shape: Of the parameter, global.
-        region: The rank's part. Its boxes are in the order of local memory.
+        region: The rank's part. The region's boxes are in the order of local memory.
     """
 
     shape: tuple[int, ...]
@@ -41,14 +41,14 @@ class LiveShard:
     def of_rows(
         cls, shape: Sequence[int], elements: Range, *, tp_dim: int | None = None, num_tp: int = 1, tp_rank: int = 0
     ) -> "LiveShard":
-        """A tensor-parallel rank's part, cut between rows anywhere: what Megatron-FSDP leaves to a rank.
+        """A tensor-parallel rank's part, cut between any rows: Megatron-FSDP's form of a shard.
 
         Args:
             shape: Of the parameter, global.
             elements: The rank's, of the tensor-parallel rank's part laid out flat (`megatron_fsdp_slice`).
-            tp_dim: The dim that tensor parallelism cuts, first. None where it cuts none.
+            tp_dim: The dim that tensor parallelism cuts, first. None without a cut.
             num_tp: Tensor-parallel ranks.
-            tp_rank: This one among them.
+            tp_rank: This rank among them.
 
         Raises:
             ValueError: The elements are not whole rows of the part, or the dim does not divide.
@@ -64,7 +64,7 @@ class LiveShard:
         return cls(shape=shape, region=part.take(Chunk.of([rows, *(Range(0, size) for size in part.shape[1:])])))
 
     def local(self, data: torch.Tensor, name: str) -> torch.Tensor:
-        """The rank's elements of what belongs to the parameter: itself, or a slot of its optimizer state.
+        """The rank's elements of a parameter, or of a slot of its optimizer state.
 
         Args:
             data: A DTensor of the parameter's shape, or of its tensor-parallel rank's part; or a plain tensor of the
@@ -89,9 +89,9 @@ class LiveShard:
 
 
 class LivePiece(NamedTuple):
-    """Part of a shard, and where it lies in a tensor of a checkpoint.
+    """Part of a shard, and its place in a tensor of a checkpoint.
 
-    `values` is a view of the shard, with the chunk's sizes: reading into it fills the shard.
+    `values` is a view of the shard, with the chunk's sizes: reading into `values` fills the shard.
     """
 
     name: str
@@ -103,7 +103,7 @@ class LiveCut:
     """A live model's tensors as the tensors of the correspondences' other side."""
 
     def __init__(self, correspondences: Iterable[Correspondence], *, to: Side) -> None:
-        """Take the correspondences of a model whose names are on the side that `to` is not."""
+        """Take a model's correspondences; the model's names are on the side opposite to `to`."""
         self._pieces: dict[str, list[Piece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for each in correspondences:
@@ -117,18 +117,18 @@ class LiveCut:
                 self._pieces.setdefault(piece.left.name, []).append(piece)
 
     def shapes(self, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The tensors that a live one is part of, with their shapes; a name that no rule mentions is its own."""
+        """The tensors that contain a live tensor, with shapes; a name without a rule maps to itself."""
         if name not in self._pieces:
             return {name: tuple(shape)}
         return {piece.right.name: self._shapes[piece.right.name] for piece in self._pieces[name]}
 
     def pieces(self, name: str, shard: LiveShard, data: torch.Tensor) -> list[LivePiece]:
-        """What this rank writes, or reads, of a live tensor; nothing where its shard is empty.
+        """This rank's pieces of a live tensor to write or read; empty for an empty shard.
 
         Args:
             name: The live tensor's.
-            shard: Of the parameter that the tensor is, or belongs to.
-            data: As `LiveShard.local` takes it.
+            shard: Of the parameter: the tensor itself, or the parameter of a slot.
+            data: As for `LiveShard.local`.
         """
         local = shard.local(data, name)
         if name not in self._pieces:
@@ -143,20 +143,20 @@ class LiveCut:
             left, right = pieces[index]
             chunk = carried(shared, left.chunk, right.chunk)
             values = box_of(box_of(local, boxes[which]), shared.relative_to(held[which]))
-            yield LivePiece(right.name, chunk, values.view(chunk.sizes))
+            yield LivePiece(right.name, chunk, values.view(chunk.sizes))  # A view: loads fill the shard through it.
 
 
 class PiecesOfTensor(torch.Tensor):
-    """A value of a state dict that torch DCP writes and reads as it is: this rank's pieces of one tensor.
+    """A state-dict value that torch DCP writes and reads directly: this rank's pieces of one tensor.
 
-    It has the tensor's global shape and no storage of its own; whatever computes with it raises. A rank that holds
-    nothing of the tensor writes nothing; some rank has to.
+    The value has the tensor's global shape and no storage; any computation raises. A rank without pieces
+    of the tensor writes nothing; some rank must hold each element.
     """
 
     _pieces: dict[tuple[int, ...], LivePiece]
 
     def __new__(cls, shape: Sequence[int], like: torch.Tensor, pieces: Sequence[LivePiece]) -> Self:
-        """Make one of this shape, of the dtype and on the device of `like`."""
+        """A value of this shape, of the dtype and on the device of `like`."""
         made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
         made._pieces = {piece.chunk.offsets: piece for piece in pieces}
         return made
@@ -166,7 +166,7 @@ class PiecesOfTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable[..., object], *_: object) -> object:  # type: ignore[override]
-        """Refuse: no rank has the tensor."""
+        """Refuse any computation: no rank has the whole tensor."""
         raise NotImplementedError(f"Expected a checkpoint to write or read pieces of a tensor, got {func}.")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -178,7 +178,7 @@ class PiecesOfTensor(torch.Tensor):
         return list(self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """DCP asks for what to write."""
+        """DCP's hook for a save: the write items."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -190,11 +190,11 @@ class PiecesOfTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """DCP asks for what to read."""
+        """DCP's hook for a load: the chunks to read."""
         return [_stored(piece.chunk) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """DCP asks for the values of a chunk."""
+        """DCP's hook for the values of a chunk."""
         assert index.offset is not None
         return self._pieces[tuple(index.offset)].values
 
@@ -204,12 +204,12 @@ def written_pieces(cut: LiveCut, tensors: Mapping[str, tuple[LiveShard, torch.Te
 
     Args:
         cut: The model's.
-        tensors: By live name; the data as `LiveShard.local` takes it.
+        tensors: By live name; the data as for `LiveShard.local`.
 
     Returns:
-        By the checkpoint's names. The same names on every rank that has the same live names.
+        By the checkpoint's names. The same names on every rank with the same live names.
 
-    The values are views.
+    The values are views: they must not change before DCP has copied them.
     """
     pieces: dict[str, list[LivePiece]] = {}
     shapes: dict[str, tuple[int, ...]] = {}

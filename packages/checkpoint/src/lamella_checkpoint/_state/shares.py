@@ -1,17 +1,18 @@
-"""Which rank writes what: found by each rank alone, alike on all.
+"""Assignment of values to writing ranks: computed by each rank alone, alike on all.
 
-Note [Who writes what]
-    A DTensor's placements say which boxes of it each rank of its mesh has, so a rank knows all chunk tables without
-    asking. What several ranks have alike (replicated axes, plain tensors, options) is written by one of them, and
-    all have to think of the same one. Each knows with whom it shares something: with those ranks of the mesh that
-    differ from it along replicated axes only; what is no DTensor, with all ranks that train this model. Ranks that
-    share a list of things deal it out, largest first, always to whoever has least so far: equal lists, equal hands.
+Note [Assignment of writers]
+    A DTensor's placements define each mesh rank's boxes, so a rank knows all chunk tables without communication.
+    Values held alike by several ranks (replicated axes, plain tensors, options) are written by a single rank,
+    and all must choose the same rank. The set of sharing ranks is known: for a DTensor, the mesh ranks differing
+    along replicated axes only; for any other value, all ranks of this model. Ranks with a shared list of
+    items deal the items out, largest first, always to the rank with the smallest load so far: equal lists give equal
+    assignments.
 
-    That lists are equal is not taken on trust. A rank keeps a digest of each list that it dealt out, and whoever
-    puts the checkpoint together compares them.
+    Equality of the lists is checked. A rank keeps a digest of each list dealt out, and the rank completing
+    the checkpoint compares the digests.
 
-    A number (Adam's `step`) beside a parameter that is a DTensor is dealt out among the ranks that own some of the
-    parameter: others need not have stepped it. A slot in local coordinates is written as the parameter is.
+    A number (Adam's `step`) beside a DTensor parameter is dealt out among the ranks owning some of the
+    parameter: other ranks need not have stepped it. A slot in local coordinates is written as the parameter is.
 """
 
 import hashlib
@@ -32,16 +33,16 @@ from lamella_checkpoint._state.contents import Contents, Ranks
 from lamella_layout import Chunk, RaggedShard, mesh_chunks, mesh_region
 
 _QUESTION: Final = "__create_write_items__"
-_FRAME_NBYTES: Final = 1024  # What an archive adds to each item, roughly.
+_FRAME_NBYTES: Final = 1024  # An archive's approximate overhead per item.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Item:
-    """One value, or one box of a tensor, that is written in one piece.
+    """One value, or one box of a tensor, written in one piece.
 
     Attributes:
-        names: Under which it is found: its own, and those that share its place.
-        value: The box as a tensor of its sizes, where it lies; or plain data.
+        names: The value's own name, and the aliases with the same stored place.
+        value: The box as a tensor of the box's sizes, a view of the live memory; or plain data.
         shape: Of the whole tensor; None for plain data.
         chunk: The box; None for plain data.
     """
@@ -53,12 +54,12 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """How much it takes in a file, roughly."""
+        """Approximate size in a file."""
         return _FRAME_NBYTES + (self.value.nbytes if isinstance(self.value, torch.Tensor) else 0)
 
 
 class Tables:
-    """Chunk tables by mesh, shape and placements, each computed once: slots lie as their parameters do."""
+    """Chunk tables by mesh, shape and placements, each computed once: slots have their parameters' layout."""
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, torch.Tensor] = {}
@@ -66,14 +67,14 @@ class Tables:
         self._owners: dict[_Key, Ranks] = {}
 
     def part(self, tensor: DTensor) -> "_Part":
-        """What this rank has of a tensor, and who has the same. This rank is on the tensor's mesh."""
+        """This rank's part of a tensor, and the ranks with the same part. Requires this rank on the tensor's mesh."""
         key = _key(tensor)
         if key not in self._parts:
             self._parts[key] = self._part(*key)
         return self._parts[key]
 
     def owners(self, tensor: DTensor) -> Ranks:
-        """The ranks of the tensor's mesh that have some of it; all of them for one without elements."""
+        """The tensor's mesh ranks with some of the elements; all mesh ranks for an empty tensor."""
         key = _key(tensor)
         if key not in self._owners:
             mesh, shape, placements, order = key
@@ -101,7 +102,7 @@ class Tables:
 
 
 class _Part(NamedTuple):
-    """A rank's part of a tensor: its local shape; each box of it, in the tensor and in the part; who has the same."""
+    """A rank's part of a tensor: local shape; each box, in the tensor and in the part; the ranks with the same part."""
 
     local_shape: tuple[int, ...]
     boxes: tuple[tuple[Chunk, Chunk], ...]
@@ -112,31 +113,31 @@ _Key = tuple[DeviceMesh, tuple[int, ...], tuple[Placement, ...], tuple[int, ...]
 
 
 def _key(tensor: DTensor) -> _Key:
-    # Meshes that differ in the order of their cuts alone are equal.
+    # Equality of meshes ignores the order of the cuts, so the order is a part of the key.
     return tensor.device_mesh, tuple(tensor.shape), tuple(tensor.placements), cut_order(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What this rank has, by the ranks that have the same."""
+    """This rank's items, by the set of ranks with the same items."""
 
     held: Mapping[Ranks, tuple[Item, ...]]
     rank: int
 
     @classmethod
     def of(cls, contents: Contents, rank: int, tables: Tables | None = None) -> "Share":
-        """Find it, by Note [Who writes what].
+        """Collect this rank's items, by Note [Assignment of writers].
 
         Args:
             contents: Of this rank.
             rank: This rank.
-            tables: What was computed for the last save; None starts afresh.
+            tables: Cached from the last save; None starts afresh.
 
         Raises:
-            ValueError: A DTensor is partial, its local tensor is not what its placements say, or a slot has neither as
-                many elements as its parameter nor as many as this rank's part of it.
+            ValueError: A DTensor is partial, the local tensor contradicts the placements, or a slot has neither as
+                many elements as its parameter nor as many as this rank's part of the parameter.
 
-        Items are views of the live tensors.
+        Items are views of the live tensors: a write before the save has copied an item changes the checkpoint.
         """
         held: dict[Ranks, list[Item]] = {}
         for item, ranks in _Holdings(contents, rank, tables or Tables()).items():
@@ -146,14 +147,14 @@ class Share:
 
     @property
     def digests(self) -> dict[Ranks, str]:
-        """What the ranks that have the same compare."""
+        """A digest of each list shared with other ranks; the sharing ranks' digests must agree."""
         return {ranks: _digest(items) for ranks, items in self.held.items() if len(ranks) > 1}
 
     def items(self, apart: frozenset[Ranks] = frozenset()) -> list[Item]:
-        """What this rank writes.
+        """The items to be written by this rank.
 
         Args:
-            apart: Sets of ranks whose lists differ: each of them writes all of its own.
+            apart: Sets of ranks with differing lists: each such rank writes its whole list.
         """
         mine: list[Item] = []
         for ranks, items in self.held.items():
@@ -162,13 +163,13 @@ class Share:
 
 
 def differing(digests: Sequence[Mapping[Ranks, str]]) -> frozenset[Ranks]:
-    """The sets of ranks that hold different lists, given the digests of all ranks in order."""
+    """The sets of ranks with different lists, given the digests of all ranks in order."""
     sets = {ranks for of_rank in digests for ranks in of_rank}
     return frozenset(ranks for ranks in sets if len({digests[rank].get(ranks) for rank in ranks}) > 1)
 
 
 class _Holdings:
-    """All that this rank has, item by item, with the ranks that have the same."""
+    """All items of this rank, each with the ranks holding the same."""
 
     def __init__(self, contents: Contents, rank: int, tables: Tables) -> None:
         self._contents = contents
@@ -215,22 +216,22 @@ class _Holdings:
             yield Item(names=names, value=box_of(local, box), shape=shape, chunk=chunk), part.ranks
 
     def _placed_by(self, param: DTensor, names: tuple[str, ...], slot: torch.Tensor) -> Iterator[tuple[Item, Ranks]]:
-        """A slot's items, where its parameter has them."""
+        """A slot's items, in the boxes of the slot's parameter."""
         ranks = (self._rank,) if _names_its_own_boxes(param) else self._tables.part(param).ranks
         for chunk, box in boxes_beside(param, slot):
             yield Item(names=names, value=box, shape=tuple(param.shape), chunk=chunk), ranks
 
     def _beside(self, name: str) -> Ranks:
-        """The ranks that have a value that is no DTensor."""
+        """The ranks holding a value that is no DTensor."""
         param = self._contents.params.get(name)
         if not isinstance(param, DTensor):
             return self._contents.everyone
-        # Placements do not say who has some of such a parameter, and so who has stepped it.
+        # Placements do not tell which ranks own some of such a parameter, and so have stepped it.
         return (self._rank,) if _names_its_own_boxes(param) else self._tables.owners(param)
 
 
 def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor answers torch DCP's question otherwise than DTensor does, from its placements.
+    """Whether a tensor overrides the write items of DTensor, which follow the placements.
 
     Megatron's uneven DTensors do, with functions on their local tensors.
     """
@@ -244,7 +245,7 @@ def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
 
 
 def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...], Chunk]]:
-    """The boxes that a tensor names itself: the data, the whole's shape, the place in it."""
+    """The boxes from a tensor's own write items: the data, the whole tensor's shape, the box's chunk."""
     for write_item in getattr(tensor, _QUESTION)(name, tensor):
         box = tensor.__get_tensor_shard__(write_item.index) if hasattr(tensor, "__get_tensor_shard__") else tensor
         data = write_item.tensor_data
@@ -253,14 +254,14 @@ def _own_boxes(name: str, tensor: Any) -> Iterator[tuple[torch.Tensor, tuple[int
 
 def _local(tensor: DTensor) -> torch.Tensor:
     local = tensor._local_tensor
-    if type(local) is not torch.Tensor:  # Of a collective, say, that may still be under way.
+    if type(local) is not torch.Tensor:  # An async collective's result: its memory is not valid before the wait.
         with torch.no_grad():
             local = tensor.to_local()
     return local.detach()
 
 
 def _deal(items: Sequence[Item], ranks: Ranks) -> list[list[Item]]:
-    """The items of each rank: largest first, each to whoever has least so far, the first of them if equal."""
+    """The items of each rank: largest first, each to the rank with the smallest load, the first such rank if equal."""
     if len(ranks) == 1:
         return [list(items)]
     hands: list[list[Item]] = [[] for _ in ranks]

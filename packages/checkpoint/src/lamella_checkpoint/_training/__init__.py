@@ -1,1 +1,1 @@
-"""What all ranks of a training call: saves, loads, saves in the background."""
+"""Collective calls of a training: saves, loads, saves in the background."""

@@ -1,21 +1,21 @@
-"""The process beside each rank that writes checkpoints while the rank trains on.
+"""The process beside each rank for writing checkpoints while the rank trains on.
 
 Note [A checkpoint without a collective]
-    Each rank's process writes its files into the staged directory, whose name all ranks know from the start, and then
-    `part-<rank>`, which says what lies where. Rank 0's process waits for the parts of all, writes the metadata and
-    renames the directory. Nobody else is asked: no main thread and no process group, so a checkpoint completes while
-    training computes, and also after it has ended.
+    Each rank's process writes files into the staged directory, whose name all ranks know from the start, and then
+    `part-<rank>`, the table of written items. Rank 0's process waits for the parts of all ranks, writes the
+    metadata and renames the directory. No main thread and no process group is involved, so a checkpoint completes while
+    training computes, and also after training has ended.
 
-    A process that fails leaves `failed-<rank>` there, with the reason. Rank 0's then gives up, and says so with one of
-    its own. The others wait until the directory is the target, or that file is in it: a save has one outcome on all
-    ranks. What a killed process cannot say, its rank says for it (`async_save`). When the rank is gone too, whoever
-    waits for others gives up once nothing has come for a minute.
+    A failing process leaves `failed-<rank>` in the directory, with the reason. Rank 0's process then gives up, and
+    writes `failed-0`. The others wait until the directory is the target, or holds `failed-0`: a save has one outcome on
+    all ranks. For a killed process, the rank writes the marker (`async_save`). When the rank is gone too, a process
+    waiting for other ranks gives up after a minute without progress.
 
 Note [Training comes first]
-    The process has the highest nice value, and training's session. Linux weighs nice values among the processes of one
-    session alone (`sched_autogroup_enabled`, on by default): in a session of its own it would get as much of a core as
-    training, whatever its nice value. A process group of its own is what keeps it from interrupts at the keyboard, and
-    from launchers that kill a rank's group.
+    The process has the highest nice value, and training's session. Linux weighs nice values only among the processes of
+    one session (`sched_autogroup_enabled`, on by default): in a separate session the process would get as much of a
+    core as training, whatever its nice value. A separate process group protects the process from keyboard interrupts,
+    and from launchers killing a rank's group.
 """
 
 import json
@@ -45,24 +45,24 @@ _PATIENCE_S: Final = 60.0
 _PAUSES_S: Final = (0.01, 0.5)
 
 Failures = Mapping[int, str]
-"""Why a save failed, by rank; none if it is there."""
+"""Reasons of a failed save, by rank; empty if the checkpoint is in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One save, as a rank tells its process.
+    """One save, as sent from a rank to its process.
 
     Attributes:
         target: The checkpoint's directory.
-        staged: Where it is written first; its name holds `manifest.save_id`.
-        rank: Whose process this is.
-        num_ranks: How many parts make the checkpoint.
-        memory_nbytes: How much of the memory to see.
-        items: What to write, tensors as slots of the memory.
-        digests: Of what this rank shares with whom.
+        staged: The directory written first; the name ends in `manifest.save_id`.
+        rank: The rank of this process.
+        num_ranks: Number of parts in the checkpoint.
+        memory_nbytes: How much of the memory to map.
+        items: The items to write, tensors as slots of the memory.
+        digests: Of this rank's shared lists, by the sharing ranks.
         manifest: Rank 0's is written.
-        retention: What to remove once the checkpoint is there; None removes nothing.
-        is_first: Whether no save of this session came before.
+        retention: Removes old checkpoints after publication; None removes nothing.
+        is_first: Whether this is the session's first save.
     """
 
     target: Path
@@ -78,13 +78,14 @@ class Job:
 
 
 def serve(connection: Connection, memory: Memory) -> None:
-    """Do the jobs that come, one after another, and answer each with its failures; end when the other side is gone."""
+    """Run jobs one after another, and answer each with the failures; end when the rank is gone."""
     while True:
         try:
             job: Job = connection.recv()
         except (EOFError, OSError):  # The rank has ended, or was killed.
             return
-        failures = run(job, memory, is_orphan=connection.poll)  # The next job comes after the answer, or never.
+        # A readable connection during a job means end of file: the rank sends the next job only after the answer.
+        failures = run(job, memory, is_orphan=connection.poll)
         try:
             connection.send(failures)
         except OSError:
@@ -92,7 +93,7 @@ def serve(connection: Connection, memory: Memory) -> None:
 
 
 def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
-    """Write this rank's part; for rank 0, make a checkpoint of all parts; for others, see what became of it."""
+    """Write this rank's part; on rank 0, complete and publish the checkpoint; elsewhere, wait for the outcome."""
     waiting = _Waiting(is_orphan)
     try:
         _write_part(job, memory)
@@ -104,9 +105,9 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
     except _Failed as failed:
         mark_failed(job.staged, job.rank, "another rank failed")
         failures = failed.failures
-    except Exception as error:  # noqa: BLE001  Whatever it was, every rank has to hear of it.
+    except Exception as error:  # noqa: BLE001  Any error must reach every rank, or the other ranks wait.
         text = describe(error)
-        if job.staged.exists() or not is_orphan():  # A later run has cleaned up, and wants no new leftovers.
+        if job.staged.exists() or not is_orphan():  # Else a later run has cleaned up; a marker would be a leftover.
             _discard_files(job)
             mark_failed(job.staged, job.rank, text)
         failures = {job.rank: text}
@@ -116,15 +117,15 @@ def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
 
 
 def is_settled(target: Path, staged: Path) -> bool:
-    """Whether rank 0 has said what became of a save.
+    """Whether rank 0 has decided the outcome of a save.
 
-    What a checkpoint replaced is removed under the name of the staged directory, and something of it may resist.
+    A replaced checkpoint is removed under the staged directory's name, so a staged directory may remain after success.
     """
     return not staged.exists() or (staged / "failed-0").exists() or is_published(target, staged)
 
 
 def is_published(target: Path, staged: Path) -> bool:
-    """Whether the staged directory has become the target. The other way round, it may hold what was there before."""
+    """Whether the staged directory has become the target: after an exchange, the path may hold the old target."""
     try:
         return staged.name.endswith(f"-{Manifest.read(target).save_id}")
     except CheckpointDamaged:
@@ -132,30 +133,30 @@ def is_published(target: Path, staged: Path) -> bool:
 
 
 def outcome(target: Path, staged: Path) -> Failures:
-    """What became of a save that is settled."""
+    """The failures of a settled save; empty after success."""
     if is_published(target, staged):
         return {}
     return _marked(staged) or {0: "the staged directory was removed, and its checkpoint is not there"}
 
 
 def part_name(rank: int) -> str:
-    """The file in the staged directory that says what a rank has written."""
+    """The file in the staged directory with the table of a rank's written items."""
     return f"part-{rank}"
 
 
 def mark_failed(staged: Path, rank: int, reason: str) -> None:
-    """Tell all ranks' processes that this rank's part will not come. Where even that fails, nothing can be told."""
+    """Tell all ranks' processes of this rank's failure; best effort where the file system refuses."""
     temporary, marker = staged / f"failing-{rank}", staged / f"failed-{rank}"
     with suppress(OSError):
         staged.mkdir(parents=True, exist_ok=True)
-        temporary.touch()  # An empty file has room on a full disk.
+        temporary.touch()  # An empty file needs no data block, so a full disk still holds the marker.
         temporary.write_text(reason, encoding="utf-8")
     with suppress(OSError):
         temporary.rename(marker)
 
 
 def describe(error: BaseException) -> str:
-    """An error as text that crosses processes."""
+    """An error as text, to send to another process."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -168,16 +169,16 @@ class _Failed(Exception):
 
 
 class _Waiting:
-    """Waits for files that other processes write, with growing pauses, and not for ever once nobody asks any more."""
+    """Polls for other processes' files with growing pauses; gives up only after the rank itself is gone."""
 
     def __init__(self, is_orphan: Callable[[], bool]) -> None:
         self._is_orphan = is_orphan
 
     def until(self, is_true: Callable[[], bool], describe_progress: Callable[[], object]) -> None:
-        """Return when it is true.
+        """Return when the condition is true.
 
         Raises:
-            TimeoutError: The rank is gone, and there has been no progress for a minute.
+            TimeoutError: The rank is gone, and a minute has passed without progress.
         """
         pause, last, since = _PAUSES_S[0], describe_progress(), time.monotonic()
         while not is_true():
@@ -194,7 +195,7 @@ def _write_part(job: Job, memory: Memory) -> None:
     if job.rank == 0:
         check_replaceable(job.target)
         job.target.parent.mkdir(parents=True, exist_ok=True)
-        if job.is_first:  # Later: other ranks may still have to see why the last save failed.
+        if job.is_first:  # A later cleaning would delete the last save's markers before other ranks have read them.
             _clean(job)
     job.staged.mkdir(parents=True, exist_ok=True)
     memory.map(job.memory_nbytes)
@@ -224,8 +225,9 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     complete(job.staged, [[_from_json(each) for each in content["placed"]] for content in contents], job.manifest)
     _clean(job)
     publish(job.staged, job.target)
-    with suppress(OSError):  # The checkpoint is there. What is not removed now, the next save removes.
-        for file in files:  # Not before: they tell a rank whose process was killed that others can do without it.
+    with suppress(OSError):  # The checkpoint is published; the next save removes any file that remains.
+        # After publication only: if a rank's process was killed, the parts show that rank a complete part.
+        for file in files:
             (job.target / file.name).unlink()
         if job.retention is not None:
             job.retention.apply(job.target)
@@ -241,7 +243,7 @@ def _check_alike(digests: Sequence[Mapping[str, str]]) -> None:
 
 
 def _clean(job: Job) -> None:
-    """Remove what killed saves left, to this target or anywhere under the root."""
+    """Remove leftovers of killed saves, to this target or anywhere under the root."""
     if job.retention is None:
         recover(job.target, spare=job.staged)
     else:
@@ -249,13 +251,13 @@ def _clean(job: Job) -> None:
 
 
 def _discard_files(job: Job) -> None:
-    """Make room: what this rank has written of a save that failed."""
+    """Free disk space: remove this rank's files of a failed save."""
     for file in job.staged.glob(f"__{job.rank}_*"):
         file.unlink(missing_ok=True)
 
 
 def _marked(staged: Path) -> dict[int, str]:
-    """The failures that have been told. Rank 0's alone is told of every save that failed, and says little then."""
+    """The marked failures. Rank 0 marks every failed save, so rank 0's marker counts only when alone."""
     failures = {}
     for marker in staged.glob("failed-*"):
         failures[int(marker.name.removeprefix("failed-"))] = marker.read_text(encoding="utf-8")
@@ -281,6 +283,6 @@ def _from_json(content: list[Any]) -> Placed:
 
 
 def main() -> None:
-    """Serve the rank that started this process, which passed two descriptors: a connection and a memory."""
+    """Serve the rank that started this process and passed two descriptors: a connection and a memory."""
     connection, memory = (int(argument) for argument in sys.argv[1:])
     serve(Connection(connection), Memory(memory))

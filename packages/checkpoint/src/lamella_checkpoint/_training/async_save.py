@@ -1,4 +1,4 @@
-"""`AsyncSaver`: checkpoints that are written while training goes on."""
+"""`AsyncSaver`: checkpoints written while training goes on."""
 
 import hashlib
 import os
@@ -46,12 +46,12 @@ _PAUSE_S: Final = 0.1
 
 
 class SaveHandle:
-    """A save that goes on in the background.
+    """A save in the background.
 
     Attributes:
         path: The checkpoint's absolute path.
-        stage_seconds: How long `save` took, once the save before had ended.
-        waited_seconds: How long it waited for that.
+        stage_seconds: Duration of the call to `save`, without the wait for the previous save.
+        waited_seconds: Duration of the wait for the previous save.
     """
 
     def __init__(self, saver: "AsyncSaver", path: Path, staged: Path) -> None:
@@ -62,41 +62,41 @@ class SaveHandle:
         self._staged = staged
         self._copies: Copies | None = None
         self._sender: threading.Thread | None = None
-        self._failures: Failures | None = None  # None until it is settled.
+        self._failures: Failures | None = None  # None until the save is settled.
         self._is_told = False
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended: the checkpoint is there, or `wait` raises."""
+        """Whether the save has ended: the checkpoint is complete, or `wait` raises."""
         return self._saver._settle(self, timeout=0.0)
 
     @property
     def held_seconds(self) -> float:
-        """How long the host has waited for the copies so far, before an optimizer's step or in `wait_staged`."""
+        """Seconds the host has waited for the copies so far, before an optimizer's step or in `wait_staged`."""
         return self._copies.waited_seconds if self._copies is not None else 0.0
 
     def wait_staged(self) -> None:
-        """Let what follows change the state, whatever that is.
+        """Wait until the state may be changed.
 
-        Optimizers of `torch.optim` and `load` do this by themselves. Call it before anything else changes parameters or
-        optimizer state: weights that are swapped or written by hand, an optimizer of another make, a graph that
-        replays a whole step, other ways to load.
+        Optimizers of `torch.optim` and `load` wait by themselves. Call this before any other change of parameters or
+        optimizer state: swapped or hand-written weights, an optimizer of another make, a graph that replays a whole
+        step, other ways to load.
 
-        Effects: no collective. Blocks until what is on the host has been copied; on an accelerator the current stream
+        Effects: no collective. Blocks until host tensors have been copied; on an accelerator the current stream
             waits, and the host does not.
         """
         if self._copies is not None:
             self._copies.wait()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Return the path once the checkpoint is there, whole and on the disk.
+        """Return the path once the checkpoint is complete and on the disk.
 
         Args:
-            timeout: Seconds after which to give up; None waits for as long as it takes.
+            timeout: Seconds after which to give up; None waits without limit.
 
         Raises:
-            CheckpointFailed: It could not be written: why, by rank. Every rank raises it, once.
-            TimeoutError: It has not ended yet.
+            CheckpointFailed: The save failed, with the reasons by rank. Every rank raises the error, once.
+            TimeoutError: The save has not ended yet.
 
         Effects: no collective; blocks this thread.
         """
@@ -119,14 +119,14 @@ class SaveHandle:
 
 
 class _Session(NamedTuple):
-    """What the ranks agreed on at their first save."""
+    """The ranks' agreement from their first save."""
 
     token: str
     apart: frozenset[Ranks]
 
 
 class Closing(ABC):
-    """Closed where a `with` block ends. Not where it ends by an error: what is in the air then completes by itself."""
+    """Closed at the end of a `with` block, unless the block raises: a save in flight then completes by itself."""
 
     def __enter__(self) -> Self:
         return self
@@ -139,21 +139,21 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is in the air, and give back what it took."""
+        """Wait for saves in flight, and free the resources."""
 
 
 class AsyncSaver(Closing):
     """Saves in the background, one at a time, through a process beside each rank.
 
     `save` returns at once. A thread copies this rank's part of the state to host memory while training goes on, up to
-    the next step of an optimizer, which waits for the copies. The process writes them, and rank 0's makes a checkpoint
-    of all parts when they are there. That takes no collective, and completes if nobody waits for it, and also when
-    training ends or fails meanwhile. Killed at any moment, any of the processes leaves the last complete checkpoint as
-    it was.
+    the next optimizer step, which waits for the copies. The process writes the copies, and rank 0's process completes
+    the checkpoint when all parts are written. No collective is involved: the save completes if no caller waits for it,
+    and also when training ends or fails meanwhile. If any process is killed at any moment, the last complete checkpoint
+    stays intact.
 
-    The process has the highest nice value. Where training leaves a core free, that changes nothing; where it takes all
-    of them, each of up to four threads that write still gets a seventieth of a core: the checkpoint is there later, and
-    surely. Who waits for it leaves it the cores.
+    The process has the highest nice value. With a free core, the nice value has no effect; if training takes all
+    cores, each of up to four writing threads still gets a seventieth of a core: the checkpoint is late but certain. A
+    caller that waits leaves the cores to the process.
 
         with AsyncSaver() as saver:
             for step in range(num_steps):
@@ -165,15 +165,15 @@ class AsyncSaver(Closing):
     """
 
     def __init__(self) -> None:
-        """Effects: starts the process, which takes a few seconds to come up and imports torch, but uses no GPU."""
+        """Effects: starts the process, which takes a few seconds and imports torch, but uses no GPU."""
         self._memory = Memory()
         self._process: _Process | None = _Process(self._memory)
         self._session: _Session | None = None
         self._tables = Tables()
-        self._retention: Retention | None = None  # A `CheckpointDirectory` has one.
+        self._retention: Retention | None = None  # Set by `CheckpointDirectory`.
         self._num_saves = 0
         self._last: SaveHandle | None = None
-        self._asking = threading.Lock()  # An answer comes once, and any thread may wait for it.
+        self._asking = threading.Lock()  # An answer arrives once; any thread may wait for it.
 
     def save(
         self,
@@ -184,15 +184,15 @@ class AsyncSaver(Closing):
         extra: Mapping[str, object] | None = None,
         correspondences: Sequence[Correspondence] = (),
     ) -> SaveHandle:
-        """Begin what `lamella_checkpoint.save` does, and return while the state is being copied.
+        """Begin `lamella_checkpoint.save` in the background, and return while the state is being copied.
 
-        What is saved is the state of the call. Training may go on: the next step of any optimizer of `torch.optim`, and
-        `load`, wait until the state has been copied. Before anything else changes parameters or optimizer state, call
-        the handle's `wait_staged`. If something changes them all the same, this save fails: no checkpoint holds parts
-        of two states. Buffers may change at any time.
+        The checkpoint holds the state at the call. Training may go on: the next step of any optimizer of `torch.optim`,
+        and `load`, wait until the state has been copied. Before any other change of parameters or optimizer state, call
+        the handle's `wait_staged`. After an unguarded change this save fails: no checkpoint mixes two states. Buffers
+        may change at any time.
 
-        One save is in the air at a time: this waits until the one before has ended, which it has unless checkpoints
-        come faster than they can be written.
+        One save is in flight at a time: the call waits for the previous save, which has ended unless checkpoints
+        come faster than the writer.
 
         Args:
             path: As for `save`; every rank's counts, and must be the same.
@@ -202,18 +202,18 @@ class AsyncSaver(Closing):
             correspondences: As for `save`; the same for every save.
 
         Returns:
-            What to ask for the outcome. Need not be kept.
+            A handle for the outcome. May be dropped.
 
         Raises:
-            CheckpointFailed: The save before failed, on any rank: every rank raises it here, and nothing has begun.
-                Call again to save this state.
+            CheckpointFailed: The previous save failed, on any rank: every rank raises the error here, and nothing has
+                begun. Call again to save this state.
             NotImplementedError: A tensor is of a class of its own.
-            OSError: There is no host memory for the state.
-            ValueError: As `save`. What only the ranks together show is told by the next call.
+            OSError: Not enough host memory for the state.
+            ValueError: As `save`. An error visible only across ranks is raised by the next call.
 
         Effects: collective on the default group the first time alone (one small exchange), later none; all ranks have
-            to call it equally often. Copies this rank's part to the host: by a thread, on an accelerator on a stream of
-            its own, which waits for what the current stream has been given. No host sync.
+            to call equally often. Copies this rank's part to the host on a thread; on an accelerator on a separate
+            stream, which waits for work already queued on the current stream. No host sync.
         """
         began = time.perf_counter()
         self.wait()
@@ -250,18 +250,16 @@ class AsyncSaver(Closing):
         return handle
 
     def wait(self) -> None:
-        """Wait until no save is in the air.
+        """Wait until no save is in flight.
 
         Raises:
-            CheckpointFailed: The last one failed, and nobody has been told yet.
-
-        Effects: no collective.
+            CheckpointFailed: The last save failed, and the failure has not been raised yet.
         """
         if self._last is not None:
             self._last.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, then give back the process and the memory. The next save takes new ones.
+        """Wait as `wait` does, then free the process and the memory. The next save allocates new ones.
 
         Raises:
             CheckpointFailed: As `wait`.
@@ -270,7 +268,7 @@ class AsyncSaver(Closing):
             self.wait()
         finally:
             if self._last is not None and self._last._sender is not None:
-                self._last._sender.join()  # It writes to the memory.
+                self._last._sender.join()  # The thread copies into the memory: unmapped meanwhile, it would crash.
             if self._process is not None:
                 self._process.close()
                 self._process = None
@@ -296,7 +294,7 @@ class AsyncSaver(Closing):
         return self._session
 
     def _settle(self, handle: SaveHandle, timeout: float | None) -> bool:
-        """Learn what became of a save, if that is known within the time."""
+        """Learn the outcome of a save, if known within the time."""
         if handle._failures is not None:
             return True
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -315,13 +313,13 @@ class AsyncSaver(Closing):
         return handle._failures is not None
 
     def _answer(self, handle: SaveHandle, deadline: float | None) -> Failures | None:
-        """What the process says of a save, or what has to be said for it; None if nothing is known in time."""
+        """The process's answer for a save, or its substitute if the process died; None if unknown in time."""
         if self._process is not None:
             try:
                 return self._process.connection.recv() if self._process.connection.poll(_left(deadline)) else None
             except (EOFError, OSError):
                 exit_code = self._process.close()
-                self._process = None  # The next save starts another.
+                self._process = None  # The next save starts another process.
                 failures = _answer_of_dead(handle, exit_code)
                 if failures is not None:
                     return failures
@@ -333,12 +331,12 @@ class AsyncSaver(Closing):
 
 
 class _Process:
-    """A process that runs `async_process.serve`: begun by exec, since a fork could not live beside CUDA."""
+    """A process that runs `async_process.serve`: started by exec, since a fork is unsafe beside CUDA."""
 
     def __init__(self, memory: Memory) -> None:
         self.connection, theirs = Pipe()
-        # Note [Training comes first]: from its imports on. A scheduler sends SIGTERM to every process of a job, and may
-        # leave training the time to end in order: what is being written then is not to be lost.
+        # Note [Training comes first]: low priority before the imports. A scheduler sends SIGTERM to every process of a
+        # job, and may leave training time to end in order: without SIG_IGN, the checkpoint in flight would be lost.
         code = (
             "import os, signal; os.nice(19); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
             "from lamella_checkpoint._training.async_process import main; main()"
@@ -348,29 +346,29 @@ class _Process:
             [sys.executable, "-P", "-c", code, *map(str, descriptors)],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            process_group=0,  # And no session of its own, for the same reason.
+            process_group=0,  # Without a session of its own, by the same note.
             env=os.environ | {
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "CUDA_VISIBLE_DEVICES": "",
+                "CUDA_VISIBLE_DEVICES": "",  # A CUDA context would take device memory from training.
                 "OMP_NUM_THREADS": "1",
             },
         )  # fmt: skip
-        theirs.close()
+        theirs.close()  # Kept open here, the connection would never show the process's death as end of file.
 
     def send(self, job: Job) -> None:
-        """Give it a job."""
-        with suppress(BrokenPipeError, ConnectionResetError):  # It is dead, as whoever waits for its answer finds out.
+        """Send a job."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # A dead process shows when its answer is awaited.
             self.connection.send(job)
 
     def close(self) -> int:
-        """Let it end, once it has done what it does, and return its exit code."""
+        """Let the process finish its work and end; returns the exit code."""
         self.connection.close()
         return self._popen.wait()
 
 
 def _answer_of_dead(handle: SaveHandle, exit_code: int) -> Failures | None:
-    """What a process that died cannot say; None where its part is there, and the others may make a checkpoint of it."""
-    # In this order: a part that is not there, nor with the published checkpoint, never was.
+    """The failures of a save whose process died; None if its part is complete, so other ranks may publish."""
+    # In this order: publication moves the part, so a part absent here and from the published checkpoint never existed.
     has_part = (handle._staged / part_name(rank())).exists()
     if is_published(handle.path, handle._staged):
         return {}
@@ -382,12 +380,12 @@ def _answer_of_dead(handle: SaveHandle, exit_code: int) -> Failures | None:
 
 
 def _left(deadline: float | None) -> float | None:
-    """Seconds until then."""
+    """Seconds until the deadline."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _send_or_fail(process: _Process, job: Job, handle: SaveHandle, error: BaseException | None) -> None:
-    """Go on with a save whose copies have ended. Effects: raises nothing: nobody would hear of it."""
+    """Continue a save after its copies. Effects: raises nothing, as no caller would receive the error."""
     try:
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""A directory of checkpoints by step, of which the newest are kept."""
+"""A directory of checkpoints by step, with the newest kept."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from lamella_checkpoint._training.save import save
 
 
 class CheckpointDirectory(Closing):
-    """Checkpoints named `step_00000010`, under one root that one run at a time writes to.
+    """Checkpoints named `step_00000010`, under one root; one run at a time may write to the root.
 
-    Only complete checkpoints are seen: what a killed save left has another name, and is removed by the next save.
+    Only complete checkpoints are listed: leftovers of killed saves have other names, and the next save removes them.
     """
 
     def __init__(self, root: str | os.PathLike[str], keep: int | None = 3) -> None:
@@ -25,7 +25,7 @@ class CheckpointDirectory(Closing):
 
         Args:
             root: On storage that every rank sees.
-            keep: How many of the newest complete checkpoints survive a save; None keeps all.
+            keep: Number of newest complete checkpoints kept after a save; None keeps all.
 
         The first `save` creates the directory.
         """
@@ -36,7 +36,7 @@ class CheckpointDirectory(Closing):
         self._saver: AsyncSaver | None = None
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, or would."""
+        """The path of a step's checkpoint, existing or not."""
         if step < 0:
             raise ValueError(f"Expected a step of 0 or more, got {step!r}.")
         return path_of(self.root, step)
@@ -49,10 +49,10 @@ class CheckpointDirectory(Closing):
         return steps_in(self.root)
 
     def latest(self) -> Path | None:
-        """The complete checkpoint of the highest step; None where there is none.
+        """The complete checkpoint of the highest step; None without any.
 
-        Effects: reads the directory on this rank alone; no collective. Ranks that see different directories are told
-            apart by `load`, which refuses to mix checkpoints.
+        Effects: reads the directory on this rank alone; no collective. If ranks see different directories, `load`
+            refuses to mix checkpoints.
         """
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
@@ -68,7 +68,7 @@ class CheckpointDirectory(Closing):
     ) -> Path:
         """`lamella_checkpoint.save` at a step, then remove all but the newest `keep` checkpoints.
 
-        The one just written stays, even where newer steps are found (of a run that went back).
+        The new checkpoint stays, even beside newer steps (of a run that went back).
 
         Returns:
             The checkpoint's path.
@@ -77,7 +77,7 @@ class CheckpointDirectory(Closing):
             CheckpointFailed: As `save`; or a save in the background failed, and nothing has begun.
 
         Effects: waits for a save in the background to end; collective on the default group, as `save`, with two more
-            exchanges; rank 0 removes what killed saves left anywhere under the root, and older checkpoints.
+            exchanges; rank 0 removes leftovers of killed saves anywhere under the root, and older checkpoints.
         """
         path = self.path(step)
         self.wait()
@@ -96,16 +96,16 @@ class CheckpointDirectory(Closing):
         extra: Mapping[str, object] | None = None,
         correspondences: Sequence[Correspondence] = (),
     ) -> SaveHandle:
-        """`save` in the background: see `AsyncSaver.save`, whose effects and errors these are.
+        """`save` in the background: see `AsyncSaver.save` for effects and errors.
 
-        Where another save is in the air it is waited for, whatever its step. `steps`, `latest` and `keep` know a
+        A save in flight is awaited first, whatever its step. `steps`, `latest` and `keep` count a
         checkpoint once it is complete; only then are older ones removed.
 
         Returns:
-            What to ask for the outcome. Need not be kept; call `wait` before the program ends to hear of a failure.
+            A handle for the outcome. May be dropped; call `wait` before the program ends to learn of a failure.
 
-        Effects: as `AsyncSaver.save`; the first one starts a process beside this rank, and what killed saves left under
-            the root is removed in the background.
+        Effects: as `AsyncSaver.save`; the first call starts a process beside this rank, and leftovers of killed saves
+            under the root are removed in the background.
         """
         path = self.path(step)
         self._saver = self._saver or AsyncSaver()
@@ -113,12 +113,12 @@ class CheckpointDirectory(Closing):
         return self._saver.save(path, model=model, optimizer=optimizer, extra=extra, correspondences=correspondences)
 
     def wait(self) -> None:
-        """Do what `AsyncSaver.wait` does, if there have been saves in the background."""
+        """`AsyncSaver.wait`, if saves in the background have been made."""
         if self._saver is not None:
             self._saver.wait()
 
     def close(self) -> None:
-        """Do what `AsyncSaver.close` does, if there have been saves in the background."""
+        """`AsyncSaver.close`, if saves in the background have been made."""
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()

@@ -1,27 +1,27 @@
-"""Copies of a state to host memory that go on while training does, and what waits for them.
+"""Copies of a state to host memory during training, and the waits for the copies.
 
-Note [What waits for copies]
-    Parameters and optimizer state change in an optimizer's step, and so they can be copied beside the forward and the
-    backward before it. Everything else (buffers, what state-dict hooks made) may change in the forward, and is copied
-    at once: on the host before `Copies` is made, on an accelerator in the order of the current stream.
+Note [Waiting for copies]
+    Parameters and optimizer state change only in an optimizer's step, so the copies may overlap the forward and
+    backward before the step. Everything else (buffers, values made by state-dict hooks) may change in the forward, and
+    is copied at once: on the host before `Copies` is made, on an accelerator in the order of the current stream.
 
-    The rest is a thread's. It copies between host tensors with the interpreter free. For accelerators it queues copies
-    on a stream of their own, which waits for what the current stream had been given when the save was called; pieces
-    are small enough for other transfers to come between. It holds the tensors until the copies are over, so that memory
-    which training lets go of meanwhile is not given to others.
+    A thread makes the remaining copies. Between host tensors it copies with the interpreter free. For accelerators it
+    queues copies on a separate stream, which waits for work queued on the current stream at the call; pieces
+    are small enough to interleave with other transfers. The thread holds the tensors until the copies are over:
+    memory freed by training meanwhile would otherwise be reused under the copy.
 
-    Before any optimizer of `torch.optim` steps, a hook has the host wait for the thread and the current stream for that
-    stream. `load` does so too. It changes nothing that a step finds, and is marked `only_waits`: lamella-optim calls
-    it also before replays of a captured step, and steps as fast as without hooks.
+    Before any optimizer of `torch.optim` steps, a hook has the host wait for the thread and the current stream for the
+    copy stream. `load` does the same. The hook changes nothing that a step reads, and is marked `only_waits`:
+    lamella-optim also calls the hook before replays of a captured step, and steps as fast as without hooks.
 
 Note [A torn state is not written]
-    Who changes the state otherwise, as a CUDA graph of a whole step does, or weights that are swapped by hand, has to
-    call `SaveHandle.wait_staged` before. Whoever does not is found out, and the save fails:
-    - By version counters, which operators raise that write in place. They count until somebody waits. This is not
-      enough: torch's multi-tensor and fused steps leave those of DTensors alone, and `.data` has its own.
-    - By elements of each tensor, along a diagonal of it. They are taken at the call, in the order of the current
-      stream, and compared with those that were copied. A step changes them all.
-    What neither sees: elements that are not among these, changed by something that counts no versions.
+    Code that changes the state by other means, as a CUDA graph of a whole step or hand-swapped weights, has to
+    call `SaveHandle.wait_staged` first. A change without the call is detected, and the save fails:
+    - By version counters, raised by in-place operators, and compared until the first wait. Not sufficient alone:
+      torch's multi-tensor and fused steps leave counters of DTensors alone, and `.data` has a separate counter.
+    - By sample elements along a diagonal of each tensor, taken at the call in the order of the current stream, and
+      compared with the copied elements. A step changes all of them.
+    Neither detects a change of other elements by code that bypasses version counters.
 """
 
 import os
@@ -37,7 +37,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-_AT_ONCE_NBYTES: Final = 1 << 14  # On the host: less than taking a thread's turn is worth.
+_AT_ONCE_NBYTES: Final = 1 << 14  # On the host, a smaller copy is cheaper than a thread's turn.
 _PIECE_NBYTES: Final = 32 << 20  # Less than a millisecond on a bus.
 _NUM_SAMPLES: Final = 16
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,7 +45,7 @@ _PAUSE_S: Final = 0.001
 
 
 class Copy(NamedTuple):
-    """A tensor on its way.
+    """A pending copy of a tensor.
 
     Attributes:
         name: For messages.
@@ -59,18 +59,18 @@ class Copy(NamedTuple):
 
 
 class Copies:
-    """A state's copies, by Note [What waits for copies].
+    """A state's copies, by Note [Waiting for copies].
 
     Attributes:
-        waited_seconds: How long the host has waited for them in `wait`.
+        waited_seconds: Seconds the host has spent in `wait`.
     """
 
     def __init__(self, copies: Sequence[Copy], steady: Mapping[str, torch.Tensor]) -> None:
-        """Copy at once what may change at any time, and take samples of the rest.
+        """Copy at once values that may change at any time, and take samples of the rest.
 
         Args:
-            copies: All of them.
-            steady: What changes in an optimizer's step alone, by name: live tensors, DTensors or plain.
+            copies: All copies.
+            steady: Tensors that change in an optimizer's step alone, by name: live tensors, DTensors or plain.
 
         Effects: on an accelerator queued on the current stream, with no host sync.
         """
@@ -88,18 +88,19 @@ class Copies:
         self._samples = [
             (group, torch.cat([_diagonal(copy.source) for copy in group])) for group in _alike(self._later)
         ]
-        self._taken = list(self._samples)  # On the host later; those on devices are held until they have been copied.
+        # Sent to the host later; samples on a device stay referenced until sent, or their memory would be reused.
+        self._taken = list(self._samples)
         devices = {copy.source.device for copy in copies if copy.source.device.type != "cpu"}
         self._called = {device: _now_on(torch.accelerator.current_stream(device)) for device in devices}
         self._copied: list[torch.Event] = []
         self._are_queued = threading.Event()
 
     def start(self, end: Callable[[BaseException | None], object]) -> threading.Thread:
-        """Make the copies in a thread of their own, and call `end` there.
+        """Make the copies in a separate thread, and call `end` there.
 
         Args:
-            end: Is given None once everything is in host memory, or why it is not: a `RuntimeError` if the state
-                changed before it had been copied.
+            end: Called with None once everything is in host memory, or with the error: a `RuntimeError` if the state
+                changed before the copies were over.
         """
         thread = threading.Thread(target=self._run, args=(end,), name="lamella-checkpoint")
         _register_hook()
@@ -112,15 +113,15 @@ class Copies:
         return thread
 
     def wait(self) -> None:
-        """Let what follows change the state.
+        """Wait until the state may be changed.
 
-        Effects: blocks until host tensors have been copied and other copies are queued; the current streams wait for
-            those. From here on version counters may rise.
+        Effects: blocks until host tensors have been copied and accelerator copies are queued; the current streams wait
+            for the queued copies. Version counters may rise from here on.
         """
         began = time.perf_counter()
         self._are_queued.wait()
         self._versions.forget()
-        for event in self._copied:
+        for event in self._copied:  # Unordered, the next step would overwrite tensors under the copies.
             torch.accelerator.current_stream(event.device).wait_event(event)
         self.waited_seconds += time.perf_counter() - began
 
@@ -128,7 +129,7 @@ class Copies:
         error = None
         try:
             self._copy()
-        except BaseException as caught:  # noqa: BLE001  Told by the next call, and by no thread.
+        except BaseException as caught:  # noqa: BLE001  A thread cannot raise to a caller: the next call raises it.
             error = caught
         self._let_go()
         _in_flight.discard(self)
@@ -142,7 +143,7 @@ class Copies:
         finally:
             self._are_queued.set()
         for event in self._copied:
-            while not event.query():  # `synchronize` may keep a core busy.
+            while not event.query():  # `synchronize` may spin on a core.
                 time.sleep(_PAUSE_S)
         self._versions.forget()
         changed = self._versions.raised.union(*(_differing(group, samples) for group, samples in self._taken))
@@ -150,14 +151,14 @@ class Copies:
             raise RuntimeError(_told(sorted(changed)))
 
     def _let_go(self) -> None:
-        """Hold nothing of the state: the save that this is of may be the last, and is not forgotten."""
+        """Drop references to the state: the last save's handle may live on, and would keep the state in memory."""
         self._versions.forget()
         self._later, self._samples, self._taken = [], [], []
 
     def _queue(self) -> None:
         for device, called in self._called.items():
             stream = _stream_beside(device)
-            torch.accelerator.set_stream(stream)  # This thread's alone.
+            torch.accelerator.set_stream(stream)  # The current stream is per thread: training's stays.
             stream.wait_event(called)
             for copy in self._later:
                 if copy.source.device == device:
@@ -171,11 +172,11 @@ class Copies:
 
 
 _in_flight: set[Copies] = set()
-os.register_at_fork(after_in_child=_in_flight.clear)  # Where their threads are not.
+os.register_at_fork(after_in_child=_in_flight.clear)  # A forked child has no copy threads: waits would never end.
 
 
 def await_copies() -> None:
-    """Let what follows change any state: `Copies.wait` for all that are being made."""
+    """Wait until any state may be changed: `Copies.wait` for all copies in flight."""
     for copies in tuple(_in_flight):
         copies.wait()
 
@@ -185,14 +186,14 @@ def _await_before_step(*_: object) -> None:
     await_copies()
 
 
-setattr(_await_before_step, "only_waits", True)  # noqa: B010  Functions have no attributes that a checker knows.
+setattr(_await_before_step, "only_waits", True)  # noqa: B010  Type checkers know no attributes of functions.
 
 
 @cache
 def _register_hook() -> None:
-    """With the first copies, and for good: a hook must not go while another thread calls hooks.
+    """Register the hook with the first copies, and for good: removal is unsafe while another thread calls hooks.
 
-    It is the first of all: others may change what is being copied, or say so by version counters.
+    The hook runs first: other hooks may change tensors in flight, or raise their version counters.
     """
     handle = register_optimizer_step_pre_hook(_await_before_step)
     assert isinstance(_global_optimizer_pre_hooks, OrderedDict)
@@ -215,18 +216,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tells a storage from others that are alive."""
+    """A key that identifies a storage among live storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _can_wait(source: torch.Tensor) -> bool:
-    """Whether a copy is worth a thread's turn, and its elements can be compared bit by bit."""
+    """Whether a copy is worth a thread's turn, and the elements can be compared bit by bit."""
     least = _AT_ONCE_NBYTES if source.device.type == "cpu" else 0
     return source.nbytes > least and source.itemsize in _INTEGERS and not (source.is_conj() or source.is_neg())
 
 
 def _pieces(copy: Copy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A copy's source and target, in pieces where they lie alike."""
+    """A copy's source and target, in pieces where both are contiguous."""
     if not copy.source.is_contiguous():
         return iter([(copy.source, copy.target)])
     numel = _PIECE_NBYTES // copy.source.itemsize
@@ -234,17 +235,17 @@ def _pieces(copy: Copy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _on_its_way(samples: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Samples on the host, if they are on the device; once what is queued now is over."""
+    """Samples queued for the host, if on the device; valid once the currently queued work is over."""
     if samples.device != device:
         return samples
     return torch.empty_like(samples, device="cpu", pin_memory=True).copy_(samples, non_blocking=True)
 
 
-# -- what changes meanwhile -------------------------------------------------------------------------------------------
+# -- changes during the copies ----------------------------------------------------------------------------------------
 
 
 class _Versions:
-    """Version counters of live tensors, for as long as nobody may raise them.
+    """Version counters of live tensors, while none may rise.
 
     Attributes:
         raised: The names of tensors whose counters rose.
@@ -259,7 +260,7 @@ class _Versions:
         self.raised.update(name for name, (tensor, before) in self._before.items() if _version(tensor) != before)
 
     def forget(self) -> None:
-        """Look for the last time, and hold the tensors no longer. Any thread may, and more than once."""
+        """Compare for the last time, and drop the tensors. Thread-safe and idempotent."""
         with self._lock:
             self.look()
             self._before = {}
@@ -271,7 +272,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _alike(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Copies by device and size of an element: those whose samples fit into one tensor."""
+    """Copies by device and element size: the samples of a group fit into one tensor."""
     groups: dict[tuple[torch.device, int], list[Copy]] = {}
     for copy in copies:
         groups.setdefault((copy.source.device, copy.source.itemsize), []).append(copy)
@@ -287,7 +288,7 @@ def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(group: Sequence[Copy], samples: torch.Tensor) -> set[str]:
-    """The names of tensors that were copied with other elements than they had at the call."""
+    """The names of tensors whose copied samples differ from the samples at the call."""
     copied = [_diagonal(copy.target) for copy in group]
     if torch.equal(samples, torch.cat(copied)):
         return set()
@@ -299,5 +300,5 @@ def _told(names: Sequence[str]) -> str:
     return (
         f"Expected the state to stay as it was at the call until it had been copied, got changes to {len(names)} "
         f"tensors, {names[0]!r} among them. Optimizers of torch.optim wait by themselves. Before anything else changes "
-        f"the state, call `wait_staged` of what the save returned."
+        f"the state, call `wait_staged` of the handle that the save returned."
     )

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint read into a live model and optimizer, after all of its names have been checked."""
+"""`load`: a checkpoint read into a live model and optimizer, after a check of all names."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -22,16 +22,16 @@ from lamella_checkpoint._state.optimizer_load import OptimizerLoad
 from lamella_checkpoint._training.copies import await_copies
 
 Openable = str | os.PathLike[str] | Source | Callable[[], Source]
-"""The path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
+"""The path of a DCP checkpoint, an open checkpoint of any format, or a function that opens a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialLoad:
-    """What `load(strict=False)` found: the caller's `extra`, and what did not fit and was left as it was.
+    """Result of `load(strict=False)`: the caller's `extra`, and the differences left untouched.
 
-    `kept` names options of parameters that the checkpoint lacks and that are as they were: an older release of the
-    optimizer had none, say. `stripped` are keys and prefixes of the stored names that the model's lack: what wrappers
-    of another program added.
+    `kept` names unchanged options of parameters, absent from the checkpoint: an older release of the
+    optimizer had none, say. `stripped` are keys and prefixes of the stored names that the model's names lack: added by
+    another program's wrappers.
     """
 
     extra: dict[str, Any]
@@ -75,47 +75,47 @@ def load(
     """Read a checkpoint into a model and its optimizer, however many ranks wrote it.
 
     All names and shapes are checked first, on every rank alike: when they differ, nothing has been touched. No
-    dummy step: the checkpoint says which state each parameter has, and that is allocated and read in place. Data
-    is cast to the live tensors' dtypes, where torch knows such a cast: complex numbers are not made real, nor fractions
+    dummy step: the checkpoint lists each parameter's state, which is allocated and read in place. Data
+    is cast to the live tensors' dtypes, where torch allows the cast: complex numbers are not made real, nor fractions
     integers.
 
-    A checkpoint of plain torch DCP is read too, if its names are the model's: with its optimizer by name or by number,
+    A checkpoint of plain torch DCP is read too, if its names are the model's: with the optimizer by name or by number,
     wrappers' prefixes or none. Any other format is opened by `lamella_convert.open_checkpoint`, and passed as `source`.
-    Names of another family take its rules, as `translate`.
+    Names of another family take that family's rules, as `translate`.
 
-    A checkpoint is data from elsewhere. What is pickled in it is read as data, and nothing in it runs.
+    A checkpoint is untrusted data. Pickles are read as data, and no code in them runs.
 
     Args:
-        source: The directory of a DCP checkpoint, the same one on every rank; or an open checkpoint of any format. A
-            function that opens one is called by `load`, and if it fails on one rank, all ranks raise.
+        source: The directory of a DCP checkpoint, the same on every rank; or an open checkpoint of any format. An
+            opening function is called by `load`, and if the call fails on one rank, all ranks raise.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain; on its device.
-        optimizer: Over the model's parameters, stepped or not. Its options become the checkpoint's, except for how a
-            step is computed (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
+        optimizer: Over the model's parameters, stepped or not. Options become the checkpoint's, except for the
+            implementation of a step (`foreach`, `fused`, `capturable`, `differentiable`), which stays. None leaves the
             checkpoint's optimizer alone.
-        strict: False loads what fits, and returns the rest.
-        trust: True makes whatever the checkpoint's pickles ask for, which can run anything. Needed for values of types
-            that torch does not know as plain data, among what this load reads.
-        verify: False reads without looking at checksums, and of large chunks only the part that is needed.
-        translate: Makes the model's names of the checkpoint's: an adapter's rules.
+        strict: False loads every match, and returns the rest.
+        trust: Allow unpickling of types that torch does not know as plain data, where this load needs such values.
+            **Unsafe: can execute code.**
+        verify: False skips checksums, and reads only the needed part of large chunks.
+        translate: Maps the checkpoint's names to the model's: an adapter's rules.
 
     Returns:
-        The `extra` that was saved; with `strict=False` that and what was left.
+        The saved `extra`; with `strict=False` a `PartialLoad`.
 
     Raises:
         CheckpointDamaged: A file is absent, unreadable or truncated. The model is untouched, unless the damage shows
-            only in the data of a tensor: then it is undefined.
-        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+            only in a tensor's data: then the model is undefined.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
         ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own.
 
-    Effects: collective on the default group, if there is one (five small object exchanges); each rank reads what its
-        shards need; allocates the optimizer's state where there is none. Waits for the copies of saves in the
+    Effects: collective on the default group, if any (five small object exchanges); each rank reads its
+        shards' bytes; allocates missing optimizer state. Waits for the copies of saves in the
         background.
     """
-    await_copies()
+    await_copies()  # A save in flight still copies the tensors: overwritten now, the saved state would be torn.
     with on_device_of(model.parameters()):
         plan = _find(
             _Request(
@@ -142,28 +142,28 @@ def check(
     trust: bool = False,
     translate: Translate | None = None,
 ) -> dict[str, Any]:
-    """Raise what `load` would raise, and read no tensor.
+    """Raise the errors of `load`, without reading a tensor.
 
     Args:
         source: As for `load`.
-        model: As for `load`, or on the meta device: a model that nothing has been allocated for yet.
+        model: As for `load`, or on the meta device: a model without allocated memory.
         optimizer: As for `load`.
         trust: As for `load`.
         translate: As for `load`.
 
     Returns:
-        The `extra` that was saved.
+        The saved `extra`.
 
     Raises:
         CheckpointDamaged: A file is absent, unreadable or truncated.
-        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
         CheckpointMismatch: Names or shapes differ, or parameters of one group have different options.
         CheckpointUntrusted: A pickle holds more than plain data.
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: No checkpoint at the path.
         FormatUnknown: The path is not a DCP checkpoint.
         ValueError: `trust` or `verify` comes with an open checkpoint, which was given its own.
 
-    Effects: collective on the default group, if there is one (four small object exchanges).
+    Effects: collective on the default group, if any (four small object exchanges).
     """
     with on_device_of(model.parameters()):
         return _find(
@@ -173,7 +173,7 @@ def check(
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """A checked load: what is read where, and what does not fit."""
+    """A checked load: the reads into live tensors, and the differences."""
 
     source: Source
     live: LiveModel
@@ -188,14 +188,14 @@ class _Plan:
         slots = {} if self.optimizer is None else self.optimizer.targets()
         wanted = [Wanted(name, *box) for name, target in self.targets.items() for box in local_boxes(target)]
         self.source.read([*wanted, *(self.optimizer.wanted(slots) if self.optimizer is not None else ())])
-        # Everything is in place; this runs the hooks with which modules notice that their weights have changed.
+        # All data is in place; `load_state_dict` runs the hooks that tell modules of changed weights (stale copies).
         self.live.model.load_state_dict(self.live.state, strict=False)
         if self.optimizer is not None:
             self.optimizer.assign(slots)
 
 
 def _check_same_everywhere(opened: Opened) -> None:
-    """Refuse ranks that have opened different checkpoints, as after a listing that had not reached all hosts."""
+    """Refuse ranks with different checkpoints, as after a directory listing that had not reached all hosts."""
 
     def compare(of_ranks: list[tuple[str, str | None]]) -> list[None]:
         for rank, (path, identity) in enumerate(of_ranks):
@@ -210,7 +210,7 @@ def _check_same_everywhere(opened: Opened) -> None:
 
 
 class _Live(NamedTuple):
-    """The model and the optimizer that a checkpoint is for, by name."""
+    """The named model and optimizer to load into."""
 
     model: LiveModel
     optimizer: LiveOptimizer | None
@@ -245,7 +245,7 @@ class _Request:
 
 
 def _find(request: _Request) -> _Plan:
-    """A load that fits, on every rank. Effects: collective; reads options and no tensor."""
+    """A checked load, on every rank. Effects: collective; reads options and no tensor."""
     live = everywhere("name its state", request.live)
     opened = everywhere("open the checkpoint", lambda: _open(request, live.names))
     _check_same_everywhere(opened)
@@ -299,9 +299,9 @@ def _plan(opened: Opened, live: _Live, translate: Translate | None, strict: bool
 
 
 def _match_model(source: Source, live: LiveModel) -> tuple[dict[str, torch.Tensor], list[NameDifference]]:
-    """Tensors to fill by their names in the checkpoint, and what differs, in the model's order.
+    """Tensors to fill by their names in the checkpoint, and the differences, in the model's order.
 
-    A dtype differs where a cast would drop what there is of a number: an imaginary part, a fraction.
+    A dtype counts as different where a cast would drop information: an imaginary part, a fraction.
     """
     targets: dict[str, torch.Tensor] = {}
     differences: list[NameDifference] = []
@@ -334,7 +334,7 @@ def _shape(source: Source, full_name: str) -> str:
 
 
 def _local_slots(manifest: Manifest | None, optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """The slots that an optimizer of this class kept as plain tensors of a rank's elements."""
+    """Slots that a saved optimizer of the same class kept as plain tensors of a rank's elements."""
     saved = None if manifest is None else manifest.optimizer
     is_same = saved is not None and saved.class_name == kind_of(optimizer).class_name
     return saved.local_slots if saved is not None and is_same else frozenset()

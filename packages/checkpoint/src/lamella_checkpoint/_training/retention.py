@@ -1,4 +1,4 @@
-"""Checkpoints by step under one root: which there are, which go, and what killed saves left of others."""
+"""Checkpoints by step under one root: listing, retention, and removal of killed saves' leftovers."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _STEP: Final = re.compile(r"step_(\d{8,})")
 
 
 def path_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies, or would."""
+    """The path of a step's checkpoint, existing or not."""
     return root / f"step_{step:08d}"
 
 
@@ -23,7 +23,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def clean(root: Path, *, spare: Path | None = None) -> None:
-    """Put back what interrupted saves moved aside, and remove what else they left, but for `spare`."""
+    """Restore checkpoints that interrupted saves moved aside, and remove all other leftovers except `spare`."""
     for leftover in leftovers(root):
         if _STEP.fullmatch(leftover.target):
             recover(root / leftover.target, spare=spare)
@@ -37,7 +37,7 @@ class Retention:
     num_kept: int | None
 
     def apply(self, newest: Path) -> None:
-        """Remove the others, oldest first, but never `newest`. Effects: on the disk alone; one rank's job."""
+        """Remove the surplus, oldest first, but never `newest`. Effects: on the disk alone; called on one rank."""
         if self.num_kept is None:
             return
         for step in steps_in(self.root)[: -self.num_kept]:

@@ -29,36 +29,36 @@ def save(
 ) -> Path:
     """Write a checkpoint that any number of ranks can load, and plain torch DCP too.
 
-    The names in it are those of the unsharded model: `model.<name>`, `optimizer.state.<name>.<slot>`,
+    Stored names are those of the unsharded model: `model.<name>`, `optimizer.state.<name>.<slot>`,
     `optimizer.param_groups.<name>.<option>`. A tied tensor is stored once and found under all of its names. A slot may
     be a DTensor, or a plain tensor of the rank's elements of its parameter, in any shape.
 
-    A reader never sees half a checkpoint: it is written beside `path` and renamed when every rank has finished and
-    all of it is on the disk. A checkpoint at `path` is replaced, and stays if this save fails or is killed.
+    A reader never sees half a checkpoint: files are written beside `path` and renamed when every rank has finished and
+    all data is on the disk. A checkpoint at `path` is replaced, and stays if this save fails or is killed.
 
     Args:
         path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
-        extra: What else resuming takes: the step, random states, the data loader's position. Kept as JSON, where
+        extra: Other resume state: the step, random states, the data loader's position. Kept as JSON, where
             tuples become lists. Rank 0's counts.
-        correspondences: Whose left side the checkpoint is to have, where the right side has the model's names: fused
-            tensors by component, for one. The same on every rank. `load` takes the way back as `translate`.
+        correspondences: Rules whose left side is the checkpoint's form and right side the model's, as to store fused
+            tensors by component. The same on every rank. `load` takes the way back as `translate`.
 
     Returns:
         The checkpoint's absolute path.
 
     Raises:
-        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does).
         ValueError: A parameter of the optimizer is not the model's, a slot has another number of elements than its
-            parameter and than this rank's part of it, or a tensor is on the meta device; or what the ranks hold is not,
-            together, one model.
+            parameter and than this rank's part of the parameter, or a tensor is on the meta device; or the ranks' parts
+            do not form one model.
 
-    Effects: collective on the default group, if there is one: two exchanges of small objects, of which the first
-        carries no tensor's name and the second where each item lies. Every rank finds out alone what it has to write,
-        and writes it; what several have alike is divided between them. Copies to the host item by item; waits until
+    Effects: collective on the default group, if any: two exchanges of small objects, the first without tensor
+        names and the second with each item's place. Every rank determines its own items and writes them; values held
+        by several ranks are divided between these ranks. Copies to the host item by item; waits until
         the files are on the disk.
     """
     with on_device_of(model.parameters()):
@@ -74,9 +74,9 @@ def save(
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """A save that all ranks can make: where to, what it says of itself, and this rank's part.
+    """A save begun on all ranks: directories, manifest, and this rank's part.
 
-    `apart` are the groups of ranks that do not hold alike what they share: each writes its own.
+    `apart`: groups of ranks whose shared lists differ; each such rank writes its whole list.
     """
 
     target: Path
@@ -101,7 +101,7 @@ def _begin(
     extra: Mapping[str, object] | None,
     correspondences: Sequence[Correspondence],
 ) -> _Begun:
-    """Collect what each rank holds, and make room on the disk. Effects: collective, one exchange."""
+    """Collect each rank's state, and create the staged directory. Effects: collective, one exchange."""
     mine: list[tuple[Contents, Share]] = []
 
     def collect() -> dict[Ranks, str]:

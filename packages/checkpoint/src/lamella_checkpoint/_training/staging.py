@@ -1,4 +1,4 @@
-"""Host memory that a training process copies its state to, and that another process reads."""
+"""Host memory shared by a training process, which copies state in, and a writer process, which reads."""
 
 import math
 import mmap
@@ -17,7 +17,7 @@ _ALIGNMENT: Final = 64
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in the memory, in bytes, and what it is."""
+    """A tensor's place in the memory, in bytes, with sizes and dtype."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -25,14 +25,14 @@ class Slot(NamedTuple):
 
 
 class Memory:
-    """Anonymous memory that other processes map by its descriptor; it lives as long as one of them has it.
+    """Anonymous memory that other processes map by descriptor; it lives as long as any process maps it.
 
-    No file of it is seen anywhere, and `/dev/shm` may be as small as it likes. Its tensors are no inference tensors,
-    whoever asks for them: threads write to them, and later saves.
+    The memory has no visible file, and the size of `/dev/shm` does not matter. Tensors over the memory are never
+    inference tensors, even under `inference_mode`: threads and later saves write to them.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Make new memory, of no bytes yet; or map somebody's."""
+        """Create empty memory; or attach to the memory behind `descriptor`."""
         self._descriptor = descriptor
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -41,16 +41,16 @@ class Memory:
 
     @property
     def descriptor(self) -> int:
-        """By which another process maps it. Effects: makes it, the first time."""
+        """The descriptor by which another process maps the memory. Effects: creates the memory on the first call."""
         if self._descriptor is None:
             self._descriptor = os.memfd_create("lamella-checkpoint")
         return self._descriptor
 
     def grow(self, nbytes: int) -> None:
-        """Have at least `nbytes`; what was there stays.
+        """Reserve at least `nbytes`; the contents stay.
 
         Raises:
-            OSError: There is not so much memory.
+            OSError: Not enough memory.
 
         Effects: allocates and touches the memory; unpins it.
         """
@@ -58,26 +58,28 @@ class Memory:
             os.posix_fallocate(self.descriptor, 0, nbytes)
             self.map(nbytes)
 
+    # Outside inference mode: an inference tensor could not be written in place by threads and later saves.
     @torch.inference_mode(mode=False)
     def map(self, nbytes: int) -> None:
-        """See the first `nbytes`, which somebody has allocated."""
+        """Map the first `nbytes`, allocated by `grow` here or in the other process."""
         if nbytes != self.nbytes:
-            self._unpin()
+            self._unpin()  # CUDA must not keep pages registered after their mapping is gone.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._last = ([], [])
+            self._last = ([], [])  # Cached views are over the old mapping, which is no longer pinned.
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes, flags=flags), dtype=torch.uint8)
             self.nbytes = nbytes
 
     def pin(self) -> None:
-        """Let CUDA copy to it while the host goes on. Effects: a driver call, the first time and after growth."""
+        """Pin the memory for asynchronous copies by CUDA. Effects: a driver call, the first time and after growth."""
         if self._is_pinned or not self.nbytes:
             return
+        # Registers the shared mapping itself: torch's `pin_memory` would copy into memory that no other process maps.
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(cudart.cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)))
         self._is_pinned = True
 
     def close(self) -> None:
-        """Give it back. Effects: waits for nothing; copies to it have to be over."""
+        """Free the memory. Effects: waits for nothing; all copies into the memory must have completed."""
         self._unpin()
         self._last = ([], [])
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -92,7 +94,7 @@ class Memory:
         return self._bytes.narrow(0, slot.offset, _nbytes(slot)).view(slot.dtype).view(slot.sizes)
 
     def tensors(self, slots: list[Slot]) -> list[torch.Tensor]:
-        """A save's slots. Made once: the next save's are the same, as a rule."""
+        """A save's slots as tensors, cached: the next save usually has the same slots."""
         if slots != self._last[0]:
             self._last = (slots, [self.tensor(slot) for slot in slots])
         return self._last[1]
@@ -105,16 +107,16 @@ class Memory:
 
 
 def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Copy]]:
-    """Give each of the items' tensors a place in the memory.
+    """Assign each item's tensor a slot in the memory.
 
     Returns:
-        The items with a `Slot` in place of each tensor, and plain data as it is now; and what is to be copied.
+        The items with a `Slot` in place of each tensor, and a deep copy of plain data; and the copies to perform.
 
     Raises:
-        NotImplementedError: A tensor is of a class of its own, whose elements need not be all it has.
-        OSError: There is not enough memory.
+        NotImplementedError: A tensor is of a subclass, which may hold more than its elements.
+        OSError: Not enough memory.
 
-    Effects: grows the memory where it has to, and pins it if a tensor is on CUDA. Copies nothing.
+    Effects: grows the memory as needed, and pins it if a tensor is on CUDA. Copies nothing.
     """
     tensors = [(item, item.value) for item in items if isinstance(item.value, torch.Tensor)]
     slots = _slots(tensors)
@@ -130,7 +132,7 @@ def lay_out(items: Sequence[Item], memory: Memory) -> tuple[list[Item], list[Cop
 
 
 def _slots(tensors: Sequence[tuple[Item, torch.Tensor]]) -> list[Slot]:
-    """A place for each tensor, one after another."""
+    """A slot for each tensor, in order."""
     slots = []
     offset = 0
     for item, tensor in tensors:

@@ -1,8 +1,8 @@
-"""Weights in float8 with a scale a block, as Hugging Face publishes them: read as numbers, and made of numbers.
+"""Hugging Face's float8 weights with block scales: dequantised while reading, and quantised while writing.
 
 A quantised `<name>` of dtype float8_e4m3fn comes with `<name>_scale_inv`, fp32, one entry for each block of the last
-two dims (128 rows by 128 columns, smaller at the edges). The weight is their product. Of stacked experts, each has
-blocks of its own.
+two dims (128 rows by 128 columns, smaller at the edges). The weight is their product. Stacked experts have
+separate blocks.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -17,30 +17,30 @@ from lamella_checkpoint.sources import Over, pieces, whole_box
 from lamella_layout import Chunk, Range
 
 BLOCK: Final = (128, 128)
-"""Rows and columns that share a scale, in everything published so far."""
+"""Rows and columns with a common scale, in all publications so far."""
 
 _SUFFIX: Final = "_scale_inv"
 FLOAT8: Final = torch.float8_e4m3fn
 _LARGEST: Final = torch.finfo(FLOAT8).max
-PIECE_NUMEL: Final = 1 << 21  # In hand at once, in fp32, twice or three times.
+PIECE_NUMEL: Final = 1 << 21  # Elements in memory at once, in fp32, twice or three times.
 _LEFT_ALONE: Final = ("embed", "head", "norm", "router")
 
 
 def is_quantised(source: Source) -> bool:
-    """Whether a source has weights with a scale a block."""
+    """Whether a source has weights with block scales."""
     return any(name + _SUFFIX in source.tensors for name in source.tensors)
 
 
 def is_scale(source: Source, name: str) -> bool:
-    """Whether a tensor has the scales of another."""
+    """Whether a tensor holds the scales of another tensor."""
     return name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in source.tensors
 
 
 def linear_weights(name: str, info: TensorInfo) -> bool:
-    """Which weights are quantised unless told otherwise: matrices of whole blocks, of linear layers.
+    """The default selection for quantisation: matrices of whole blocks, of linear layers.
 
-    Embeddings, heads, norms, gates and routers stay as they are. Matrices with blocks that the edge cuts do too:
-    transformers tells a block's size from the number of scales when it makes numbers of them, and is wrong there.
+    Embeddings, heads, norms, gates and routers stay unquantised. Matrices with partial blocks at the edge do too:
+    transformers infers a block's size from the number of scales on dequantisation, wrongly for such matrices.
     """
     *modules, last = name.split(".")
     is_stack = len(info.shape) == 3
@@ -55,18 +55,18 @@ def linear_weights(name: str, info: TensorInfo) -> bool:
 
 
 class Dequantised(Over):
-    """A `Source` over a `Source`: weights with scales are numbers, and the scales are gone."""
+    """A `Source` over a `Source`: weights with scales are dequantised, and the scales dropped."""
 
     def __init__(self, source: Source, *, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = BLOCK) -> None:
         """Pair weights with their scales.
 
         Args:
-            source: With names as they are published.
-            dtype: What the weights are said to be; they are computed in fp32 whatever they are wanted in.
-            block: Rows and columns that share a scale, from the configuration's `weight_block_size`.
+            source: With the published names.
+            dtype: The reported dtype of the weights; computed in fp32 for any requested dtype.
+            block: Rows and columns with a common scale, from the configuration's `weight_block_size`.
 
         Raises:
-            CheckpointDamaged: A scale has no weight, or not a weight of float8 and of its shape.
+            CheckpointDamaged: A scale's weight is absent, not in float8, or of a different shape.
         """
         scaled = {name.removesuffix(_SUFFIX) for name in source.tensors if name.endswith(_SUFFIX)}
         tensors = {
@@ -80,7 +80,7 @@ class Dequantised(Over):
             self._check(name)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """As `Source.read`; a piece of a weight at a time in fp32, with the scales that it needs."""
+        """As `Source.read`; one piece of a weight at a time in fp32, with the piece's scales."""
         self.source.read([each for each in wanted if each.name not in self._scaled])
         for name, piece, into in _in_pieces(wanted, self._scaled):
             blocks = blocks_of(piece, self._block)
@@ -106,10 +106,10 @@ class Dequantised(Over):
 
 
 class Quantised(Over):
-    """A `Source` over a `Source`: chosen weights are float8, and have scales beside them.
+    """A `Source` over a `Source`: chosen weights are float8, with added scales.
 
-    A block's scale is its largest magnitude divided by float8's (448), 1 where all is zero. So the error of an element
-    is at most 1/16 of it, or 2**-10 of its block's scale where that is more.
+    A block's scale is the block's largest magnitude divided by float8's (448), or 1 for a block of zeros. So the error
+    of an element is at most 1/16 of the element, or 2**-10 of the block's scale if larger.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class Quantised(Over):
         which: Callable[[str, TensorInfo], bool] = linear_weights,
         block: tuple[int, int] = BLOCK,
     ) -> None:
-        """Choose weights by name and shape; no value is read yet.
+        """Choose weights by name and shape; reads no value.
 
         Args:
-            source: With the names that will be published.
+            source: With the names to publish.
             which: Whether to quantise a tensor.
-            block: Rows and columns that share a scale.
+            block: Rows and columns with a common scale.
 
         Raises:
             ValueError: A chosen tensor is no floating-point matrix.
         """
         tensors: dict[str, TensorInfo] = {}
-        self._weights: dict[str, str] = {}  # by the name of their scales
+        self._weights: dict[str, str] = {}  # by the name of the scales
         for name, info in source.tensors.items():
             tensors[name] = info
             if which(name, info):
@@ -144,15 +144,15 @@ class Quantised(Over):
 
     @property
     def left_alone(self) -> tuple[str, ...]:
-        """Modules with matrices that are not quantised, for the configuration."""
+        """Modules with unquantised matrices, for the configuration."""
         shapes = {name: info.shape for name, info in self.source.tensors.items()}
         return left_alone(shapes, set(self._weights.values()))
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """As `Source.read`; whole blocks at a time, in fp32. Scales cost as much as the weights that they are of.
+        """As `Source.read`; whole blocks at a time, in fp32. Reading scales costs as much as reading the weights.
 
         Raises:
-            ValueError: A weight that is quantised holds infinities or NaNs.
+            ValueError: A weight to quantise holds infinities or NaNs.
         """
         weights = set(self._weights.values())
         self.source.read([each for each in wanted if each.name not in weights and each.name not in self._weights])
@@ -167,7 +167,7 @@ class Quantised(Over):
             into.copy_(scales_of(name, largest(values, box, self._block)))
 
     def _values(self, name: str, blocks: Chunk) -> tuple[Chunk, torch.Tensor]:
-        """The box of a weight that some blocks cover, and its values."""
+        """The box of a weight covered by some blocks, and the values."""
         box = box_of_blocks(blocks, self._block, self.source.tensors[name].shape)
         values = torch.empty(box.sizes)
         self.source.read([Wanted(name, box, values)])
@@ -175,10 +175,10 @@ class Quantised(Over):
 
 
 def check_quantisable(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse what has no blocks.
+    """Refuse a tensor without blocks.
 
     Raises:
-        ValueError: It is no floating-point matrix.
+        ValueError: The tensor is no floating-point matrix.
     """
     if len(shape) < 2 or not dtype.is_floating_point:
         raise ValueError(
@@ -193,13 +193,13 @@ def scale_name(name: str) -> str:
 
 
 def left_alone(shapes: Mapping[str, Sequence[int]], chosen: Container[str]) -> tuple[str, ...]:
-    """Modules with matrices that are not quantised, for the configuration."""
+    """Modules with unquantised matrices, for the configuration."""
     found = (name for name, shape in shapes.items() if name not in chosen and len(shape) > 1)
     return tuple(dict.fromkeys(name.removesuffix(".weight") for name in found))
 
 
 def largest(values: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude in each block that a box of a weight touches, of the elements in the box."""
+    """The largest magnitude in each block touching a box of a weight, over the elements in the box."""
     above, before = (box.offsets[dim] % edge for dim, edge in ((-2, block[0]), (-1, block[1])))
     below, behind = -(above + box.sizes[-2]) % block[0], -(before + box.sizes[-1]) % block[1]
     padded = F.pad(values.abs(), (before, behind, above, below))
@@ -208,26 +208,26 @@ def largest(values: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.T
 
 
 def scales_of(name: str, maxima: torch.Tensor) -> torch.Tensor:
-    """A scale for each block, given its largest magnitude.
+    """A scale for each block, from the block's largest magnitude.
 
     Raises:
-        ValueError: One is infinite or no number; the weight is named.
+        ValueError: A magnitude is infinite or NaN; the error names the weight.
     """
     if not maxima.isfinite().all():
         raise ValueError(f"Expected finite values to quantise, got others in {name!r}. Leave it out with `which`.")
-    smallest = torch.finfo(torch.float32).tiny  # A scale of 0 would make NaNs of tiny numbers.
+    smallest = torch.finfo(torch.float32).tiny  # A scale of 0 would turn tiny numbers into NaNs.
     return torch.where(maxima > 0, (maxima / _LARGEST).clamp(min=smallest), 1.0)
 
 
 def quantise(values: torch.Tensor, scales: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.Tensor:
-    """A box of a weight in float8, given the scales of the blocks that it touches. `values` (fp32) is overwritten."""
+    """A box of a weight in float8, given the touched blocks' scales. `values` (fp32) is overwritten."""
     return values.div_(_spread(scales, box, block)).clamp_(-_LARGEST, _LARGEST).to(FLOAT8)
 
 
 def quantised_config(
     config: Mapping[str, Any], left_alone: Iterable[str], block: tuple[int, int] = BLOCK
 ) -> dict[str, Any]:
-    """A model's configuration that says how its weights are quantised."""
+    """A model's configuration with an entry on the quantisation of its weights."""
     quantisation = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -239,15 +239,15 @@ def quantised_config(
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration for weights that are numbers."""
+    """A model's configuration for unquantised weights."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The rows and columns that share a scale, by a model's configuration; the usual ones where it does not say.
+    """Rows and columns with a common scale, from a model's configuration; the usual numbers by default.
 
     Raises:
-        NotImplementedError: Its weights are quantised in another way.
+        NotImplementedError: The weights are quantised by another method.
     """
     quantisation = config.get("quantization_config") or {"quant_method": "fp8"}
     method: object = None
@@ -265,30 +265,30 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 def _in_pieces(
     wanted: Sequence[Wanted], names: set[str], max_numel: int = PIECE_NUMEL
 ) -> Iterator[tuple[str, Chunk, torch.Tensor]]:
-    """Requests cut into bounded boxes, each with the part of the memory that it fills."""
+    """Requests cut into bounded boxes, each with its view of the destination."""
     for each in wanted:
         for piece in pieces(each.chunk, max_numel) if each.name in names else ():
             yield each.name, piece, each.into.detach()[_slices(piece.relative_to(each.chunk))]
 
 
 def num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """How many blocks a weight has, along each dim."""
+    """The number of blocks of a weight, along each dim."""
     return (*shape[:-2], *(-(-size // edge) for size, edge in zip(shape[-2:], block, strict=True)))
 
 
 def _edges(num_dims: int, block: tuple[int, int]) -> tuple[int, ...]:
-    """Elements a block has along each dim."""
+    """A block's number of elements along each dim."""
     return (1,) * (num_dims - 2) + block
 
 
 def blocks_of(box: Chunk, block: tuple[int, int]) -> Chunk:
-    """The blocks that a box of a weight touches."""
+    """The blocks touching a box of a weight."""
     edges = _edges(len(box.sizes), block)
     return Chunk.of(Range(at.start // edge, -(-at.stop // edge)) for at, edge in zip(box.ranges, edges, strict=True))
 
 
 def box_of_blocks(blocks: Chunk, block: tuple[int, int], shape: tuple[int, ...]) -> Chunk:
-    """The box of a weight that blocks cover."""
+    """The box of a weight covered by blocks."""
     edges = _edges(len(shape), block)
     return Chunk.of(
         Range(at.start * edge, min(at.stop * edge, size))
@@ -297,7 +297,7 @@ def box_of_blocks(blocks: Chunk, block: tuple[int, int], shape: tuple[int, ...])
 
 
 def _spread(scales: torch.Tensor, box: Chunk, block: tuple[int, int]) -> torch.Tensor:
-    """The scale of each element of a box, from the scales of the blocks that it touches."""
+    """The scale of each element of a box, from the scales of the touched blocks."""
     for dim, edge in ((-2, block[0]), (-1, block[1])):
         skipped = box.offsets[dim] % edge
         scales = scales.repeat_interleave(edge, dim).narrow(dim, skipped, box.sizes[dim])

@@ -34,7 +34,7 @@ def side_files(directory: Path) -> Iterator[Path]:
     Effects: reads the directory.
     """
     real = directory.resolve()
-    # The hub's cache keeps files apart from the directories that list them: snapshots/<revision>/<link to ../../blobs>.
+    # The hub's cache keeps the files outside the directories: snapshots/<revision>/<link to ../../blobs>.
     allowed = (real, real.parent.parent / "blobs")
     for file in sorted(directory.iterdir()):
         is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
@@ -75,10 +75,10 @@ def read_config(directory: Path) -> dict[str, Any] | None:
 
 
 def read_published(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Published names and shapes of weights; empty if they were not kept.
+    """Published names and shapes of weights; empty if not kept.
 
     Raises:
-        CheckpointDamaged: The file holds something else.
+        CheckpointDamaged: The file's contents are malformed.
     """
     file = directory / _PUBLISHED_FILE
     content = cast(dict[str, list[int]], _read(file, dict)) if file.exists() else {}
@@ -103,7 +103,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A configuration with another dtype in place of every dtype in it."""
+    """A configuration with every dtype entry replaced."""
     name = str(dtype).removeprefix("torch.")
     return {
         key: name if key in _DTYPE_KEYS else with_dtype(value, dtype) if isinstance(value, dict) else value

@@ -1,6 +1,6 @@
-"""Directories of Megatron and Megatron-Bridge: the newest checkpoint in them, and the files beside it.
+"""Directories of Megatron and Megatron-Bridge: the newest checkpoint, and the files beside it.
 
-`args` is a pickled object of Megatron's. Only its numbers are needed, and they are read without making the object: see
+`args` is a pickled object of Megatron's. Only the numbers are needed, and are read without constructing the object: see
 Note [Nothing runs].
 """
 
@@ -50,9 +50,9 @@ class MegatronCheckpoint:
 
     Attributes:
         format: The format of its files.
-        dialect: The dialect of `fsdp_dtensor`, if names show one.
-        counters: The progress of training, and counters that the checkpoint lacks.
-        sizes: The sizes by which rank-major tensors are read.
+        dialect: The dialect of `fsdp_dtensor`, if the names determine one.
+        counters: The progress of training, and missing counters.
+        sizes: The sizes for reading rank-major tensors.
         make_source: Makes `source`.
     """
 
@@ -64,10 +64,10 @@ class MegatronCheckpoint:
 
     @cached_property
     def source(self) -> Renamed:
-        """Under canonical names.
+        """The checkpoint under canonical names.
 
         Raises:
-            ValueError: As for `read_fsdp_dtensor`. Stored names can be listed without its sizes.
+            ValueError: As for `read_fsdp_dtensor`. Stored names can be listed without the sizes.
         """
         return self.make_source()
 
@@ -78,7 +78,7 @@ def open_megatron(
     """Open a checkpoint of Megatron-LM, Megatron-Bridge or one of their converters.
 
     Args:
-        path: The directory of one iteration, or of several with a file that names the newest.
+        path: The directory of one iteration, or of several with a file naming the newest.
         sizes: As for `read_fsdp_dtensor`, where neither `args` nor Bridge's `run_config.yaml` has them. Given sizes
             take precedence over both.
         trust: As for `StoredCheckpoint`.
@@ -94,7 +94,7 @@ def open_megatron(
 
 
 def megatron_checkpoint(stored: StoredCheckpoint, *, sizes: Mapping[str, int] | None = None) -> MegatronCheckpoint:
-    """As `open_megatron`, with metadata that has been read."""
+    """As `open_megatron`, from loaded metadata."""
     common = _common(stored)
     beside = train_state(stored.path)
     args = _plain_object(stored, "args") if common is None else common.get("args")
@@ -120,7 +120,7 @@ def is_torch_dist(stored: StoredCheckpoint) -> bool:
     """Whether a DCP checkpoint is Megatron's `torch_dist`.
 
     Raises:
-        CheckpointDamaged: The file that names the format cannot be read.
+        CheckpointDamaged: The format's marker file cannot be read.
     """
     if _is_there(stored.path, COMMON) or any(name.startswith(COMMON_OBJECT) for name in stored.objects):
         return True
@@ -156,7 +156,7 @@ def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
     """Megatron-Bridge's counters; empty without its file.
 
     Raises:
-        CheckpointDamaged: The file is not an archive of plain data.
+        CheckpointDamaged: The file is no archive of plain data.
     """
     if not _is_there(directory, file):
         return {}
@@ -174,7 +174,7 @@ def train_state(directory: Path, file: str = TRAIN_STATE) -> dict[str, Any]:
 
 
 def run_config_sizes(directory: Path) -> dict[str, int]:
-    """Sizes in Megatron-Bridge's `run_config.yaml`; empty without that file.
+    """Sizes in Megatron-Bridge's `run_config.yaml`; empty without the file.
 
     Only whole numbers under the names of `args` are read; a name with two values is ignored.
     """
@@ -195,16 +195,16 @@ def plain_contents(file: Path | BinaryIO, name: str | None = None) -> dict[str, 
         name: The name for messages; None for the file's own.
 
     Raises:
-        CheckpointDamaged: The file is not such an archive.
+        CheckpointDamaged: The file is no archive of `torch.save`.
     """
     try:
         with file.open("rb") if isinstance(file, Path) else nullcontext(file) as archive:
             content = read_record(archive, records(archive)["data.pkl"])
             plain = _plain(read_pickle(content, knows=lambda *_: True))
-    except Exception as error:  # Unpickling garbage raises whatever it stumbles on.
+    except Exception as error:  # Unpickling garbage can raise any exception.
         raise CheckpointDamaged(name or str(file), f"{type(error).__name__}: {error}") from error
     if isinstance(plain, list | tuple) and len(plain) == 1:
-        (plain,) = plain  # megatron-core's sharded objects are lists of this rank's.
+        (plain,) = plain  # megatron-core's sharded objects are lists of one rank's value.
     return plain if isinstance(plain, dict) else {}
 
 
@@ -219,7 +219,7 @@ def _plain(value: object) -> object:
 
 
 def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:
-    """Values of `torch_dist` that are not sharded, from a file or an object; None for other formats."""
+    """The unsharded values of `torch_dist`, from a file or an object; None for other formats."""
     if _is_there(stored.path, COMMON):
         return plain_contents(stored.path / COMMON)
     held = [name for name in stored.objects if name.startswith(COMMON_OBJECT)]
@@ -242,7 +242,7 @@ def _is_there(directory: Path, file: str) -> bool:
     """Whether a directory has a file.
 
     Raises:
-        CheckpointDamaged: The name belongs to something else than a file, or to a link that leads outside.
+        CheckpointDamaged: The name belongs to no regular file, or to a link out of the directory.
     """
     if not os.path.lexists(directory / file):
         return False

@@ -1,4 +1,4 @@
-"""Any checkpoint, opened: its format is found, and its tensors get native names."""
+"""Any checkpoint, opened: the format is detected, and tensors get native names."""
 
 import os
 import zipfile
@@ -31,7 +31,7 @@ _TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt", ".tar"})
 
 
 class Format(Enum):
-    """How a checkpoint lies on the disk."""
+    """A checkpoint's format on the disk."""
 
     LAMELLA = "lamella"
     DCP = "dcp"
@@ -43,18 +43,18 @@ class Format(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
-    """A checkpoint that has been opened; no tensor has been read. A `Source` under native names.
+    """An open checkpoint; no tensor has been read. A `Source` under native names.
 
     Attributes:
         format: The format of its files.
-        raw: Names as they are stored.
+        raw: The source under stored names.
         make_source: Makes `source`.
-        paths: The keys that lead to a value, by its stored name, where native names depend on a live model.
+        paths: The keys on the path to a value, by stored name, where native names depend on a live model.
         extra: Plain values beside the tensors: `extra` of `save`, or counters and the like of other programs.
-        stripped: Keys and prefixes of the stored names that the native names lack.
-        lacking: Values that a resumed run of the program that wrote it would miss (Megatron's formats).
-        manifest: The manifest of a checkpoint that `save` wrote.
-        identity: Differs between two saves to the same path; None where the format has no such mark.
+        stripped: Keys and prefixes removed from the stored names.
+        lacking: Values missing for a resumed run of the writing program (Megatron's formats).
+        manifest: The manifest, for a checkpoint from `save`.
+        identity: Differs between two saves to the same path; None for a format without such a mark.
     """
 
     format: Format
@@ -72,14 +72,14 @@ class OpenCheckpoint:
         """Native names: `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
 
         Raises:
-            SizeUnknown: Tensors are stored in the order of ranks whose number the checkpoint does not tell.
+            SizeUnknown: Tensors are stored rank-major, and the checkpoint does not tell the number of ranks.
             ValueError: The names are not the format's.
         """
         return self.make_source()
 
     @property
     def path(self) -> Path:
-        """The file or directory; the directory of one iteration, where the path that was opened has several."""
+        """The file or directory; the directory of one iteration, if the opened path has several."""
         return self.raw.path
 
     @property
@@ -101,7 +101,7 @@ class OpenCheckpoint:
         return self.source.read_object(name)
 
     def for_live(self, names: LiveNames) -> Opened:
-        """Native names for a live model, float8 weights with a scale a block as numbers: for `lamella_checkpoint.load`.
+        """Native names for a live model, with float8 weights dequantised: for `lamella_checkpoint.load`.
 
         Raises:
             SizeUnknown: As for `source`.
@@ -117,21 +117,21 @@ class OpenCheckpoint:
 def open_checkpoint(
     path: str | os.PathLike[str], *, trust: bool = False, verify: bool = True, sizes: Mapping[str, int] | None = None
 ) -> OpenCheckpoint:
-    """Find out which program wrote a checkpoint, and open it.
+    """Detect a checkpoint's format, and open the checkpoint.
 
-    Knows checkpoints of `save`, torch's DCP, files of `torch.save`, safetensors (a file, or a directory as Hugging Face
-    has it), Megatron's `fsdp_dtensor` and `torch_dist`, and the directories with iterations of Megatron-LM and
-    Megatron-Bridge, of which the newest is taken.
+    Supports checkpoints of `save`, torch's DCP, files of `torch.save`, safetensors (a file, or a Hugging Face
+    directory), Megatron's `fsdp_dtensor` and `torch_dist`, and the directories with iterations of Megatron-LM and
+    Megatron-Bridge (the newest iteration).
 
     Args:
         path: The checkpoint's file or directory.
-        trust: Make types that are neither plain data nor torch's own. **Unsafe: can execute code.**
-        verify: Verify checksums while reading, where there are checksums.
-        sizes: The sizes that Megatron's rank-major tensors are made of, where the checkpoint does not tell.
+        trust: Allow unpickling of types beyond plain data and torch's own. **Unsafe: can execute code.**
+        verify: Verify checksums while reading, if there are any.
+        sizes: The sizes of the parts of Megatron's rank-major tensors, where the checkpoint does not tell.
 
     Raises:
-        CheckpointDamaged: A file is absent, unreadable, or not what its name says.
-        CheckpointUntrusted: Its metadata holds other types than torch's own.
+        CheckpointDamaged: A file is absent, unreadable, or inconsistent with its name.
+        CheckpointUntrusted: The metadata holds other types than torch's own.
         FileNotFoundError: `path` does not exist.
         FormatUnknown: No format has these files.
 
@@ -142,20 +142,20 @@ def open_checkpoint(
         return _open_dcp(StoredCheckpoint(found, trust=trust, verify=verify), sizes)
     if kind is Format.SAFETENSORS:
         raw = SafetensorsSource(found)
-        # Each name is one key: the `model` in many of them is a module of the model, and no section.
+        # Each name is one key: a leading `model` is a module of the model, and no section.
         return _open_plain(raw, {name: (name,) for name in raw.tensors}, Format.SAFETENSORS)
     file = TorchFile(found, trust=trust, verify=verify)
     return _open_plain(file, file.paths, Format.TORCH)
 
 
 def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, Format.SAFETENSORS, Format.TORCH]]:
-    """Where a checkpoint's files are, and which kind of files they are: whoever wrote DCP's, it is DCP.
+    """The path of a checkpoint's files, and the kind of files; any writer's DCP counts as DCP.
 
     Raises:
-        FileNotFoundError: There is nothing.
-        FormatUnknown: There is no format that has these files.
+        FileNotFoundError: The path does not exist.
+        FormatUnknown: No format has these files.
 
-    Effects: looks at names, and at the first bytes of a file.
+    Effects: reads names, and the first bytes of a file.
     """
     found = find(Path(os.path.realpath(path)))
     if found.is_dir():
@@ -207,7 +207,7 @@ def _open_plain(raw: Source, paths: Mapping[str, Keys], kind: Format, identity: 
 
 
 def _numbers(source: Source) -> Source:
-    """Weights that are float8 with a scale a block, as the numbers that they stand for."""
+    """The source with float8 weights dequantised, if any."""
     if not is_quantised(source):
         return source
     config = read_config(source.path if source.path.is_dir() else source.path.parent)
@@ -217,7 +217,7 @@ def _numbers(source: Source) -> Source:
 def _is_megatrons(stored: StoredCheckpoint) -> bool:
     if is_torch_dist(stored):
         return True
-    # DDP's own names begin alike, so something else has to say that it is Megatron.
+    # DDP's names have the same prefix, so a second sign of Megatron is required.
     is_told = (
         "checkpoint_version" in stored.objects
         or any((stored.path / file).is_file() for file in (RUN_CONFIG, TRAIN_STATE))

@@ -2,14 +2,14 @@
 
 Note [Safetensors without its library]
     The format is eight bytes, a JSON object, and the tensors row by row. The `safetensors` library maps a file and
-    copies slices out of the map; here boxes are read straight into the memory of shards. A file that is truncated
-    under a map, or a disk that fails, ends the process by SIGBUS; a read raises an error that names the file. Writes
-    are in place, by many ranks or piece by piece, and the library writes whole files from one process.
+    copies slices out of the map; here boxes are read straight into the memory of shards. A file truncated
+    under a map, or a failing disk, ends the process by SIGBUS; a read raises an error with the file's name. Writes
+    are in place, by many ranks or piece by piece, while the library writes whole files from one process.
 
     Measured on two cores, 768 MiB in six tensors, files in the page cache: whole tensors raise the peak of resident
     memory by 2 MiB, and by 771 MiB through the library's map, for the same 0.09 s of CPU time. Half of each row costs
-    0.40 s of CPU time here (gaps below 32 KiB are read over) and 0.05 s there. The tests hold files of each side
-    against the other's reader.
+    0.40 s of CPU time here (gaps below 32 KiB are read over) and 0.05 s in the library. The tests compare files of
+    each implementation with the other's reader.
 """
 
 import json
@@ -53,29 +53,29 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's names of dtypes. It has no complex128, and its F4 and F6 have no whole bytes an element."""
+"""The format's names of dtypes. The format has no complex128, and F4 and F6 elements are no whole bytes."""
 
-_MAX_HEADER_NBYTES: Final = 100_000_000  # The library's: a longer one is no header.
+_MAX_HEADER_NBYTES: Final = 100_000_000  # The library's own limit.
 _NUM_THREADS: Final = 8
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory has weights as Hugging Face has them: one file, or an index of several."""
+    """Whether a directory has Hugging Face weights: one file, or an index of several."""
     return (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists()
 
 
 class SafetensorsSource:
     """A `Source` over `<file>.safetensors`, or a directory with `model.safetensors` or its shards and their index.
 
-    Names are those of the files. There are no objects.
+    Names are the files' names. Without objects.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read the headers, and hold them against each other, the files' lengths and the index.
+        """Read the headers, and compare them with each other, the files' lengths and the index.
 
         Raises:
-            CheckpointDamaged: A file is absent, truncated or no safetensors file, its tensors overlap or leave holes,
-                or it and the index disagree. The file is named, and the tensor.
+            CheckpointDamaged: A file is absent, truncated or no safetensors file, tensors overlap or leave holes,
+                or a file and the index disagree. The error names the file and the tensor.
             FileNotFoundError: The path is neither.
 
         Effects: reads the headers; no tensor.
@@ -92,12 +92,12 @@ class SafetensorsSource:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """As `Source.tensors`; each is one chunk, of which any box is read by itself."""
+        """As `Source.tensors`; each tensor is one chunk, with direct reads of any box."""
         return self._tensors
 
     @property
     def objects(self) -> Sequence[str]:
-        """None: safetensors files hold tensors only."""
+        """Empty: safetensors files hold tensors only."""
         return ()
 
     @property
@@ -106,7 +106,7 @@ class SafetensorsSource:
         return tuple(self._files)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """As `Source.read`: the boxes' bytes alone, a file's boxes in the order in which they lie there."""
+        """As `Source.read`: only the boxes' bytes, in file order."""
         by_place = sorted(wanted, key=lambda each: (str(self._homes[each.name]), self._stored(each.name).start))
         streams = {each.into.device: _current_stream(each.into.device) for each in wanted}
         with ExitStack() as open_files:
@@ -116,7 +116,7 @@ class SafetensorsSource:
                 pass
 
     def read_object(self, name: str) -> object:
-        """There are none.
+        """Raise: safetensors files hold no objects.
 
         Raises:
             KeyError: Always.
@@ -141,7 +141,7 @@ class SafetensorsSource:
         file = self._homes[wanted.name]
         assert wanted.into.shape == wanted.chunk.sizes, wanted
         if stream is not None:
-            torch.accelerator.set_stream(stream)  # It is the calling thread's; each thread has one of its own.
+            torch.accelerator.set_stream(stream)  # Current streams are per thread: copies follow the caller's order.
         try:
             with torch.no_grad():
                 read_box(descriptors[file], self._stored(wanted.name), wanted.chunk, wanted.into)
@@ -150,7 +150,7 @@ class SafetensorsSource:
 
 
 class _File(NamedTuple):
-    """One file's header: what told it from every other file when it was read, and where its tensors lie."""
+    """One file's header: the file's identity at the read, and the tensors' places."""
 
     identity: tuple[int, ...]
     tensors: dict[str, Stored]
@@ -174,7 +174,7 @@ class _File(NamedTuple):
 
 
 def _weights_files(path: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
-    """Each file of a model with the names that the index expects in it; None where there is no index."""
+    """Each file of a model with the index's names for it; None without an index."""
     if path.is_file():
         yield path, None
     elif (path / WEIGHTS_FILE).is_file():
@@ -188,10 +188,10 @@ def _weights_files(path: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
 
 
 def _read_index(index: Path) -> dict[Path, frozenset[str]]:
-    """The index's files with their tensors' names, in its order.
+    """The index's files with their tensors' names, in order.
 
-    The files' names lead nowhere else. A link may: that is how the hub's cache lays out its directories, and a
-    checkpoint from elsewhere brings names, not links of this machine.
+    File names may not lead elsewhere. Links may: the hub's cache consists of links, and a foreign checkpoint brings
+    names, not links on this machine.
     """
     try:
         weight_map = read_json(index, pairs=_without_duplicates)["weight_map"]
@@ -215,7 +215,7 @@ def _check_against_index(index: Path, file: Path, held: Iterable[str], expected:
 
 
 def _read_header(descriptor: int, file_nbytes: int) -> tuple[dict[str, Any], int]:
-    """The header, and the byte at which the data starts."""
+    """The header, and the first byte of the data."""
     nbytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if file_nbytes < 8 or nbytes > min(file_nbytes - 8, _MAX_HEADER_NBYTES):
         raise ValueError(f"its header would be {nbytes} bytes long, in a file of {file_nbytes}")
@@ -229,7 +229,7 @@ def _read_header(descriptor: int, file_nbytes: int) -> tuple[dict[str, Any], int
 
 
 def _entry(name: str, entry: object, start: int) -> Stored:
-    """Where a tensor lies, from its entry in the header."""
+    """The place of a tensor, from the header's entry."""
     try:
         code, shape, (first, end) = (cast(Any, entry)[key] for key in ("dtype", "shape", "data_offsets"))
         is_known, are_counts = code in DTYPES, are_sizes(shape) and are_sizes([first]) and are_sizes([end])
@@ -248,7 +248,7 @@ def _entry(name: str, entry: object, start: int) -> Stored:
 
 
 def _check_cover(tensors: Mapping[str, Stored], start: int, file_nbytes: int) -> None:
-    """The tensors lie one behind the other, and the last ends where the file does; the format forbids holes."""
+    """Check that the tensors are contiguous and end at the file's end; the format forbids holes."""
     position, previous = start, "the header"
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != position:

@@ -1,9 +1,9 @@
-"""Float8 with a scale a block straight from live shards: a block that ranks share has one scale, agreed on by all.
+"""Float8 with block scales from live shards: a block shared by several ranks has one scale, agreed on by all.
 
 Note [Blocks across borders]
-    A block's scale is of its largest magnitude, and where ranks' boxes meet inside a block nobody holds all of it. So
-    each rank finds the maxima of the blocks that its boxes touch, and tells those of blocks that it has a part of.
-    Blocks that lie whole in a box need nothing from others. Ranks exchange 12 bytes a block along the borders: of a
+    A block's scale depends on the block's largest magnitude, and at a border between ranks' boxes no rank holds the
+    whole block. So each rank finds the maxima of its blocks, and sends the maxima of partly held blocks.
+    Blocks wholly inside a box need no communication. Ranks exchange 12 bytes a block along the borders: for a
     matrix of 4096 columns, cut between rows for 8 ranks, 32 blocks at each of 7 borders at most.
 """
 
@@ -34,7 +34,7 @@ Which = Callable[[str, TensorInfo], bool]
 
 
 class Scaled(NamedTuple):
-    """A box of a weight that is quantised, and the scales of the blocks that it touches."""
+    """A box of a weight to quantise, and the scales of all blocks touching the box."""
 
     chunk: Chunk
     values: torch.Tensor
@@ -42,15 +42,15 @@ class Scaled(NamedTuple):
 
 
 _Shared = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""By weight: indices of blocks, counted through, and their largest magnitudes."""
+"""By weight: linear indices of blocks, and the blocks' largest magnitudes."""
 
 
 def chosen_of(blanks: Mapping[str, Blank], which: Which) -> frozenset[str]:
-    """The tensors to quantise; each must be a matrix, or a stack of such.
+    """The tensors to quantise; each must be a matrix, or a stack of matrices.
 
     Args:
         blanks: By native name.
-        which: Is asked with the name in the files.
+        which: Called with the name in the files.
 
     Raises:
         ValueError: A chosen tensor is no floating-point matrix.
@@ -75,13 +75,13 @@ def with_scales(blanks: Mapping[str, Blank], chosen: frozenset[str]) -> dict[str
 
 
 def agree_on_scales(items: Sequence[Item], chosen: frozenset[str]) -> dict[str, list[Scaled]]:
-    """This rank's boxes of what was chosen, with the scales of their blocks: Note [Blocks across borders].
+    """This rank's boxes of chosen weights, with the blocks' scales: Note [Blocks across borders].
 
     Raises:
-        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
         ValueError: A weight holds infinities or NaNs.
 
-    Effects: collective on the default group, if there is one (one small object exchange); waits for the device.
+    Effects: collective on the default group, if any (one small object exchange); waits for the device.
     """
     mine: dict[str, list[tuple[Item, torch.Tensor]]] = {}
 
@@ -89,7 +89,7 @@ def agree_on_scales(items: Sequence[Item], chosen: frozenset[str]) -> dict[str, 
         for item in items:
             if item.names[0] in chosen and item.chunk is not None and item.chunk.numel:
                 maxima = _maxima(item)
-                scales_of(own_name(item.names[0]), maxima)  # Refuses what is not finite.
+                scales_of(own_name(item.names[0]), maxima)  # Refuses infinities and NaNs before the exchange.
                 mine.setdefault(item.names[0], []).append((item, maxima))
         return {name: _maximal([_parts(*each) for each in boxes]) for name, boxes in mine.items()}
 
@@ -106,13 +106,14 @@ def quantised_pieces(scaled: Scaled) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """The box in float8, a bounded piece at a time."""
     touched = blocks_of(scaled.chunk, BLOCK)
     for piece in pieces(scaled.chunk, PIECE_NUMEL):
+        # A copy: `quantise` overwrites its argument, and an fp32 box would alias the live weights.
         values = box_of(scaled.values, piece.relative_to(scaled.chunk)).float().clone()
         scales = box_of(scaled.scales, blocks_of(piece, BLOCK).relative_to(touched)).to(values.device)
         yield piece, quantise(values, scales, piece, BLOCK)
 
 
 def _maxima(item: Item) -> torch.Tensor:
-    """The largest magnitude of each block that a box touches, on the host."""
+    """The largest magnitude of each block touching a box, on the host."""
     assert isinstance(item.value, torch.Tensor) and item.chunk is not None
     touched = blocks_of(item.chunk, BLOCK)
     found = torch.zeros(touched.sizes)
@@ -124,7 +125,7 @@ def _maxima(item: Item) -> torch.Tensor:
 
 
 def _parts(item: Item, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the blocks that a box touches, those that it does not have all of."""
+    """The blocks partly inside a box: indices and maxima."""
     assert item.chunk is not None and item.shape is not None
     touched = blocks_of(item.chunk, BLOCK)
     rows, columns = (
@@ -135,13 +136,13 @@ def _parts(item: Item, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _is_whole(box: Chunk, touched: Chunk, dim: int, edge: int, size: int) -> torch.Tensor:
-    """Which of the blocks that a box touches along a dim it has all of along it."""
+    """Which of the touched blocks are wholly inside the box along a dim."""
     starts = edge * (torch.arange(touched.sizes[dim]) + touched.offsets[dim])
     return (starts >= box.ranges[dim].start) & ((starts + edge).clamp(max=size) <= box.ranges[dim].stop)
 
 
 def _indices(item: Item) -> torch.Tensor:
-    """The numbers of the blocks that a box touches, counted through all blocks of the weight."""
+    """Linear indices of the blocks touching a box, among all blocks of the weight."""
     assert item.chunk is not None and item.shape is not None
     numbers = torch.zeros((), dtype=torch.int64)
     for along, num in zip(blocks_of(item.chunk, BLOCK).ranges, num_blocks(item.shape, BLOCK), strict=True):
@@ -150,7 +151,7 @@ def _indices(item: Item) -> torch.Tensor:
 
 
 def _maximal(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block once, in order, with the largest of what was found in it."""
+    """Each block once, in order, with the maximum over all parts."""
     indices, places = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
     maxima = torch.zeros(len(indices)).scatter_reduce_(0, places, torch.cat([each for _, each in parts]), "amax")
     return indices, maxima

@@ -1,10 +1,10 @@
-"""Safetensors files as Hugging Face has them: planned from names and shapes, made in full length, filled anywhere.
+"""Hugging Face's safetensors files: planned from names and shapes, created in full length, filled in any order.
 
-Note [Files that many write]
-    A safetensors file is flat: once its header is planned, every element has its place. Files are made first, and each
-    holder of a box writes the box there, rows or columns, in any order: a conversion piece by piece, or each rank its
-    shards, without communication. The `safetensors` library cannot: it writes a file from one process that holds all
-    of its tensors.
+Note [Files with many writers]
+    A safetensors file is flat: a planned header determines every element's place. Files are created first, and each
+    holder of a box writes the box in place, rows or columns, in any order: a conversion piece by piece, or each rank's
+    shards, without communication. The `safetensors` library cannot: the library writes a file from one process
+    holding all of its tensors.
 """
 
 import json
@@ -29,19 +29,19 @@ _ALIGNMENT: Final = 8
 
 
 class Blank(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class PlannedFile(NamedTuple):
-    """A file to make: its header, and where its tensors lie."""
+    """A file to create: the header, and the tensors' places."""
 
     name: str
     header: bytes
@@ -54,18 +54,18 @@ class PlannedFile(NamedTuple):
 
 
 def stored_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype to store: `wanted` for floating point wider than a byte, which is a number format with scales."""
+    """The dtype to store: `wanted` for floating point wider than a byte (float8 weights have scales, and stay)."""
     return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
 def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_NBYTES) -> tuple[PlannedFile, ...]:
-    """Lay tensors out in files, in their order, as many in each as fit; a larger one gets a file of its own.
+    """Assign tensors to files, in order, as many as fit into each; a larger tensor gets a separate file.
 
     Raises:
         TypeError: The format lacks a tensor's dtype.
-        ValueError: There are no tensors, or one has the name that the format keeps for its metadata.
+        ValueError: No tensors, or a tensor has the format's reserved name for metadata.
 
-    Equal on every rank that has the same names, shapes and dtypes.
+    Equal on every rank with the same names, shapes and dtypes.
     """
     if not tensors:
         raise ValueError("Expected tensors to write, got none.")
@@ -86,7 +86,7 @@ def plan_files(tensors: Mapping[str, Blank], max_shard_nbytes: int = MAX_SHARD_N
 def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
     """Lay tensors out in one file. Raises and Effects: as `plan_files`."""
     _check_storable(tensors)
-    # The library maps files into memory and views them: what has wider elements comes first, so that all are aligned.
+    # The library maps files into memory and views them: wider elements come first, or later tensors were misaligned.
     ordered = sorted(tensors, key=lambda each: -tensors[each].dtype.itemsize)
     offsets = dict(_ends(ordered, tensors))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -108,7 +108,7 @@ def plan_file(name: str, tensors: Mapping[str, Blank]) -> PlannedFile:
 
 
 def make_files(directory: Path, files: Iterable[PlannedFile]) -> None:
-    """Make the files, in full length and with their headers, and nothing in their tensors yet."""
+    """Create the files, in full length and with headers, and without the tensors' contents."""
     for file in files:
         with (directory / file.name).open("xb") as opened:
             opened.write(file.header)
@@ -131,7 +131,7 @@ def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
 
 
 class Filling:
-    """Files that were made, open to be filled with boxes of their tensors, from any thread."""
+    """Open files to fill with boxes of their tensors."""
 
     def __init__(self, directory: Path, files: Iterable[PlannedFile]) -> None:
         self._directory = directory
@@ -146,13 +146,13 @@ class Filling:
         self._open_files.close()
 
     def write(self, name: str, chunk: Chunk, values: torch.Tensor) -> None:
-        """Put a box in its place, cast to the file's dtype. Effects: opens the file at its first box."""
+        """Write a box in place, cast to the file's dtype. Effects: opens the file at its first box."""
         file = self._homes[name]
         if chunk.numel:
             write_box(self._descriptor(file.name), file.tensors[name], chunk, values)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until all written data is on the disk."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 

@@ -1,7 +1,7 @@
-"""One file that `torch.save` wrote, a dict of dicts with tensors in it, as a source.
+"""One file of `torch.save`, a dict of dicts with tensors, as a source.
 
-Its pickle is read as data (Note [Nothing runs]), so that the tensors of a file can be read whatever else is in it.
-When a value is asked for that is neither a tensor nor plain data, torch reads the file, tensors mapped from the disk.
+The pickle is read as data (Note [Nothing runs]), so the tensors of a file are readable whatever the other contents.
+A value neither tensor nor plain data is read by torch on request, with tensors mapped from the disk.
 """
 
 import zipfile
@@ -38,25 +38,25 @@ Keys: TypeAlias = tuple[str | int, ...]
 
 
 class TorchFile:
-    """A `Source` over a file of `torch.save`. A name is the keys that lead to a value, with dots between.
+    """A `Source` over a file of `torch.save`. A name is the keys on the path to a value, joined by dots.
 
     `paths` has the keys themselves.
     """
 
     def __init__(self, path: Path, *, trust: bool = False, verify: bool = True) -> None:
-        """Read what the file holds, and none of its tensors.
+        """Read the file's structure, and none of its tensors.
 
-        Files from before torch 1.6 are no archives: they are read whole.
+        Files from before torch 1.6 are no archives: torch reads them whole.
 
         Args:
             path: The file.
-            trust: Whether types are made that are neither tensors nor plain data, which can run anything.
-            verify: Whether what is read is held against the checksum in the archive.
+            trust: Allow unpickling of types beyond tensors and plain data. **Unsafe: can execute code.**
+            verify: Verify the archive's checksums while reading.
 
         Raises:
             CheckpointDamaged: The file is absent or unreadable.
-            CheckpointUntrusted: It holds an object of another type, such as a module, and no dict.
-            FormatUnknown: It holds something else than a dict: one tensor without a name, say.
+            CheckpointUntrusted: The file holds an object of another type, such as a module, instead of a dict.
+            FormatUnknown: The file holds no dict: one tensor without a name, say.
         """
         self.path = path
         self._trust = trust
@@ -71,7 +71,7 @@ class TorchFile:
                 self._add(keys, value)
         except CheckpointDamaged:
             raise
-        except Exception as error:  # Of values that are not what they seem.
+        except Exception as error:  # Malformed values can raise any exception.
             raise _damaged(self.path, error) from error
 
     @cached_property
@@ -86,14 +86,14 @@ class TorchFile:
         return tuple(self._values)
 
     def place(self, name: str) -> object:
-        """The identity of a tensor in the file: its bytes, shape and strides. Tied tensors share it."""
+        """The identity of a tensor in the file: bytes, shape and strides, shared by tied tensors."""
         held = self._held[name]
         if isinstance(held, StoredTensor):
             return held
         return held.untyped_storage().data_ptr(), held.storage_offset(), held.shape, held.stride(), held.dtype
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fill the given memory; where a checksum is to be verified, whole storages are read, each once."""
+        """Fill the given memory; to verify a checksum, whole storages are read, each once."""
         reads: dict[TensorRecord, ItemRead] = {}
         strided: list[tuple[Wanted, StoredTensor]] = []
         parts: dict[Record, str] = {}
@@ -131,7 +131,7 @@ class TorchFile:
         return whole
 
     def names_of_records(self) -> Mapping[str, Sequence[str]]:
-        """The records that values refer to, and the names of the values; a record may be absent from the archive."""
+        """The names of the values that refer to each record; a record may be absent from the archive."""
         found: dict[str, dict[str, None]] = {}
         for name, value in (*self._held.items(), *self._values.items()):
             for record in [value.record.name] if isinstance(value, StoredTensor) else storage_records(value):
@@ -149,7 +149,7 @@ class TorchFile:
                 if files and is_little_endian(file, files):
                     content = read_record(file, files["data.pkl"])
                     return read_pickle(content, knows=lambda *_: True), files
-        except Exception as error:  # Of garbage.
+        except Exception as error:  # A garbage file can raise any exception.
             raise _damaged(self.path, error) from error
         self._verify_records({record: record.name for record in files.values()})
         return self._read_by_torch, {}
@@ -197,13 +197,13 @@ class TorchFile:
         return ItemRead(name=name, item=item, sizes=found.shape, found=found, is_verified=is_verified)
 
     def _verify_records(self, names: Mapping[Record, str]) -> None:
-        """Compare whole records with their checksums: a part of one has none, and torch itself compares none."""
+        """Verify whole records by checksum: a part of a record has no checksum, and torch verifies none."""
         reads = [whole_read(self.path, each, name) for each, name in names.items() if each not in self._verified]
         read_tensors(self.path.parent, reads, self._expected)
         self._verified.update(names)
 
     def _read_strided(self, wanted: Wanted, held: StoredTensor) -> None:
-        """A tensor that lies in another order, or with gaps: all of it is read, and looked at so."""
+        """Read a tensor stored in another order, or with gaps: the whole span is read, and viewed with strides."""
         if 0 in held.shape:
             return
         elements = torch.empty(held.span.shape, dtype=held.dtype)
@@ -214,23 +214,23 @@ class TorchFile:
 
 
 def archive_records(path: Path) -> dict[str, Record]:
-    """The records of a file by name, where torch finds them too; none of a file from before torch 1.6.
+    """The records of a file by name, at places confirmed by torch; empty for a file from before torch 1.6.
 
     Raises:
-        CheckpointDamaged: The archive's directory and headers do not say where they are, or torch reads others.
+        CheckpointDamaged: The archive's directory or headers are inconsistent, or torch reads other places.
     """
     try:
         with path.open("rb") as file:
             files = records(file) if zipfile.is_zipfile(file) else {}
         if files:
             check_places(path, files)
-    except Exception as error:  # Of garbage.
+    except Exception as error:  # A garbage file can raise any exception.
         raise _damaged(path, error) from error
     return files
 
 
 def whole_read(path: Path, record: Record, name: str) -> ItemRead:
-    """A read of all bytes of a record, of which nothing is wanted but that they have its checksum."""
+    """A read of all bytes of a record, only to verify the checksum."""
     found = TensorRecord((record.length,), torch.uint8, record)
     return ItemRead(name=name, item=Item(path.name, 0, record.start + record.length), sizes=found.shape, found=found)
 
@@ -245,9 +245,9 @@ def _copy(wanted: Wanted, held: torch.Tensor) -> None:
 
 
 def _leaves(node: object, files: Mapping[str, Record], path: Keys = ()) -> Iterator[tuple[Keys, object]]:
-    """Tensors and other values, by the keys that lead to them.
+    """Tensors and other values, with the keys on the path to each.
 
-    Lists are values, unless something to be named is in them; so are dicts whose keys make no names.
+    Lists are values, unless they contain something to name; dicts with unusable keys are values too.
     """
     tensor = node if isinstance(node, torch.Tensor) else stored_tensor(node, files)
     if tensor is not None:
@@ -269,7 +269,7 @@ def _is_named(node: object, files: Mapping[str, Record]) -> bool:
 
 
 def _kinds(value: object) -> set[str]:
-    """The types of what was not made in a value."""
+    """The types of all stand-ins in a value."""
     if isinstance(value, Inert):
         return {value.kind}
     if isinstance(value, dict):

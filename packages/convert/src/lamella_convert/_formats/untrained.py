@@ -1,8 +1,8 @@
-"""Weights that a run does not train: kept beside the configuration, published again with the trained weights.
+"""Weights not trained by a run: kept beside the configuration, published again with the trained weights.
 
-A published model may have more than the modules that train: a layer that predicts further tokens, a vision tower. Their
+A published model may have untrained modules: a layer for multi-token prediction, a vision tower. Their
 weights are not in a run's checkpoints, where each save would store them again. One file beside the configuration keeps
-them, with the published names of all weights, and `convert` puts them back.
+these weights, with the published names of all weights, and `convert` restores them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,28 +19,28 @@ from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.write_source import write_safetensors_file
 
 UNTRAINED_FILE: Final = "lamella_untrained.safetensors"
-"""Beside a configuration: published weights that the run does not train, by published name."""
+"""Beside a configuration: published weights not trained by the run, by published name."""
 
 ORIGINALS_FILE: Final = "lamella_originals.safetensors"
-"""Beside a checkpoint: exact values of tensors that it holds rounded, under the native names of its source."""
+"""Beside a checkpoint: exact values of tensors rounded in the checkpoint, under the source's native names."""
 
 
 def keep_published(directory: Path, to: Path, *, untrained: Iterable[str], dtype: torch.dtype) -> None:
-    """Keep the files that are needed to publish a model trained from a Hugging Face directory.
+    """Keep the files needed to publish a model trained from a Hugging Face directory.
 
-    These are the side files (configuration, tokenizer), the names and shapes of all weights, and the values of weights
-    that the run does not train. `convert(like=to)` finds them.
+    Kept are the side files (configuration, tokenizer), the names and shapes of all weights, and the values of weights
+    not trained by the run. `convert(like=to)` finds them.
 
     Args:
         directory: The Hugging Face directory. Float8 weights are dequantised to fp32.
-        to: A directory that exists. Files of the same names in it are replaced.
+        to: An existing directory. Files of the same names are replaced.
         untrained: Names in the directory's files.
         dtype: The dtype of the trained weights, for the configuration.
 
     Raises:
-        CheckpointDamaged: A file is absent, unreadable or not what it should be, or a link leads outside; it is named.
+        CheckpointDamaged: A file is absent, unreadable or malformed, or a link leads outside; the error names the file.
 
-    Effects: holds a buffer of the weights; waits until all is on the disk. No collective: for one process.
+    Effects: holds a buffer of the weights; waits until all files are on the disk. No collective: for one process.
     """
     source: Source = SafetensorsSource(directory)
     config = read_config(directory)
@@ -71,7 +71,7 @@ class Completed(Over):
     """A `Source` under published names, completed with weights of another source.
 
     Attributes:
-        added: The names that came from the other, as `model.<name>`.
+        added: The names from the second source, as `model.<name>`.
     """
 
     def __init__(self, source: Source, rest: Source) -> None:

@@ -1,13 +1,13 @@
 """Checkpoints of other formats, written from a source by one process, piece by piece.
 
-Each function writes into a directory or a file that nobody sees yet, and waits until what it wrote is on the disk.
-`dtypes` says which tensors are written, in which order and as what.
+Each function writes into a staged directory or file, invisible to readers, and waits until the contents are on the
+disk. `dtypes` selects the tensors to write, with order and dtypes.
 
-Note [An archive that is filled]
-    `torch.save` can leave the bytes of tensors out (`skip_data`) and pickle tensors that have no memory (fake ones).
-    The result is a whole archive, sparse, in which every element has its place; boxes are filled one by one. The
-    CRC-32 of its tensors is written last, for which they are read once more: torch's readers do not compare it, those
-    of this package do.
+Note [Filling an archive]
+    `torch.save` can omit the bytes of tensors (`skip_data`) and pickle tensors without memory (fake tensors).
+    The result is a whole archive, sparse, with a place for every element; boxes are filled one by one. The
+    CRC-32 of its tensors is written last, after a second read: torch's readers ignore the CRC-32, this package's
+    readers compare it.
 """
 
 import errno
@@ -24,9 +24,8 @@ from torch.serialization import skip_data
 from lamella_checkpoint import Source
 from lamella_checkpoint.archives import seal
 from lamella_checkpoint.files import Stored, write_box
-from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes, is_of_model, objects_once, own_name, stream
+from lamella_checkpoint.sources import WriteOptions, is_of_model, objects_once, own_name, stream
 from lamella_convert._formats.safetensors_write import (
-    MAX_SHARD_NBYTES,
     Blank,
     Filling,
     PlannedFile,
@@ -37,13 +36,14 @@ from lamella_convert._formats.safetensors_write import (
 )
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
+_DEFAULTS: Final = WriteOptions()
 
 
 class _FakeOnCpu(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors without memory, on the CPU.
 
-    Where torch could use GPUs and finds none, its own mode puts eight that do not exist in their place, for good:
-    autograd then has threads for them, and cannot run in forks of this process.
+    On a torch build with CUDA but without GPUs, the base mode pretends eight GPUs, permanently:
+    autograd then starts threads for them, and cannot run in forks of this process.
     """
 
     @property
@@ -56,31 +56,29 @@ def write_safetensors(
     dtypes: Mapping[str, torch.dtype],
     directory: Path,
     *,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
-    buffer_nbytes: int = BUFFER_NBYTES,
-    on_bytes: OnBytes = lambda _: None,
+    options: WriteOptions = _DEFAULTS,
 ) -> None:
-    """Write tensors as Hugging Face has them.
+    """Write tensors as a Hugging Face directory.
 
     Raises:
         CheckpointDamaged: As `Source.read`.
         TypeError: Safetensors lack a dtype.
-        ValueError: There are no tensors.
+        ValueError: No tensors.
     """
-    files = plan_files(_blanks(source, dtypes), max_shard_nbytes)
-    _fill_files(source, dtypes, directory, files, buffer_nbytes, on_bytes)
+    files = plan_files(_blanks(source, dtypes), options.max_file_nbytes)
+    _fill_files(source, dtypes, directory, files, options)
     write_index(directory, files)
 
 
 def write_safetensors_file(source: Source, dtypes: Mapping[str, torch.dtype], file: Path) -> None:
-    """Write tensors as one safetensors file, of any size, that is not there yet.
+    """Write tensors as one new safetensors file, of any size.
 
     Raises:
         CheckpointDamaged: As `Source.read`.
         TypeError: Safetensors lack a dtype.
     """
     files = (plan_file(file.name, _blanks(source, dtypes)),)
-    _fill_files(source, dtypes, file.parent, files, BUFFER_NBYTES, lambda _: None)
+    _fill_files(source, dtypes, file.parent, files, _DEFAULTS)
 
 
 def _blanks(source: Source, dtypes: Mapping[str, torch.dtype]) -> dict[str, Blank]:
@@ -92,14 +90,13 @@ def _fill_files(
     dtypes: Mapping[str, torch.dtype],
     directory: Path,
     files: Sequence[PlannedFile],
-    buffer_nbytes: int,
-    on_bytes: OnBytes,
+    options: WriteOptions,
 ) -> None:
     make_files(directory, files)
     with Filling(directory, files) as filling:
-        for piece in stream(source, dtypes, buffer_nbytes):
+        for piece in stream(source, dtypes, options.buffer_nbytes):
             filling.write(*piece)
-            on_bytes(piece.values.nbytes)
+            options.on_bytes(piece.values.nbytes)
         filling.sync()
 
 
@@ -109,28 +106,26 @@ def write_torch(
     file: Path,
     *,
     aliases: Mapping[str, str] = _NO_ALIASES,
-    buffer_nbytes: int = BUFFER_NBYTES,
-    on_bytes: OnBytes = lambda _: None,
+    options: WriteOptions = _DEFAULTS,
 ) -> None:
     """Write tensors and all objects as one file of `torch.save`.
 
-    Native names become nested dicts, as `torch.distributed.checkpoint.state_dict` has them: `{"model": {name: tensor},
+    Native names become nested dicts, as in `torch.distributed.checkpoint.state_dict`: `{"model": {name: tensor},
     "optimizer": {"state": {name: {slot: tensor}}, "param_groups": [{"params": [name, ...], option: value}]}}`. A model
     alone is its state dict. Tied tensors share their memory.
 
     Args:
-        source: What to write, under native names.
-        dtypes: Which tensors.
+        source: The values, under native names.
+        dtypes: The tensors to write, with their dtypes.
         file: Does not exist.
         aliases: Further names of tensors.
-        buffer_nbytes: What is held of tensors.
-        on_bytes: Progress.
+        options: Buffer and progress.
 
     Raises:
         CheckpointDamaged: As `Source.read`.
         OSError: The file cannot be written.
 
-    Effects: as Note [An archive that is filled].
+    Effects: as Note [Filling an archive].
     """
     with _FakeOnCpu():
         blanks = {name: torch.empty(source.tensors[name].shape, dtype=dtype) for name, dtype in dtypes.items()}
@@ -140,23 +135,24 @@ def write_torch(
     try:
         with skip_data(materialize_fake_tensors=True):
             torch.save(contents, file)
-    except RuntimeError as error:  # Of torch's writer, which keeps what the file system said to itself.
+    except RuntimeError as error:  # torch's writer does not pass on the file system's own error.
         reason = str(error).partition("\n")[0]
         raise OSError(errno.EIO, f"Expected torch to write an archive, got {reason!r}", str(file)) from error
     starts = _starts(contents, file)
     with file.open("r+b") as opened:
-        for piece in stream(source, dtypes, buffer_nbytes):
+        for piece in stream(source, dtypes, options.buffer_nbytes):
             blank = blanks[piece.name]
+            # Fake tensors have no data pointer: the archive's place is found by the tensor's id.
             stored = Stored(starts[id(blank)], tuple(blank.shape), blank.dtype)
             write_box(opened.fileno(), stored, piece.chunk, piece.values)
-            on_bytes(piece.values.nbytes)
+            options.on_bytes(piece.values.nbytes)
         seal(opened)
         opened.flush()
         os.fsync(opened.fileno())
 
 
 def _starts(contents: object, file: Path) -> dict[int, int]:
-    """By the id of a tensor that was saved, the byte of the file at which its elements start."""
+    """The first byte of each saved tensor's elements in the file, by the tensor's id."""
     with _FakeOnCpu():
         loaded = torch.load(file, weights_only=True)
     return {
@@ -165,7 +161,7 @@ def _starts(contents: object, file: Path) -> dict[int, int]:
 
 
 def _pairs(saved: Any, loaded: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors at the same places of two equal structures."""
+    """The tensors at equal positions of two equal structures."""
     if isinstance(saved, torch.Tensor):
         yield saved, loaded
     elif isinstance(saved, dict):
@@ -174,7 +170,7 @@ def _pairs(saved: Any, loaded: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by native names, as torch nests them."""
+    """Values by native names, nested as torch does."""
     if all(map(is_of_model, values)):
         return {own_name(name): value for name, value in values.items()}
     nested: dict[str, Any] = {}
@@ -197,7 +193,7 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _groups(options: Mapping[str, Mapping[str, object]]) -> list[dict[str, object]]:
-    """Parameters with equal options together."""
+    """Groups of parameters with equal options."""
     groups: dict[bytes, dict[str, Any]] = {}
     for param, mine in options.items():
         group = groups.setdefault(pickle.dumps(sorted(mine.items())), {"params": [], **mine})

@@ -1,4 +1,4 @@
-"""Names of tensors in three conventions, and the rules that lead from each to the next."""
+"""Names of tensors in three conventions, and the rules from each convention to the next."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _DIALECTS: Final[Mapping[str, Dialect]] = {dialect.name: dialect for dialect in 
 
 
 class Convention(IntEnum):
-    """A convention for names, in the order in which rules lead from one to the next."""
+    """A convention for names, in the order of the rules' steps."""
 
     PUBLISHED = 0
     """Hugging Face's files."""
@@ -46,19 +46,19 @@ def convention_of(opened: OpenCheckpoint) -> Convention:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions:
-    """Facts about a Megatron run that a checkpoint does not tell, and the spelling of `fsdp_dtensor` to write.
+    """Facts about a Megatron run absent from its checkpoint, and the spelling of `fsdp_dtensor` to write.
 
     Attributes:
         dialect: Of `fsdp_dtensor` to write: "release-0.19" or "bridge".
-        mtp_layer: The name in `fsdp_dtensor` of the layer inside one that predicts further tokens: "mtp_model_layer",
+        mtp_layer: The name in `fsdp_dtensor` of the layer inside a multi-token prediction layer: "mtp_model_layer",
             or "transformer_layer" as in newer releases of megatron-core. Both are read.
-        tensor_parallel_size: Of the ranks that wrote or will read `fsdp_dtensor`, where tensors are stored rank-major.
-        padded_vocabulary: Rows that Megatron is to have for tokens, zeros behind the configuration's. None for as many
-            as the configuration has. From Megatron, rows behind these are always left out, and listed in `inexact`
-            where they are not zero.
+        tensor_parallel_size: Number of ranks that wrote or will read `fsdp_dtensor`, for rank-major tensors.
+        padded_vocabulary: Rows for tokens in Megatron, with zeros behind the configuration's rows. None for the
+            configuration's number. From Megatron, padding rows are always dropped, and listed in `inexact`
+            if nonzero.
 
     Raises:
-        ValueError: The dialect or the name is none of these.
+        ValueError: The dialect or the layer's name is unknown.
     """
 
     dialect: str = RELEASE_0_19.name
@@ -151,14 +151,14 @@ class Between:
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The configuration of the text model in a model of several parts; None for that of a text model."""
+    """The text model's configuration in a model of several parts; None for a text model's configuration."""
     text = config.get("text_config")
     # The outer configuration decides on ties: the inner value may be a library's default.
     return {**text, "tie_word_embeddings": bool(config.get("tie_word_embeddings"))} if isinstance(text, dict) else None
 
 
 def route(start: Convention, goal: Convention, *, by_published: bool) -> list[tuple[Convention, Convention]]:
-    """The steps between two conventions, each between neighbours; first to the published names if asked."""
+    """The steps between two conventions, each between neighbours; via the published names if requested."""
     stops = [start, *([Convention.PUBLISHED] if by_published else []), goal]
     return [step for each in pairwise(stops) for step in _steps(*each)]
 
@@ -171,11 +171,11 @@ def _steps(start: Convention, goal: Convention) -> Iterator[tuple[Convention, Co
 def layers_along(
     source: Source, steps: Iterable[tuple[Convention, Convention]], between: Between, published: Published
 ) -> Iterator[Source]:
-    """The layers of a route, each over the one before.
+    """The layers of a route, each over the previous one.
 
     Raises:
         ModelUnknown: No package has rules for the configuration's model type.
-        ValueError: There is no configuration, or names cannot be translated.
+        ValueError: The configuration is absent, or names cannot be translated.
     """
     for step in steps:
         for layer in _LAYERS[step]:

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of one format written in another, piece by piece, by one process."""
+"""`convert`: writes a checkpoint of one format in another, piece by piece, by one process."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Final
 
 import torch
 
@@ -16,7 +16,7 @@ from lamella_checkpoint import FormatUnknown, Source, TensorInfo
 from lamella_checkpoint.dcp import Manifest
 from lamella_checkpoint.dcp_writer import write_dcp
 from lamella_checkpoint.files import check_vacant, find, publish, stage, sync
-from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes
+from lamella_checkpoint.sources import BUFFER_NBYTES, OnBytes, WriteOptions
 from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config, write_published
 from lamella_convert._formats.open import OpenCheckpoint, find_files, open_checkpoint
 from lamella_convert._formats.safetensors_write import MAX_SHARD_NBYTES
@@ -28,7 +28,7 @@ from lamella_convert._tools.published import SIDE_FILES, Published, Shapes, besi
 from lamella_convert._translation.translate import Translated
 
 OnProgress = Callable[[int, int], None]
-"""Told the bytes of tensors written so far, and all."""
+"""Called with the bytes of tensors written so far, and the total."""
 
 _RELEASE: Final = MegatronOptions()
 
@@ -38,19 +38,19 @@ class Conversion:
     """The report of a conversion.
 
     Attributes:
-        source: The checkpoint that was read.
-        target: The checkpoint that was written.
+        source: The path read.
+        target: The path written.
         to: The target's format.
-        num_tensors: Tensors that were written.
-        nbytes: Bytes of these tensors.
+        num_tensors: Number of written tensors.
+        nbytes: Bytes of the written tensors.
         left: Names of the source without a place in the format: optimizer state in safetensors, say.
-        untrained: Published names of weights that the source lacks, and that its side files kept.
-        absent: Published names that the target lacks; of safetensors only.
-        inexact: Names of tensors that the target does not hold exactly, and why.
+        untrained: Published names of weights from the side files, absent from the source.
+        absent: Published names absent from the target; of safetensors only.
+        inexact: Reasons, by name, for tensors held inexactly by the target.
         originals: Names, in the source, of tensors that lose bits in the target: norms stored around zero that were
-            stored around one. Their values are kept beside the target. On the way back they return for elements that
-            have not changed.
-        side_files: Names of the side files that were copied.
+            stored around one. Their values are kept beside the target, and return on the way back for unchanged
+            elements.
+        side_files: Names of the copied side files.
     """
 
     source: Path
@@ -91,41 +91,40 @@ def convert(
     The target appears whole or not at all.
 
     Args:
-        src: A checkpoint of any format that `open_checkpoint` knows.
-        dst: A directory; for "torch" a file. It must not exist, or be an empty directory, without `replace`.
+        src: A checkpoint of any format known to `open_checkpoint`.
+        dst: A directory; for "torch" a file. Must be absent, or an empty directory, without `replace`.
         to: "dcp" is a checkpoint as of `save`, "hf" safetensors, "torch" one file of `torch.save`, "fsdp_dtensor"
             Megatron's.
         translate: Gives the source other names and cuts (`lamella_convert.translate`): the names of the target's model,
             as `model.<name>`, in Megatron's canonical spelling for "fsdp_dtensor". None translates between Hugging
-            Face's and Megatron's names by the rules that an installed package has for the configuration's
-            `model_type`, and leaves other names as they are.
-        dtype: The dtype of floating-point weights in the target, other than float8; None keeps each tensor's own.
+            Face's and Megatron's names by an installed package's rules for the configuration's
+            `model_type`, and leaves other names unchanged.
+        dtype: The dtype of floating-point weights in the target, except float8; None keeps each tensor's own.
         float8: True encodes the weights of linear layers in float8, with a scale for each block of 128 by 128; a
-            function of name and `TensorInfo` chooses others. None keeps float8 weights between two Hugging Face
-            directories, and dequantises them elsewhere.
+            function of name and `TensorInfo` selects weights. None keeps float8 weights between two Hugging Face
+            directories, and dequantises float8 weights otherwise.
         like: A Hugging Face directory whose side files are copied in place of the source's own. From a directory of
             `keep_published`, weights that the run did not train are written too.
         megatron: Facts about a Megatron run, and the spelling of `fsdp_dtensor` to write.
         max_shard_nbytes: The size of one file, approximately.
         buffer_nbytes: The size of the buffer; a single row may be larger.
-        replace: Replace a checkpoint at `dst`, once the new one is whole. Folders in it that are no part of a
-            checkpoint are never removed, nor is `src`.
-        on_progress: Called with the bytes written so far, and all, piece by piece.
+        replace: Replace a checkpoint at `dst`, once the new one is whole. Unrelated folders in the old checkpoint
+            are never removed, nor is `src`.
+        on_progress: Called with the bytes written so far, and the total, piece by piece.
         trust: Allow arbitrary unpickling. **Unsafe: can execute code.**
         verify: Verify checksums while reading; large chunks are read once more.
 
     Raises:
         CheckpointDamaged: A file is absent, unreadable or damaged; the error names the file.
         CheckpointUntrusted: The checkpoint holds types that may run code, without `trust`.
-        FileExistsError: `dst` holds something, and with `replace` something else than a checkpoint of its kind.
+        FileExistsError: `dst` is occupied, or with `replace` is no checkpoint of the same kind.
         FileNotFoundError: `src` is absent.
         FormatUnknown: `src` is no checkpoint.
         ModelUnknown: No package has rules for the configuration's model type, and the conversion needs them.
-        OSError: The disk has not enough room, checked before anything is written, or a write fails.
+        OSError: The disk has not enough room, checked before the first write, or a write fails.
         SizeUnknown: The conversion needs `megatron.tensor_parallel_size`, or a configuration.
         TypeError: The format lacks a dtype.
         ValueError: Arguments contradict each other, no tensor is left to write, or names cannot be translated.
-
     Effects: no collective; waits until all files are on the disk.
     """
     _check_arguments(to, float8, megatron)
@@ -140,7 +139,8 @@ def convert(
     plan = plan_of(opened, wish, between, published)
     if not plan.dtypes:
         raise ValueError(f"Expected weights to write as {to!r}, got none in {str(opened.path)!r}.")
-    options: _Options = {"buffer_nbytes": buffer_nbytes, "on_bytes": _progress(on_progress, plan.nbytes)}
+    progress = _progress(on_progress, plan.nbytes)
+    options = WriteOptions(max_file_nbytes=max_shard_nbytes, buffer_nbytes=buffer_nbytes, on_bytes=progress)
     target = Path(os.path.realpath(dst))
     check = partial(_check_replaceable, path, to) if replace else check_vacant
     check(target)
@@ -148,7 +148,7 @@ def convert(
     with _appearing(target, is_file=to == "torch", check=check) as staged:
         copied = _copy_side_files(plan, to, beside, published.shapes, staged)
         manifest = _manifest(opened, SIDE_FILES if copied else None)
-        _write(plan, to, staged / target.name if to == "torch" else staged, manifest, max_shard_nbytes, options)
+        _write(plan, to, staged / target.name if to == "torch" else staged, manifest, options)
         originals = _keep_originals(plan, dtype, staged / SIDE_FILES)
     for layer in plan.layers:
         if isinstance(layer, Translated):
@@ -171,29 +171,22 @@ def convert(
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-class _Options(TypedDict):
-    """Options of every format's writer."""
-
-    buffer_nbytes: int
-    on_bytes: OnBytes
-
-
-def _write(plan: Plan, to: Target, path: Path, manifest: Manifest, max_file_nbytes: int, options: _Options) -> None:
-    """Write the tensors at a path that nobody sees yet: a file for "torch", a directory for the rest."""
+def _write(plan: Plan, to: Target, path: Path, manifest: Manifest, options: WriteOptions) -> None:
+    """Write the tensors at a staged path, invisible to readers: a file for "torch", otherwise a directory."""
     contents = plan.source, plan.dtypes, path
     match to:
         case "hf":
-            write_safetensors(*contents, max_shard_nbytes=max_file_nbytes, **options)
+            write_safetensors(*contents, options=options)
         case "torch":
-            write_torch(*contents, aliases=plan.ties, **options)
+            write_torch(*contents, aliases=plan.ties, options=options)
         case "dcp":
-            write_dcp(*contents, aliases=plan.ties, manifest=manifest, max_file_nbytes=max_file_nbytes, **options)
+            write_dcp(*contents, aliases=plan.ties, manifest=manifest, options=options)
         case "fsdp_dtensor":
-            write_dcp(*contents, path_of=_megatrons_path, max_file_nbytes=max_file_nbytes, **options)
+            write_dcp(*contents, path_of=_megatrons_path, options=options)
 
 
 def _megatrons_path(name: str) -> tuple[str, ...]:
-    """The keys of Megatron's nested dicts: a parameter's whole name is one of them."""
+    """The keys of Megatron's nested dicts; a parameter's whole name is one key."""
     section, *rest = name.split(".")
     if section == "optimizer" and len(rest) > 2:
         return section, rest[0], ".".join(rest[1:-1]), rest[-1]
@@ -215,7 +208,7 @@ def _copy_side_files(plan: Plan, to: Target, beside: Path | None, published: Sha
 
 
 def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tuple[str, ...]:
-    """Keep, as it was, what a shift took bits from, if there is a folder for it."""
+    """Keep the original values of tensors that lost bits in a shift, if the folder for them exists."""
     kept: tuple[str, ...] = ()
     for layer in plan.layers if folder.is_dir() else ():
         if isinstance(layer, Translated) and (names := layer.take_lost()):
@@ -225,13 +218,13 @@ def _keep_originals(plan: Plan, dtype: torch.dtype | None, folder: Path) -> tupl
 
 
 def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
-    """The manifest of a converted checkpoint: the source's, as far as it still holds."""
+    """The manifest of a converted checkpoint: the still valid part of the source's."""
     kind = None if opened.manifest is None else opened.manifest.optimizer
     return Manifest(extra=extra_of(opened), num_ranks=1, optimizer=kind, side_files=side_files)
 
 
 def _check_replaceable(source: Path, to: Target, target: Path) -> None:
-    """Refuse to replace, and thereby delete, anything but a checkpoint with nothing else in it."""
+    """Refuse to replace, and thereby delete, anything but a plain checkpoint without unrelated files."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     problem = None
@@ -256,7 +249,7 @@ def _check_replaceable(source: Path, to: Target, target: Path) -> None:
 
 @contextmanager
 def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) -> Iterator[Path]:
-    """A directory to write in. After the block, it is `target`; or the file of that name in it is."""
+    """A staging directory. After the block, the directory becomes `target`; or the file of the target's name in it."""
     staged = stage(target, check=check)
     try:
         yield staged
@@ -276,7 +269,7 @@ def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) ->
 
 
 def _check_room(target: Path, nbytes: int) -> None:
-    """Find out now that a disk is too small, or that a checkpoint says that it is larger than any disk."""
+    """Detect a too small disk before the first write, or a checkpoint that claims to exceed any disk."""
     folder = next(each for each in target.parents if each.exists())
     free = shutil.disk_usage(folder).free
     if nbytes > free:

@@ -1,4 +1,4 @@
-"""Two checkpoints held against each other: names, shapes, dtypes, and values box by box."""
+"""Comparison of two checkpoints: names, shapes, dtypes, and values box by box."""
 
 import os
 import pickle
@@ -17,14 +17,14 @@ from lamella_checkpoint.sources import pieces
 from lamella_convert._formats.open import open_checkpoint
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes compared so far, and all."""
+"""Called with the bytes compared so far, and the total."""
 
 _BUFFER_NBYTES: Final = 64 << 20
 _LINES_SHOWN: Final = 20
 
 
 class Difference(NamedTuple):
-    """A name that two checkpoints do not have alike: each side as text, None if the side lacks the name."""
+    """A name that differs between two checkpoints: each side as text, None for a side without the name."""
 
     name: str
     a: str | None
@@ -68,7 +68,7 @@ class Diff:
         return "\n".join([*shown, *([f"and {num_hidden} more"] if num_hidden else []), equal])
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs: plain data that JSON can hold."""
+        """The same for programs: plain data for JSON."""
         return {
             "a": str(self.a),
             "b": str(self.b),
@@ -96,13 +96,13 @@ def diff(
         values: Compare values of tensors and objects. False reads no values.
         rtol: The tolerance relative to the values of `b`, for integers too. With 0, values must be equal.
         atol: The absolute tolerance, added to the relative one. Not-a-number equals itself.
-        trust: As for `open_checkpoint`. Without it, objects of types that may run code are compared by name alone.
+        trust: As for `open_checkpoint`. Without trust, objects of types that may run code are compared by name alone.
         verify: As for `open_checkpoint`.
-        on_progress: Called with the bytes compared so far, and all.
+        on_progress: Called with the bytes compared so far, and the total.
 
     Raises:
         CheckpointDamaged: As for `open_checkpoint`, or a tensor cannot be read.
-        FileNotFoundError: There is nothing.
+        FileNotFoundError: A path does not exist.
 
     Effects: holds 64 MiB of each at most; no collective, no accelerator.
     """
@@ -142,7 +142,7 @@ class _Comparison:
         return a is not None and b is not None and tuple(a.shape) == tuple(b.shape)
 
     def _of_name(self, name: str) -> Iterator[Difference]:
-        """Differences of a name other than its values."""
+        """Differences of a name except in values."""
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None and b is None:
             yield from self._of_object(name) if self._with_values else ()
@@ -162,7 +162,7 @@ class _Comparison:
             yield Difference(name, short(a), short(b), "object")
 
     def _values(self, names: Sequence[str]) -> dict[str, Difference]:
-        """By name, how many elements differ, and the first of them."""
+        """The number of differing elements and the first of them, by name."""
         num_different: dict[str, int] = {}
         firsts: dict[str, Difference] = {}
         total = sum(prod(self._a.tensors[name].shape) * self._a.tensors[name].dtype.itemsize for name in names)
@@ -187,7 +187,7 @@ class _Comparison:
         }
 
     def _batches(self, names: Iterable[str]) -> Iterator[list[Place]]:
-        """Boxes that are read together, along the chunks of `a`."""
+        """Boxes read together, along the chunks of `a`."""
         batch: list[Place] = []
         left = _BUFFER_NBYTES
         for name in names:
@@ -204,7 +204,7 @@ class _Comparison:
 
 
 def _are_equal(a: object, b: object) -> bool:
-    """Whether two values are equal, whatever is in them: `==` of tensors is no answer."""
+    """Whether two values are equal, at any nesting: `==` of tensors gives a tensor."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -213,7 +213,7 @@ def _are_equal(a: object, b: object) -> bool:
         return type(a) is type(b) and len(a) == len(b) and all(map(_are_equal, a, b))
     try:
         return bool(a == b)
-    except Exception:  # noqa: BLE001  Arrays, and others' objects: what they are made of has to do.
+    except Exception:  # noqa: BLE001  Arrays and foreign objects may refuse `==`: their pickles are compared.
         return pickle.dumps(a) == pickle.dumps(b)
 
 
@@ -246,7 +246,7 @@ def _different(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> to
 
 
 def _comparable(values: torch.Tensor, *, exact: bool) -> torch.Tensor:
-    """In a dtype that torch compares: wide enough for both where they differ."""
+    """The values in a dtype that torch can compare: wide enough for both if the dtypes differ."""
     if values.dtype.is_floating_point and (values.dtype.itemsize == 1 or not exact):
         return values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     if values.dtype in (torch.uint16, torch.uint32):

@@ -13,9 +13,9 @@ from lamella_convert._formats.open import Format, open_checkpoint
 
 
 class Entry(NamedTuple):
-    """A tensor, or an object, for which there is no shape.
+    """A tensor, or an object (without a shape).
 
-    `nbytes` is the size of the values; names that share a place are counted each.
+    `nbytes` is the size of the values; tied names count each.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Inspection:
     """The contents of a checkpoint, without the values.
 
     Attributes:
-        path: The file or directory; the directory of one iteration, if there are several.
+        path: The file or directory; the directory of one iteration among several.
         format: The format of its files.
         entries: Tensors, then objects, in the order of the files.
         files: Sizes in bytes, by name.
-        extra: Plain values that are beside the tensors.
-        stripped: Keys and prefixes of the stored names that native names lack.
-        lacking: Values that a resumed run of the program that wrote it would miss.
+        extra: Plain values beside the tensors.
+        stripped: Keys and prefixes removed from the stored names.
+        lacking: Values missing for a resumed run of the writing program.
     """
 
     path: Path
@@ -53,10 +53,10 @@ class Inspection:
         return sum(entry.nbytes for entry in self.entries)
 
     def lines(self, *, depth: int | None = None) -> Iterator[str]:
-        """The tree as text: a line for each name, and one for each part that names share, with totals.
+        """The tree as text: a line for each name, and one for each common part of names, with totals.
 
         Args:
-            depth: How many parts of a name are shown; what is deeper is summed up. None shows all.
+            depth: How many parts of a name are shown; deeper parts are summed up. None shows all.
         """
         num_tensors = sum(entry.shape is not None for entry in self.entries)
         yield printable(
@@ -77,7 +77,7 @@ class Inspection:
         return "\n".join(self.lines())
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs: plain data that JSON can hold."""
+        """The same for programs: plain data for JSON."""
         return {
             "path": str(self.path),
             "format": self.format.value,
@@ -94,17 +94,17 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str], *, trust: bool = False, native: bool = False) -> Inspection:
-    """List what a checkpoint of any format holds.
+    """List the contents of a checkpoint of any format.
 
     Args:
         path: Its file or directory.
         trust: As for `open_checkpoint`.
-        native: Whether names are the native ones, rather than those that are stored.
+        native: Whether to list native names, rather than stored names.
 
     Raises:
         CheckpointDamaged: As for `open_checkpoint`.
         CheckpointUntrusted: As for `open_checkpoint`.
-        FileNotFoundError: There is nothing.
+        FileNotFoundError: The path does not exist.
         SizeUnknown: Native names are wanted, as for `OpenCheckpoint.source`.
 
     Effects: reads metadata and small files, and no tensor; no collective, no accelerator.
@@ -135,7 +135,7 @@ def _file_sizes(path: Path) -> dict[str, int]:
 
 
 class _Node:
-    """A part of names, and what has it."""
+    """A part of names, with the entries below."""
 
     def __init__(self) -> None:
         self.entry: Entry | None = None
@@ -151,14 +151,14 @@ class _Node:
         node.entry = entry
 
     def lines(self, indent: str, depth: int | None) -> Iterator[str]:
-        """A line for each part, down to a depth. No recursion: names may have as many parts as they like."""
+        """A line for each part, down to a depth. Not recursive: a name may have any number of parts."""
         levels = [iter(self.inner.items())]
         while levels:
             part, node = next(levels[-1], ("", None))
             if node is None:
                 levels.pop()
                 continue
-            while len(node.inner) == 1 and node.entry is None:  # One line for parts that nothing else has.
+            while len(node.inner) == 1 and node.entry is None:  # Parts without siblings share a line.
                 ((inner_part, inner),) = node.inner.items()
                 part, node = f"{part}.{inner_part}", inner
             told = node._total() if node.entry is None else _told(node.entry)

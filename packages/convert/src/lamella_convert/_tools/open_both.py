@@ -1,4 +1,4 @@
-"""Two checkpoints of any formats, opened under names that they can be compared by."""
+"""Two checkpoints of any formats, opened under comparable names."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -26,24 +26,24 @@ def open_both(
     trust: bool = False,
     verify: bool = True,
 ) -> tuple[Source, Source]:
-    """Two checkpoints of any formats under names that they can be compared by.
+    """Two checkpoints of any formats under comparable names.
 
-    Names in Hugging Face's files are read as names of modules, by the rules that an installed package has for the
-    configuration's `model_type`. So are Megatron's names if only one side has them; then values beside the model and
-    the optimizer are left out. Float8 weights are dequantised unless both sides have them.
+    Names in Hugging Face's files are read as names of modules, by an installed package's rules for the
+    configuration's `model_type`. The same holds for Megatron's names on one side only; then values beside the model and
+    the optimizer are left out. Float8 weights are dequantised unless both sides have float8 weights.
 
     Args:
         a: As `src` of `convert`.
-        b: The other.
-        like: A Hugging Face directory whose configuration counts for a checkpoint that has none. The other
-            checkpoint's is the next that is asked.
+        b: The other checkpoint.
+        like: A Hugging Face directory with the configuration for a checkpoint without one. The other
+            checkpoint's configuration is the next choice.
         tensor_parallel_size: As for `convert`.
         trust: As for `convert`.
         verify: As for `convert`.
 
     Raises:
         CheckpointDamaged: As for `convert`.
-        FileNotFoundError: There is nothing.
+        FileNotFoundError: A path does not exist.
         FormatUnknown: As for `convert`.
         ModelUnknown: As for `convert`.
         SizeUnknown: As for `convert`.
@@ -67,7 +67,7 @@ def open_both(
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One of the two checkpoints, and the names that it came with."""
+    """One of the two checkpoints, with the rules and the published names."""
 
     opened: OpenCheckpoint
     between: Between
@@ -77,14 +77,14 @@ class _Side:
     def open(
         cls, path: Path, folders: Sequence[Path | None], megatron: MegatronOptions, *, trust: bool, verify: bool
     ) -> "_Side":
-        """Open a checkpoint; the first of the folders is its own, and the first with a configuration counts."""
+        """Open a checkpoint; the first folder is the checkpoint's own, and the first with a configuration counts."""
         between = Between(config=_first_config(folders), megatron=megatron)
         opened = open_checkpoint(path, trust=trust, verify=verify, sizes=between.sizes())
         beside = next((folder for folder in folders if folder is not None), None)
         return cls(opened=opened, between=between, published=Published.of(opened, folders[0], beside))
 
     def read(self, *, are_megatrons: bool, are_quantised: bool) -> Source:
-        """The checkpoint under the names of modules; under Megatron's where both sides have these."""
+        """The checkpoint under the names of modules; under Megatron's names if both sides have them."""
         source = self.opened.source
         if is_quantised(source) and not are_quantised:
             source = Dequantised(source, block=block_of(self.between.config or {}))
@@ -95,13 +95,13 @@ class _Side:
         return rename(source, of_sections) if convention_of(self.opened) is Convention.MEGATRON else source
 
     def _route(self, source: Source) -> list[tuple[Convention, Convention]]:
-        """A text model joins the rest of a published model under the published names."""
+        """The route; a text model joins the rest of a published model under the published names."""
         start, published = convention_of(self.opened), self.published
         is_part = published.untrained is not None or self.between.is_part(source, published.shapes)
         return route(start, Convention.MODULES, by_published=start is Convention.MODULES and is_part)
 
 
 def _first_config(folders: Iterable[Path | None]) -> dict[str, Any] | None:
-    """The configuration in the first folder that has one."""
+    """The first configuration found in the folders."""
     configs = (read_config(folder) for folder in folders if folder is not None)
     return next((config for config in configs if config is not None), None)

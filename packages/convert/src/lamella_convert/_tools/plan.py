@@ -1,4 +1,4 @@
-"""The sources, names and dtypes of a conversion: decided before anything is written."""
+"""The sources, names and dtypes of a conversion: decided before the first write."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from lamella_convert._translation.megatron import EXPECTED_OBJECTS
 from lamella_convert._translation.translate import Translated
 
 Target = Literal["dcp", "hf", "torch", "fsdp_dtensor"]
-"""A format that `convert` writes."""
+"""A format for `convert` to write."""
 
 _OF_TARGET: Final[Mapping[Target, Convention]] = {
     "dcp": Convention.MODULES,
@@ -42,7 +42,7 @@ _OF_TARGET: Final[Mapping[Target, Convention]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """The arguments of `convert` that decide names, dtypes and encodings of the target."""
+    """The arguments of `convert` for names, dtypes and encodings of the target."""
 
     to: Target
     translate: Callable[[Source], Source] | None
@@ -63,10 +63,10 @@ class Plan:
         source: The tensors and objects to read.
         dtypes: The tensors to write, by name.
         ties: Further names of tensors.
-        left: Names of the source that are not written.
-        layers: Sources between the checkpoint and `source`, each over the one before.
-        absent: Published names that are not written.
-        config: The configuration that goes with the tensors, if there is one.
+        left: Unwritten names of the source.
+        layers: Sources between the checkpoint and `source`, each over the previous one.
+        absent: Unwritten published names.
+        config: The configuration for the tensors, if any.
     """
 
     source: Source
@@ -79,20 +79,20 @@ class Plan:
 
     @property
     def untrained(self) -> tuple[str, ...]:
-        """Published names of weights that a run did not train, and that come from its side files."""
+        """Published names of weights from the side files, not trained by the run."""
         added = [name for layer in self.layers if isinstance(layer, Completed) for name in layer.added]
         return tuple(map(own_name, added))
 
     @property
     def inexact(self) -> dict[str, str]:
-        """Names of tensors that cannot be brought back exactly, and why; for values, known once they are read."""
+        """Reasons, by name, for tensors without an exact way back; for values, known after the read."""
         return {
             name: why for layer in self.layers if isinstance(layer, Translated) for name, why in layer.inexact.items()
         }
 
     @property
     def nbytes(self) -> int:
-        """The bytes of tensors that are written."""
+        """The bytes of the written tensors."""
         return sum(prod(self.source.tensors[name].shape) * dtype.itemsize for name, dtype in self.dtypes.items())
 
 
@@ -146,7 +146,7 @@ def _as_float8(source: Source, wish: Wish) -> Source:
 def _translations(
     source: Source, opened: OpenCheckpoint, wish: Wish, between: Between, published: Published
 ) -> Iterator[Source]:
-    """The layers from a checkpoint's names to the target's, each over the one before."""
+    """The layers from a checkpoint's names to the target's, each over the previous one."""
     layers: Iterable[Source]
     if wish.translate is not None:
         layers = [rename(wish.translate(source), lambda name: name)]
@@ -161,14 +161,14 @@ def _translations(
 
 
 def _route(opened: OpenCheckpoint, wish: Wish, published: Published) -> list[tuple[Convention, Convention]]:
-    """Weights that a run does not train join under the published names, except between two Megatron formats."""
+    """The route; a run's untrained weights join under the published names, except between two Megatron formats."""
     start, goal = convention_of(opened), _OF_TARGET[wish.to]
     joins = published.untrained is not None and not start == goal == Convention.MEGATRON
     return route(start, goal, by_published=joins)
 
 
 def _left(opened: OpenCheckpoint, wish: Wish, named: Renamed) -> tuple[str, ...]:
-    """Names without a place in the target; random states of the processes that wrote a Megatron checkpoint."""
+    """Names without a place in the target; random states of a Megatron checkpoint's processes."""
     beside = extra_of(opened) if wish.to == "dcp" else {}
     is_megatrons = convention_of(opened) is Convention.MEGATRON and isinstance(opened.source, Renamed)
     dropped = cast(Renamed, opened.source).left_over if is_megatrons else ()
@@ -191,7 +191,7 @@ def _told_dtype(
 
 
 def of_sections(name: str) -> str | None:
-    """The name, if it is of the model or its optimizer; else None."""
+    """The name, for a model's or an optimizer's; else None."""
     return name if name.startswith((MODEL, "optimizer.")) else None
 
 
@@ -238,7 +238,7 @@ def _config_of(source: Source, config: Mapping[str, Any] | None, dtype: torch.dt
 
 
 def extra_of(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Values beside the sections that JSON can hold."""
+    """Values beside the sections, limited to JSON."""
     return {name: value for name, value in opened.extra.items() if _is_plain(name, value)}
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face directory behind a checkpoint, from its side files; and names that share a tensor."""
+"""The Hugging Face directory behind a checkpoint, from its side files; and tied names."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def beside_of(path: Path) -> Path | None:
-    """The folder of a checkpoint's side files; None if there is none."""
+    """The folder of a checkpoint's side files; None without one."""
     if (path / SIDE_FILES).is_symlink():
         raise CheckpointDamaged(str(path / SIDE_FILES), f"it leads outside, to {str((path / SIDE_FILES).resolve())!r}")
     if (path / SIDE_FILES).is_dir():
@@ -37,9 +37,9 @@ class Published:
     """The Hugging Face directory behind a checkpoint.
 
     Attributes:
-        shapes: Shapes of its weights by name; empty if they were not kept.
-        untrained: Weights that the checkpoint lacks, because the run did not train them.
-        originals: Exact values of tensors that the checkpoint holds rounded.
+        shapes: Shapes of its weights by name; empty if not kept.
+        untrained: Weights absent from the checkpoint, because the run did not train them.
+        originals: Exact values of tensors rounded in the checkpoint.
     """
 
     shapes: Shapes
@@ -52,8 +52,8 @@ class Published:
 
         Args:
             opened: The checkpoint.
-            own: Its own folder of side files, if there is one.
-            beside: The folder that counts: `own`, or one that the caller names.
+            own: The checkpoint's own folder of side files, if any.
+            beside: The relevant folder: `own`, or a folder named by the caller.
         """
         weights: Source | None = opened.raw if opened.format is Format.SAFETENSORS else None
         untrained = kept_in(beside, UNTRAINED_FILE) if weights is None else None
@@ -68,18 +68,18 @@ class Published:
 
 
 def completed(source: Source, untrained: Source | None) -> Source:
-    """The source, and the weights that the run did not train."""
+    """The source, completed with the weights not trained by the run."""
     return source if untrained is None else Completed(source, untrained)
 
 
 def ties_of(opened: OpenCheckpoint, published: Container[str]) -> dict[str, str]:
-    """Names that share their tensor's place in the files with another name, and the other name.
+    """Tied names: each name that shares a tensor's stored place with a first name, with the first name.
 
     Found in checkpoints of `save` and in files of `torch.save`; other formats store no ties.
 
     Args:
         opened: The checkpoint.
-        published: Native names of published tensors: of two tied names, the published one is the other name.
+        published: Native names of published tensors: of two tied names, the published name is the first.
     """
     firsts: dict[object, str] = {}
     ties: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`save_safetensors`: a live model, sharded or not, as a directory that Hugging Face's libraries open."""
+"""`save_safetensors`: a live model, sharded or not, as a directory for Hugging Face's libraries."""
 
 import os
 import shutil
@@ -56,37 +56,37 @@ def save_safetensors(
 ) -> Path:
     """Write a model's weights as safetensors: one file, or several with an index.
 
-    The names are those of the unsharded model. No rank holds more than its shards and no tensor is gathered: each rank
-    writes its rows or columns where they belong in the files. A tied tensor is written under the first of its names
+    The names are the unsharded model's. No rank holds more than its shards and no tensor is gathered: each rank
+    writes its rows or columns in place in the files. A tied tensor is written under its first name
     only, as Hugging Face expects.
 
     The directory appears whole or not at all.
 
     Args:
-        path: The directory, on storage that every rank sees; it must not exist, or be empty. Rank 0's counts.
+        path: The directory, on storage that every rank sees; absent, or empty. Rank 0's counts.
         model: Sharded by `fully_shard`, wrapped by DDP, compiled or plain. Read only.
-        dtype: To cast floating point to, other than float8; None keeps each tensor's own.
-        float8: Whether weights are written in float8 with a scale a block of 128 by 128, made of the live values: those
-            of linear layers, or those of which a function of name and `TensorInfo` says so. Equal to what `convert`
-            makes of a checkpoint of the same model. The configuration that comes from `like` says so.
-        max_shard_nbytes: The most that one file holds, unless a single tensor is larger.
+        dtype: The dtype of floating-point weights, except float8; None keeps each tensor's own.
+        float8: True writes the weights of linear layers in float8 with a scale for each block of 128 by 128, from the
+            live values; a function of name and `TensorInfo` selects weights. Equal to the result of `convert`
+            on a checkpoint of the same model. The configuration from `like` records the encoding.
+        max_shard_nbytes: Size limit of one file, unless a single tensor is larger.
         like: A Hugging Face directory whose other files (configuration, tokenizer) are copied. Rank 0's counts.
 
     Returns:
         The directory's absolute path.
 
     Raises:
-        CheckpointDamaged: A link in `like` leads outside it.
-        CheckpointFailed: Another rank failed. A rank that failed raises its own error.
-        FileExistsError: `path` holds something.
+        CheckpointDamaged: A link in `like` leads outside.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        FileExistsError: `path` is occupied.
         TypeError: Safetensors lack a tensor's dtype.
-        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype. What
-            is to be float8 is no matrix, or holds infinities or NaNs.
+        ValueError: A tensor is on the meta device or still to be reduced, or ranks differ in its shape or dtype. A
+            tensor selected for float8 is no matrix, or holds infinities or NaNs.
 
-    Effects: collective on the default group, if there is one (four small object exchanges; with float8 two more, the
-        second of 12 bytes a block that ranks have parts of); every rank writes its own
-        shards, and a part of what several have alike; copies to the host buffer by buffer; waits until the files are on
-        the disk.
+    Effects: collective on the default group, if any (four small object exchanges; with float8 two more, the
+        second of 12 bytes for each block shared between ranks); every rank writes its own
+        shards, and a part of the values held by several ranks; copies to the host buffer by buffer; waits until the
+        files are on the disk.
     """
     with on_device_of(model.parameters()):
         blanks, items = _agree(model, dtype)
@@ -111,9 +111,9 @@ def save_safetensors(
 
 
 def _agree(model: nn.Module, dtype: torch.dtype | None) -> tuple[Mapping[str, Blank], list[Item]]:
-    """The contents of the files, in one order on all ranks; and the items that this rank writes.
+    """The contents of the files, in one order on all ranks; and this rank's items to write.
 
-    Ranks have the same names, unless they have different parts of a model: they tell rank 0 what it lacks.
+    Ranks have the same names, unless they hold different parts of a model: then each reports its additional names.
     """
     mine: list[tuple[dict[str, Blank], Share]] = []
 
@@ -167,7 +167,7 @@ def _make(
     like: str | os.PathLike[str] | None,
     plain: tuple[str, ...] | None,
 ) -> tuple[Path, Path]:
-    """Make the directory and its files. `plain` are the modules that stay numbers; None where all do."""
+    """Make the directory and its files. `plain` are the unquantised modules; None without quantisation."""
     target = Path(os.path.realpath(path))
     staged = stage(target, check=check_vacant)
     try:
@@ -191,7 +191,7 @@ def _write(
             for box in boxes:
                 for chunk, values in quantised_pieces(box):
                     filling.write(own_name(name), chunk, values)
-                # Ranks that share a block write the same scale.
+                # Ranks that share a block agreed on the scale, so the duplicate writes are equal.
                 filling.write(scale_name(own_name(name)), blocks_of(box.chunk, BLOCK), box.scales)
         for item in items:
             if item.names[0] in scaled:

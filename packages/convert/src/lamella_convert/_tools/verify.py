@@ -1,4 +1,4 @@
-"""Whether a checkpoint of any format is whole: every byte against its checksum, where there are checksums."""
+"""Verification of a checkpoint of any format: every byte is compared with a stored checksum, if any."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,16 @@ from lamella_convert._formats.torch_file import TorchFile, archive_records, whol
 def verify(
     path: str | os.PathLike[str], *, trust: bool = False, on_progress: OnProgress = lambda done, total: None
 ) -> Verification:
-    """Read all of a checkpoint and list everything that is wrong with it; nothing in it runs.
+    """Read all of a checkpoint and list every problem; no stored code runs.
 
     Args:
-        path: Of any format that `open_checkpoint` knows.
+        path: Of any format known to `open_checkpoint`.
         trust: Allow other types than torch's own in DCP's metadata, and modules in a file of `torch.save`.
             **Unsafe: can execute code.**
         on_progress: Called with the bytes read so far, and all.
 
     Raises:
-        CheckpointUntrusted: The checkpoint holds such a type, without `trust`.
+        CheckpointUntrusted: The checkpoint holds other types, without `trust`.
         FileNotFoundError: `path` does not exist.
         FormatUnknown: No format has these files.
 
@@ -40,7 +40,7 @@ def verify(
 
 
 def _check_torch_file(findings: Findings, *, trust: bool) -> None:
-    """Each record of the archive against its checksum, named by the values that refer to it, if that is known."""
+    """Compare each record of the archive with its checksum; the report names the values that refer to the record."""
     path = findings.path
     files = archive_records(path)
     names, refused = _names_of_records(findings, trust)
@@ -53,13 +53,13 @@ def _check_torch_file(findings: Findings, *, trust: bool) -> None:
         findings.note(error)
     for record in names.keys() - files.keys() if files else ():
         findings.note(CheckpointDamaged(str(path), f"no record {record!r}, which {_first(names[record])!r} needs"))
-    if not files and not refused:  # torch has read all of it, and keeps no checksums in this format.
+    if not files and not refused:  # torch has read the whole file; the old format has no checksums.
         findings.total = findings.num_unverified_bytes = path.stat().st_size
         findings.count(findings.total)
 
 
 def _names_of_records(findings: Findings, trust: bool) -> tuple[Mapping[str, Sequence[str]], list[CheckpointDamaged]]:
-    """The values that refer to each record of a file of `torch.save`, or why the file cannot be opened."""
+    """The values that refer to each record of a file of `torch.save`, or the reason of a failed opening."""
     try:
         return TorchFile(findings.path, trust=trust, verify=False).names_of_records(), []
     except CheckpointUntrusted:
@@ -72,7 +72,7 @@ def _names_of_records(findings: Findings, trust: bool) -> tuple[Mapping[str, Seq
 
 
 def _check_safetensors(findings: Findings, *, trust: bool) -> None:
-    """The format keeps no checksums; opening it compares its headers with the files' sizes and the index."""
+    """Compare headers with file sizes and the index, by opening; the format has no checksums."""
     source = SafetensorsSource(findings.path)
     findings.total = sum(prod(info.shape) * info.dtype.itemsize for info in source.tensors.values())
     findings.num_unverified_bytes = findings.total

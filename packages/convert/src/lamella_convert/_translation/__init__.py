@@ -1,1 +1,1 @@
-"""Names and cuts of one convention in those of another: rules are data, and hold both ways."""
+"""Names and cuts of one convention in another's: rules are data, and hold both ways."""

@@ -1,7 +1,6 @@
-"""Families of models that other packages know: found by the `model_type` of a config, whatever package it is.
+"""Families of models in other packages: found by the `model_type` of a config.
 
-A package declares each of its model types as an entry point, with the `Family` that has the rules:
-
+A package declares each of its model types as an entry point, with the `Family` for the rules:
     [project.entry-points."lamella.families"]
     qwen3_5 = "lamella_qwen:FAMILY"
 """
@@ -14,7 +13,7 @@ from typing import Final, Protocol
 from lamella_convert._translation.rules import Rules
 
 PADDED_VOCABULARY: Final = "padded vocabulary"
-"""The size that `Family.megatron`'s rules pad to, where a caller adds it to theirs."""
+"""The padded size in `Family.megatron`'s rules, for a caller to add to the rules' sizes."""
 
 GROUP: Final = "lamella.families"
 """The entry points' group; their names are model types."""
@@ -24,11 +23,11 @@ class RulesOf(Protocol):
     """Makes rules for a model from its configuration."""
 
     def __call__(self, config: Mapping[str, object], /) -> Rules:
-        """The rules for the model of a `config.json`. Raises ValueError if it is not a whole one of the family."""
+        """The rules for the model of a `config.json`. Raises ValueError for an incomplete or foreign configuration."""
 
 
 class MegatronSizes(Protocol):
-    """Makes the sizes that Megatron's dialects need where they store tensors rank-major."""
+    """Makes the sizes for Megatron's dialects with rank-major tensors."""
 
     def __call__(self, config: Mapping[str, object], /, *, tensor_parallel_size: int) -> Mapping[str, int]:
         """The sizes for the model of a `config.json`. Raises ValueError if ranks cannot share its heads."""
@@ -39,11 +38,11 @@ class Family:
     """The rules of a package for the checkpoints of its models.
 
     Attributes:
-        megatron: Between the names of transformers' modules (left) and Megatron's canonical ones (right). Tensors
-            with a row for each token are padded there to the size "padded vocabulary", if one is given.
-        megatron_sizes: For tensor-parallel ranks of a given number.
-        modules: Between the names in Hugging Face's files (left) and those of transformers' modules (right), where they
-            differ: files of another spelling, or of a larger model that this one is a part of. Names that no rule takes
+        megatron: Between the names of transformers' modules (left) and Megatron's canonical names (right). Tensors
+            with a row for each token are padded to the size "padded vocabulary", if given.
+        megatron_sizes: For a given number of tensor-parallel ranks.
+        modules: Between the names in Hugging Face's files (left) and the names of transformers' modules (right), if
+            different: files with another spelling, or of a larger model with this model as a part. Names without a rule
             are the same.
     """
 
@@ -53,14 +52,14 @@ class Family:
 
 
 def find_family(model_type: str) -> Family | None:
-    """The family that an installed package has for a `model_type`; None if there is none.
+    """The family in an installed package for a `model_type`; None without one.
 
     Raises:
         ImportError: The package cannot be imported.
-        TypeError: What it declares is no `Family`.
+        TypeError: The declared object is no `Family`.
         ValueError: Two packages claim the model type.
 
-    Effects: imports the package that declares it, and no other.
+    Effects: imports the declaring package, and no other.
     """
     declared = entry_points(group=GROUP, name=model_type)
     values = sorted({each.value for each in declared})
@@ -75,5 +74,5 @@ def find_family(model_type: str) -> Family | None:
 
 
 def known_model_types() -> tuple[str, ...]:
-    """The model types that installed packages have rules for, for messages. Effects: imports none of them."""
+    """The model types with rules in installed packages, for messages. Effects: imports none of them."""
     return tuple(sorted(entry_points(group=GROUP).names))

@@ -1,8 +1,8 @@
-"""Grouped hybrid stacks: nested layers as modules have them, and the logical layers that checkpoints name.
+"""Grouped hybrid stacks: nested layers in modules, and logical layers in checkpoints.
 
-A pattern such as `M[M*]-` has a symbol for each layer; brackets group layers that are one layer of the stack. The
-group's layers are `decoder.layers.1.layers.0` and so on; their logical names leave the inner number out, which is
-possible while a group has one layer of a kind.
+A pattern such as `M[M*]-` has a symbol for each layer; brackets group several layers into one layer of the stack. The
+group's layers are `decoder.layers.1.layers.0` and so on; logical names omit the inner number, which is
+unambiguous while a group has one layer of a kind.
 """
 
 import re
@@ -26,29 +26,29 @@ _MODULES: Final = {
 
 
 def logical_name(name: str) -> str:
-    """A nested layer's parameter under its logical name; another's as it is."""
+    """A nested layer's parameter under its logical name; any other name unchanged."""
     return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(r"\1.", name))
 
 
 def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
-    """Logical names of parameters that a grouped stack's modules name otherwise, and what they are there.
+    """Nested names, by logical name, of parameters in a grouped stack; only differing names.
 
     Args:
         names: Of parameters.
-        pattern: Of the main stack; what follows a "/" is of other stacks, and pipes only part it.
+        pattern: Of the main stack; text after a "/" is of further stacks, and pipes only separate parts.
 
     Raises:
-        ValueError: The pattern is malformed, has other layers than the names, or a group with two layers of a kind.
+        ValueError: The pattern is malformed, differs from the names, or has a group with two layers of a kind.
     """
     layers = layer_symbols(pattern)
     return {name: nested for name in names if (nested := _nested_name(name, layers, pattern)) != name}
 
 
 def layer_symbols(pattern: str) -> list[str]:
-    """The symbols of each logical layer; one of a layer by itself is a string of one symbol, of a group in brackets.
+    """The symbols of each logical layer: one symbol for a single layer, symbols in brackets for a group.
 
     Raises:
-        ValueError: Brackets are nested, empty or not closed, or a symbol is unknown.
+        ValueError: Brackets are nested, empty or unclosed, or a symbol is unknown.
     """
     main = pattern.split("/")[0].replace("|", "")
     layers = re.findall(r"\[[^\[\]]+\]|[^\[\]]", main)

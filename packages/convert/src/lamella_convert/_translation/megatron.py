@@ -1,8 +1,8 @@
-"""Megatron's names: what its models, its checkpoints and their dialects call the same tensors.
+"""Megatron's names: equal tensors in models, checkpoints and dialects.
 
 Note [Megatron's names]
-    Every checkpoint of Megatron is read into one set of names, the canonical ones, and written from it. They are the
-    names of the model's modules without wrappers, as tensor parallelism of 1 has them, but for what is fused:
+    Every checkpoint of Megatron is read into one set of names, the canonical names, and written from these. Canonical
+    names are the model's module names without wrappers, at a tensor parallelism of 1, except for fused tensors:
 
     =====================================  =========================================================================
     canonical                              elsewhere
@@ -12,23 +12,23 @@ Note [Megatron's names]
     .z .beta .alpha, `conv1d.weight.query` `release-0.19`; components in `bridge` and in `torch_dist`
     `mixer.in_proj.weight.z` .x .B .C .dt  the same: rank-major in a model and in both dialects of `fsdp_dtensor`
     `mixer.conv1d.weight.x` .B .C          `mixer.conv1d_weight` in newer models
-    `experts.linear_fc1.weight<i>`         i counts all experts; a model's counts those of its rank.
+    `experts.linear_fc1.weight<i>`         i numbers all experts; in a model, the experts of its rank.
                                            `experts.local_experts.<i>.linear_fc1.weight` where each is a module
     `linear_q_down_proj`, `linear_kv_...`  `linear_qkv_down_proj` in models that fuse them
     `mtp.layers.0.mtp_model_layer`         `transformer_layer` in `torch_dist` and in newer `fsdp_dtensor`
     `decoder.layers.0.mlp`                 `decoder.layers.0.layers.1.mlp` in grouped hybrid stacks
     =====================================  =========================================================================
 
-    Rank-major is what the tensor-parallel ranks hold, one after another: each has its share of every component. Such
-    a tensor cannot be read without the number of ranks, which its file does not tell.
+    Rank-major means the tensor-parallel ranks' parts, one after another: each part has a share of every component.
+    Reading such a tensor requires the number of ranks, which the file does not tell.
 
 Note [Options go by the model's names]
-    `fsdp_dtensor` stores a parameter's group options (`param_to_group_meta`) under the name that the model has for it,
-    also where its tensors are stored as halves or components. Canonical names have them for each component.
+    `fsdp_dtensor` stores a parameter's group options (`param_to_group_meta`) under the parameter's name in the model,
+    also where tensors are stored as halves or components. Canonical names have options for each component.
 
 Note [Dialects]
-    `release-0.19` is what megatron-core 0.19.2 itself reads and writes; `bridge` is what Megatron-Bridge does. They
-    differ in what is written: whatever is read is recognised by its names, tensor by tensor.
+    `release-0.19` is read and written by megatron-core 0.19.2 itself; `bridge` by Megatron-Bridge. The choice concerns
+    writing: while reading, each tensor is recognised by name.
 """
 
 import re
@@ -50,7 +50,7 @@ MAMBA_SIZES: Final = ("d_inner", "d_inner", "d_state", "d_state", "nheads")
 
 
 def _rank_major(fused: str, name: str, parts: Sequence[str], sizes: tuple[str, ...]) -> Rule:
-    """Components of `name`, which tensor-parallel ranks hold as one tensor `fused`."""
+    """Components of `name`, stored by tensor-parallel ranks as one tensor `fused`."""
     return Rule(Join(tuple(f"{name}.{part}" for part in parts), sizes), Grouped(fused, "tp", sizes))
 
 
@@ -79,10 +79,10 @@ MAMBA: Final = _mamba_conv("_")
 """Convolutions of Mamba mixers of megatron-core 0.19, whose parameters are the mixer's own."""
 
 OLDER_MAMBA: Final = _mamba_conv(".")
-"""Convolutions of Mamba mixers that are modules."""
+"""Convolutions of Mamba mixers as separate modules."""
 
 FUSED: Final = (*GDN, *MAMBA_IN, *MAMBA)
-"""Tensors that tensor-parallel ranks of megatron-core 0.19 hold rank-major, gated layers aside."""
+"""Tensors stored rank-major by megatron-core 0.19, except gated layers."""
 
 _MLA: Final = "**.self_attention."
 FUSED_MLA: Final = (
@@ -99,7 +99,7 @@ FUSED_MLA: Final = (
         for each in ("weight", "bias")
     ),
 )
-"""Latent attention whose two down projections are one tensor, with the norm before them."""
+"""Latent attention with one tensor for two down projections, and the norm before them."""
 
 FC1: Final = tuple(
     f"**.mlp.{name}"
@@ -122,31 +122,31 @@ SEQUENTIAL_EXPERTS: Final = tuple(
     for layer in ("linear_fc1", "linear_fc2")
     for each in ("weight", "bias")
 )
-"""Experts of a layer that computes them together, on the left, and as modules of their own."""
+"""Experts of a layer with joint computation, on the left, and as modules of their own."""
 
 DialectName = Literal["release-0.19", "bridge"]
 MtpLayer = Literal["mtp_model_layer", "transformer_layer"]
-"""Names, in Megatron's releases, of the layer inside one that predicts further tokens."""
+"""Names, in Megatron's releases, of the layer inside a multi-token prediction layer."""
 
 MTP_LAYERS: Final[tuple[MtpLayer, ...]] = get_args(MtpLayer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How `fsdp_dtensor` is written: Note [Dialects].
+    """A spelling of `fsdp_dtensor` for writing: Note [Dialects].
 
     Attributes:
         name: Of the dialect.
         splits_gdn: Whether gated delta networks are stored by component. If not, "tp" must be known.
-        mtp_layer: What the layer inside a multi-token prediction layer is called.
-        model_prefix: Of the model's names: the wrappers inside the one that shards.
+        mtp_layer: Name of the layer inside a multi-token prediction layer.
+        model_prefix: Of the model's names: the wrappers inside the sharding wrapper.
         optimizer_prefix: Of the same names in the optimizer's state.
         older_mamba: Whether a Mamba convolution's parameters are `conv1d.weight`, and not `conv1d_weight`.
         fused_mla: Whether the down projections of latent attention are one tensor.
         sequential_experts: Whether experts are modules of their own (`local_experts.0.linear_fc1.weight`), and not of
-            one that computes them together (`linear_fc1.weight0`).
-        hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores them as
-            they are.
+            one layer with joint computation (`linear_fc1.weight0`).
+        hybrid_pattern: Of a grouped hybrid stack ("[M*-][M*-]"), whose layers are stored nested. None stores layers
+            without nesting.
     """
 
     name: DialectName
@@ -166,9 +166,9 @@ BRIDGE: Final = Dialect(name="bridge", splits_gdn=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """The progress of training in a checkpoint of Megatron, and the counters that it lacks.
+    """The progress of training in a checkpoint of Megatron, and missing counters.
 
-    `found` are plain values by name; `lacking` are names that a resumed run would look for.
+    `found` are plain values by name; `lacking` are names expected by a resumed run.
     """
 
     found: Mapping[str, object] = field(default_factory=dict)
@@ -184,17 +184,17 @@ EXPECTED_OBJECTS: Final = (
     "rng_state",
     "num_floating_point_operations_so_far",
 )
-"""Top-level names of a checkpoint that megatron-core's own training wrote."""
+"""Top-level names in a checkpoint of megatron-core's own training."""
 
 
 def is_fsdp_dtensor(source: Source) -> bool:
-    """Whether the names are those of an `fsdp_dtensor` checkpoint."""
+    """Whether a source has the names of an `fsdp_dtensor` checkpoint."""
     wrapped = re.compile(r"(model\d*|optimizer\.(state|param_to_group_meta))\.module\.")
     return any(wrapped.match(name) for name in source.tensors)
 
 
 def dialect_of(source: Source) -> Dialect | None:
-    """The dialect that a checkpoint's names show; None where both would have written them."""
+    """The dialect shown by a checkpoint's names; None if either dialect could have written them."""
     names = tuple(source.tensors)
     renamed = any(".transformer_layer." in name for name in names)
     mtp_layer: MtpLayer = "transformer_layer" if renamed else "mtp_model_layer"
@@ -215,30 +215,30 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
     """An `fsdp_dtensor` checkpoint of any dialect, under canonical names.
 
     Args:
-        source: With the names as they are stored.
-        sizes: What rank-major tensors are made of: "tp", and "qk", "v", "nvh" of gated delta networks, "d_inner",
+        source: With the stored names.
+        sizes: The components of rank-major tensors: "tp", and "qk", "v", "nvh" of gated delta networks, "d_inner",
             "d_state" (of all groups), "nheads" of Mamba, "q_down", "kv_down" of latent attention. Needed where the
-            checkpoint has such a tensor. `sizes_of_args` knows them of a checkpoint that has `args`.
+            checkpoint has such a tensor. `sizes_of_args` derives the sizes from a checkpoint's `args`.
 
     Returns:
         The checkpoint as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`;
-        other entries under their own names. A step that is an option (fused optimizers have it there) is a slot.
-        `_extra_state` is dropped. State of the processes that wrote it (`rng_state`, `rerun_state_machine`:
-        objects that a reader would have to run, for as many ranks as wrote them) is in `left_over`.
+        other entries under their own names. A step stored as an option (by fused optimizers) becomes a slot.
+        `_extra_state` is dropped. State of the writing processes (`rng_state`, `rerun_state_machine`:
+        objects that a reader would have to run, for the same number of ranks) is in `left_over`.
 
     Raises:
-        ValueError: A size that is needed is not known, two layers of a grouped hybrid stack have one logical name, or
-            names are not what the format has.
+        ValueError: A needed size is unknown, two layers of a grouped hybrid stack have one logical name, or
+            names are not the format's.
 
     Effects: reads nothing.
     """
     names = rename(source, _reads([*source.tensors, *source.objects]))
     shapes = parameter_shapes(names)
-    # What is stored by component, or whole, has none of these names.
+    # Tensors stored by component, or whole, match none of these rules.
     rules = Rules((*FUSED, *OLDER_MAMBA, *FUSED_MLA, *GATED), sizes or {})
     tensors = translate(names, rules.match(shapes, "right"), to="left")
     tensors = translate(tensors, Rules(SEQUENTIAL_EXPERTS).match(parameter_shapes(tensors), "right"), to="left")
-    # Now only options can go by a fused name, Note [Options go by the model's names].
+    # Only options can still have a fused name, Note [Options go by the model's names].
     result = translate(tensors, _of_options(parameter_shapes(tensors)), to="left")
     return result.leaving(name for name in names.left_over if is_of_processes(name))
 
@@ -251,23 +251,23 @@ def write_fsdp_dtensor(
     chunks: Sequence[int] = (),
     args: Mapping[str, object] | None = None,
 ) -> Renamed:
-    """A checkpoint with canonical names, under those of `fsdp_dtensor`.
+    """A checkpoint with canonical names, under the names of `fsdp_dtensor`.
 
     Args:
         source: Canonical names.
-        dialect: Of those that are to read it.
-        sizes: "tp", the tensor-parallel ranks that are to read it, where the dialect stores tensors rank-major.
-        chunks: How many decoder layers each model chunk has, for virtual pipelines: `model0`, `model1`, ... The
-            optimizer's names count layers through. Empty for `model`.
-        args: The values of Megatron's `args`, which its training holds against its own (unless it fine-tunes). None for
-            those of the source.
+        dialect: Of the reader.
+        sizes: "tp", the reader's number of tensor-parallel ranks, for a dialect with rank-major tensors.
+        chunks: The number of decoder layers in each model chunk, for virtual pipelines: `model0`, `model1`, ... The
+            optimizer's names number all layers. Empty for `model`.
+        args: The values of Megatron's `args`, which a training run compares with its own (unless fine-tuning). None for
+            the source's.
 
     Returns:
-        The checkpoint with what megatron-core's training cannot do without among its objects: `checkpoint_version`,
-        `iteration` (0 where the source has none), and `args` (a namespace; empty where none are known).
+        The checkpoint, with the objects required by megatron-core's training: `checkpoint_version`,
+        `iteration` (0 if absent from the source), and `args` (a namespace; empty if unknown).
 
     Raises:
-        ValueError: "tp" is needed and not known, or does not divide a component; the pattern is not the model's.
+        ValueError: "tp" is needed and unknown, or does not divide a component; the pattern is not the model's.
 
     Effects: reads `args`.
     """
@@ -294,17 +294,17 @@ def write_fsdp_dtensor(
 
 
 def is_of_processes(name: str) -> bool:
-    """Whether a stored name is of the state of the processes that wrote the checkpoint, which nobody else can take."""
+    """Whether a stored name is of the writing processes' own state, of no use to other processes."""
     return re.split(r"[./]", name, maxsplit=1)[0] in _OF_PROCESSES
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name (or one that begins with it) with the canonical spelling of multi-token prediction."""
+    """A parameter's name (or a name with this prefix) with the canonical spelling of multi-token prediction."""
     return _MTP.sub(r"\1mtp_model_layer.", name)
 
 
 def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
-    """The sizes that rules need, of Megatron's `args` by name: those that it has the numbers for."""
+    """The rules' sizes computable from Megatron's `args`, by name."""
     known = {name: value for name, value in args.items() if isinstance(value, int)}
 
     def product(*names: str) -> int | None:
@@ -331,12 +331,12 @@ def sizes_of_args(args: Mapping[str, object]) -> dict[str, int]:
 
 
 def counters(source: Source, beside: Mapping[str, object] | None = None) -> Counters:
-    """How far training was, of a checkpoint of Megatron or of one that Megatron-Bridge converted.
+    """The progress of training, from a checkpoint of Megatron or a conversion by Megatron-Bridge.
 
     Args:
         source: Canonical or stored names.
-        beside: Plain values from files beside the checkpoint. Bridge's counters are in `train_state.pt`, and what it
-            writes into the checkpoint are placeholders: these count before it.
+        beside: Plain values from files beside the checkpoint. Bridge's counters are in `train_state.pt`, and its
+            entries in the checkpoint are placeholders: values beside take precedence.
 
     Effects: reads the counters, and neither `args` nor random states.
     """
@@ -353,7 +353,7 @@ def counters(source: Source, beside: Mapping[str, object] | None = None) -> Coun
 def _of_options(
     shapes: Mapping[str, tuple[int, ...]], *, older_mamba: bool = False, fused_mla: bool = True
 ) -> list[Correspondence]:
-    """Canonical names (left) and the model's (right), as far as they are of other parameters.
+    """Canonical names (left) and the model's names (right), where parameters differ.
 
     For options, which have no shape: any number of tensor-parallel ranks will do.
     """
@@ -362,9 +362,9 @@ def _of_options(
 
 
 def without_ungated(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """All but the first layers of MLPs that are not two halves.
+    """All tensors except first layers of ungated MLPs.
 
-    A gated MLP's first layer has twice the rows that its second has columns.
+    A gated MLP's first layer has twice as many rows as the second layer has columns.
 
     Raises:
         ValueError: The second layer is absent, or has neither as many columns nor half as many.
@@ -395,7 +395,7 @@ _LAYER: Final = re.compile(r"^((?:language_model\.)?decoder\.layers\.)(\d+)(\..+
 
 
 def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
-    """Stored names as canonical ones, but for what is fused."""
+    """Maps stored names to canonical names, except for fused tensors."""
     firsts = _first_layers(names)
     counts_in_groups = not any(_STATE.match(name) and name.endswith(".step") for name in names)
     is_nested = any(logical_name(match[3]) != match[3] for match in map(_MODEL.match, names) if match)
@@ -419,7 +419,7 @@ def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
 
 
 def _first_layers(names: Sequence[str]) -> dict[str, int]:
-    """By model chunk, how many decoder layers the chunks before it have."""
+    """By model chunk, the number of decoder layers in the chunks before."""
     num_layers: dict[str, int] = {}
     for chunk in (match for match in map(_MODEL.match, names) if match):
         num_layers.setdefault(chunk[1], 0)
@@ -437,14 +437,14 @@ def _renumbered(name: str, first: int) -> str:
 
 
 def _writes(dialect: Dialect, parameters: Sequence[str], chunks: Sequence[int]) -> Callable[[str], str]:
-    """Canonical names, cut as the dialect cuts, as stored ones."""
+    """Maps canonical names, cut by the dialect, to stored names."""
     nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
 
     def own(name: str) -> str:
         return _MTP.sub(rf"\1{dialect.mtp_layer}.", name)
 
     def of_entry(entry: str) -> str:
-        """`<parameter>.<slot>`; a slot's name has no dot that a nested parameter's name could be mistaken for."""
+        """`<parameter>.<slot>`; split at the last dot, since a slot's name has no dot and a nested parameter's has."""
         parameter, dot, slot = entry.rpartition(".")
         return own(f"{nested.get(parameter, parameter)}{dot}{slot}")
 
@@ -463,7 +463,7 @@ def _writes(dialect: Dialect, parameters: Sequence[str], chunks: Sequence[int]) 
 
 
 def _chunk_of(name: str, chunks: Sequence[int]) -> tuple[str, str]:
-    """The model chunk that holds a parameter, and its name there."""
+    """The model chunk of a parameter, and the parameter's name in the chunk."""
     if not chunks:
         return "", name
     layer = _LAYER.match(name)

@@ -1,8 +1,8 @@
-"""Live models of Megatron: their tensors by a checkpoint's names, and a checkpoint as a rank's tensors.
+"""Live models of Megatron: a rank's tensors under a checkpoint's names, and a checkpoint as a rank's tensors.
 
 Note [Experts of a rank]
-    A model counts the experts of its rank from 0 on, and a checkpoint counts them through. So ranks have different
-    tensors under one name, and each has to say which of the experts its first one is. Experts of
+    A model numbers the experts of its rank from 0 on, and a checkpoint numbers all experts. So ranks have different
+    tensors under one name, and each rank must give the global number of its first expert. Experts of
     other ranks are left out when a rank loads.
 """
 
@@ -30,7 +30,7 @@ from lamella_convert._translation.translate import Translated, translate
 
 
 def _sharing(name: str) -> str:
-    """The size that is the number of ranks which share a layer: experts may have another than the rest."""
+    """The size for the number of ranks sharing a layer: experts may have another than the rest."""
     return "etp" if ".mlp.experts." in name else "tp"
 
 
@@ -55,13 +55,11 @@ def from_megatron_model(
     """Correspondences of a checkpoint's tensors (left) with a live model's (right).
 
     Args:
-        shapes: Global, of the model's own names, wrappers removed. Global means all tensor-parallel ranks' parts.
-        sizes: "tp", and those of `read_fsdp_dtensor` that the model's fused tensors need; "etp", the ranks that share
-            an expert, if they are not as many.
+        shapes: Global, by the model's own names, wrappers removed. Global means all tensor-parallel ranks' parts.
+        sizes: "tp", and the sizes of `read_fsdp_dtensor` for the model's fused tensors; "etp", the number of ranks
+            sharing an expert, if different.
         dialect: Of `fsdp_dtensor`, whose prefixes `write_fsdp_dtensor` adds. None for canonical names.
-        first_expert: Which of all experts the first one of this rank is: Note [Experts of a rank].
-
-
+        first_expert: The global number of this rank's first expert: Note [Experts of a rank].
     """
     rules: list[Rule] = [*(RANK_MAJOR_GATED if dialect is None else RANK_MAJOR_HALVES)]
     if dialect is None or dialect.splits_gdn:
@@ -74,7 +72,7 @@ def from_megatron_model(
     found = Rules(tuple(rules), sizes).match(without_ungated(shapes), "right")
     taken = {name for each in found for name in each.right}
     found += [Correspondence.rename(name, name, shape) for name, shape in shapes.items() if name not in taken]
-    if dialect is not None:  # It has the model's names.
+    if dialect is not None:  # A dialect has the model's names.
         return [each.renamed(left=lambda name: global_expert(name, first_expert)) for each in found]
     spelled = {name: other for each in _sequential(found) for name in each.right for other in each.left}
 
@@ -87,8 +85,8 @@ def from_megatron_model(
 def to_megatron_model(source: Source, correspondences: Sequence[Correspondence]) -> Translated:
     """A checkpoint under the names and in the cuts of a live model, for `load(translate=...)`.
 
-    Experts that the correspondences lack are other ranks', and are left out (`Translated.left_over`): Note [Experts of
-    a rank]. Whatever else they lack stays, for `load` to tell.
+    Experts without a correspondence belong to other ranks, and are left out (`Translated.left_over`): Note [Experts of
+    a rank]. All other names without a correspondence stay, for `load` to report.
 
     Args:
         source: Under the names of the correspondences' left side.
@@ -108,16 +106,16 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
 
 
 def global_expert(name: str, first: int) -> str:
-    """A model's name of one of its rank's experts, as canonical names count experts.
+    """The canonical name of a rank's expert, with the global number.
 
     Args:
-        name: Any; one of no expert stays as it is.
+        name: Any; a name outside experts stays unchanged.
         first: The number of the rank's first expert.
     """
     return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name)
 
 
 def _sequential(found: Sequence[Correspondence]) -> list[Correspondence]:
-    """The experts among the left sides that are modules of their own (right), as layers that hold all of them."""
+    """Correspondences of experts as modules of their own (right) with layers of all experts, among the left sides."""
     shapes = {name: shape for each in found for name, shape in each.left.items()}
     return Rules(SEQUENTIAL_EXPERTS).match(shapes, "right")

@@ -1,10 +1,10 @@
-"""How a family of models names and cuts its tensors on two sides, as a table.
+"""A family's names and cuts of tensors on two sides, as a table.
 
-Note [Two ways to make one whole]
-    A rule has a term on each side, and both terms are the same tensor, put together in two ways. A name is a tensor
-    that is stored as it is. `Join` puts terms one after another along a dim, `Stack` puts numbered ones on a new first
-    dim, and `Grouped` is a tensor stored in groups, each with its share of every part: heads' queries, keys and values
-    side by side, or what each tensor-parallel rank holds. The boxes that the two ways have in common are the
+Note [Two compositions of one whole]
+    A rule has a term on each side, and both terms compose the same tensor. A name is a tensor
+    stored unchanged. `Join` concatenates terms along a dim, `Stack` puts numbered terms on a new first
+    dim, and `Grouped` is a tensor stored in groups, each with a share of every part: heads' queries, keys and values
+    side by side, or tensor-parallel ranks' parts. The common boxes of the two compositions are the
     correspondence, so every rule reads from left to right and back:
 
         Rule(
@@ -13,8 +13,8 @@ Note [Two ways to make one whole]
         )
 
 Note [Once for all layers]
-    The result of a rule depends on the shapes of tensors, not on the numbers in their names. So it is worked out
-    once for all layers and experts of the same shapes, under templates of their names, and the numbers are filled in.
+    The result of a rule depends on the shapes of tensors, not on the numbers in the names. So the result is computed
+    once for all layers and experts of the same shapes, under templates of the names, and the numbers are filled in.
 """
 
 import re
@@ -30,15 +30,15 @@ from lamella_convert._errors import SizeUnknown
 from lamella_layout import Chunk
 
 Size: TypeAlias = "int | str"
-"""A size that the configuration has, by name; or, as a number, a share of the whole."""
+"""A size from the configuration, by name; or, as a number, a share of the whole."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """Terms one after another along a dim.
+    """Terms concatenated along a dim.
 
     Attributes:
-        terms: What is joined.
+        terms: The terms to join.
         sizes: Of each term along the dim: all by name, or all as shares ((1, 1) is halves).
         dim: Of the terms.
     """
@@ -63,15 +63,15 @@ class Stack:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A tensor stored as groups along a dim, one after another, each with its share of every part.
+    """A tensor stored as groups along a dim, one after another, each with a share of every part.
 
-    The whole is the parts, one after another. With one group that is what is stored.
+    The whole is the parts, one after another. With one group, stored tensor and whole are equal.
 
     Attributes:
-        term: What is stored.
-        groups: Their number, or its name among the sizes: `"tp"` for what tensor-parallel ranks hold.
+        term: The stored term.
+        groups: Number of groups, or the name of this size: `"tp"` for tensor-parallel ranks' parts.
         sizes: Of the parts, all groups together: all by name, or all as shares.
-        dim: Along which groups and parts lie.
+        dim: The dim of groups and parts.
     """
 
     term: "Term"
@@ -85,12 +85,12 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Padded:
-    """A tensor stored with rows behind those of the whole: a vocabulary padded to what ranks can share.
+    """A tensor stored with padding rows behind the whole's rows: a vocabulary padded for division among ranks.
 
     Attributes:
         name: Of the tensor.
-        rows: The whole's, by name.
-        to: The name of the number of rows that the tensor is made with. Where the sizes lack it, there is no padding.
+        rows: The whole's number of rows, by name.
+        to: The name of the padded number of rows. Without this size, there is no padding.
     """
 
     name: str
@@ -104,14 +104,14 @@ Term: TypeAlias = "str | Join | Stack | Grouped | Padded"
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor, put together in two ways: Note [Two ways to make one whole].
+    """Two compositions of one tensor: Note [Two compositions of one whole].
 
     Attributes:
-        left: The one way.
-        right: The other. Both have the same numbers in their names, but for those that they stack.
-        shift: What is added from left to right.
-        left_beside: Where given, the rule holds on the left only where this name is there too, with the same numbers:
-            what tells layers of one kind from another that name the same tensor alike.
+        left: The left composition.
+        right: The right composition. Both have the same numbers in their names, except for stacked numbers.
+        shift: Added from left to right.
+        left_beside: If given, the rule holds on the left only beside this name with the same numbers:
+            distinguishes kinds of layers with equal names for a tensor.
         right_beside: The same on the right.
     """
 
@@ -129,29 +129,27 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """A family's table, and the sizes that its rules name.
+    """A family's table, and the sizes for its rules.
 
     Attributes:
-        rules: The first one that fits takes the names.
-        sizes: By name: of a model's configuration, and of its parallelism ("tp"). Needed only where a rule that names
-            them applies, and not to join what shows them.
+        rules: The first rule that fits takes the names.
+        sizes: By name: of a model's configuration, and of its parallelism ("tp"). Needed only where a rule with
+            the size applies, and not for a `Join` whose terms show the size.
     """
 
     rules: tuple[Rule, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def match(self, shapes: Mapping[str, tuple[int, ...]], side: Side = "left") -> list[Correspondence]:
-        """The correspondences of these tensors of one side with tensors of the other.
+        """The correspondences of one side's tensors with the other side's.
 
         Args:
-            shapes: By name. A rule of which a name is absent does not apply; what no rule takes is in no
-                correspondence (`translate` lists it).
-            side: Whose names they are.
+            shapes: By name. A rule with an absent name does not apply; names without a rule are in no
+                correspondence (`translate` lists them).
+            side: The side of the names.
 
         Raises:
-            ValueError: A size that is needed is not known or does not fit, or numbers are missing in a stack.
-
-
+            ValueError: A needed size is unknown or does not fit, or numbers are missing in a stack.
         """
         names = _Names(shapes)
         taken: set[str] = set()
@@ -174,22 +172,22 @@ class Rules:
 
 
 class _Leaf(NamedTuple):
-    """A name in a term, and the numbers of it that the term stacks."""
+    """A name in a term, and the numbers in the name stacked by the term."""
 
     template: str
     indices: tuple[str, ...]
 
     def numbers(self, index: tuple[int, ...]) -> dict[str, str]:
-        """The numbers that the term stacks, by their names in the template."""
+        """The stacked numbers, by their names in the template."""
         return {name: str(number) for name, number in zip(self.indices, index, strict=True)}
 
 
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""By template, with the numbers filled in of what is stacked, and no others."""
+"""Shapes by template, with only the stacked numbers filled in."""
 
 
 class _Instance(NamedTuple):
-    """One set of names that a term is made of: the numbers in them, how many each stack has, the names by template."""
+    """One set of names for a term: the numbers in the names, the count of each stack, the names by template."""
 
     captures: dict[str, str]
     counts: dict[str, int]
@@ -202,7 +200,7 @@ class _Instance(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A term put together: the whole's shape, and which box of which tensor is which box of it."""
+    """A composed term: the whole's shape, and pairs of a stored box and the equal box of the whole."""
 
     shape: tuple[int, ...]
     boxes: list[tuple[Place, Chunk]]
@@ -223,7 +221,7 @@ def _leaves_of(term: Term) -> list[_Leaf]:
 
 
 class _Names:
-    """Names by what they look like without their numbers, which is how a template finds its own among thousands."""
+    """Names grouped by form without numbers: a template finds matches among thousands without a full scan."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._by_look: dict[str, list[tuple[int, str]]] = {}
@@ -231,7 +229,7 @@ class _Names:
             self._by_look.setdefault(_NUMBERS.sub("0", name), []).append((position, name))
 
     def matches(self, template: str) -> Iterator[re.Match[str]]:
-        """The names that a template fits, in their order."""
+        """The names that match a template, in order."""
         look = _look(template)
         looks = [look] if isinstance(look, str) else [each for each in self._by_look if look.fullmatch(each)]
         found = [each for look in looks for each in self._by_look.get(look, ())]
@@ -241,7 +239,7 @@ class _Names:
 
 
 def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -> Iterator[_Instance]:
-    """The complete sets of names that `term` can be made of."""
+    """The complete sets of names for `term`."""
     leaves = _leaves_of(term)
     besides = None if beside is None else {_key(match.groupdict()) for match in names.matches(beside)}
     found: dict[frozenset[tuple[str, str]], list[dict[tuple[int, ...], str]]] = {}
@@ -266,7 +264,7 @@ def _instances(term: Term, beside: str | None, names: _Names, taken: set[str]) -
 def _counts(
     leaves: list[_Leaf], by_leaf: list[dict[tuple[int, ...], str]], captures: Mapping[str, str]
 ) -> dict[str, int]:
-    """How many each stack has; numbers go from 0 on without a gap."""
+    """The count of each stack; numbers must go from 0 on without a gap."""
     counts: dict[str, int] = {}
     for leaf, of_leaf in zip(leaves, by_leaf, strict=True):
         for position, name in enumerate(leaf.indices):
@@ -275,7 +273,7 @@ def _counts(
         for index in product(*(range(counts[name]) for name in leaf.indices)):
             if index not in of_leaf:
                 missing = _fill(leaf.template, {**captures, **leaf.numbers(index)})
-                raise ValueError(f"Expected {counts!r} of what is stacked, got no {missing!r}.")
+                raise ValueError(f"Expected {counts!r} stacked tensors, got no {missing!r}.")
     return counts
 
 
@@ -292,7 +290,7 @@ def _correspondence(
     if isinstance(near, str) and isinstance(far, str):
         left, right = (near, far) if side == "left" else (far, near)
         return Correspondence.rename(left, right, known[near], shift=shift)
-    sizes = dict(sizes)  # Those that `near` shows are added, and `far` may need them.
+    sizes = dict(sizes)  # A copy: sizes shown by `near` are added, and `far` may need them.
     try:
         made = _make(near, {}, instance.counts, known, sizes)
         derived, counts = _shapes_of(far, {}, made.shape, sizes)
@@ -312,7 +310,7 @@ def _correspondence(
 
 
 def _pieces(left: _Made, right: _Made) -> Iterator[Piece]:
-    """The pieces at which two ways to make one whole meet."""
+    """The pieces common to two compositions of one whole."""
     left_boxes, right_boxes = [box for _, box in left.boxes], [box for _, box in right.boxes]
     for mine, theirs, shared in meetings(left_boxes, right_boxes):
         places = (
@@ -329,7 +327,7 @@ def _make(
     shapes: Mapping[str, tuple[int, ...]],
     sizes: dict[str, int],
 ) -> _Made:
-    """Put a term together of tensors of known shapes."""
+    """Compose a term from tensors of known shapes."""
     if isinstance(term, str):
         name = _fill(term, numbers)
         whole = whole_box(shapes[name])
@@ -410,7 +408,7 @@ def _ungrouped(made: _Made, term: Grouped, sizes: Mapping[str, int]) -> _Made:
 def _shapes_of(
     term: Term, numbers: Mapping[str, str], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """The shapes of the tensors that a term of this shape is made of, and how many each stack has."""
+    """The shapes of the tensors in a term of this shape, and the count of each stack."""
     if isinstance(term, str):
         return {_fill(term, numbers): shape}, {}
     if isinstance(term, Grouped):
@@ -441,7 +439,7 @@ def _shapes_of(
 def _resolve(
     sizes: tuple[Size, ...], total: int, named: Mapping[str, int], *, expected: list[int] | None = None
 ) -> list[int]:
-    """Sizes as numbers, which must add up to `total`, and be the expected ones."""
+    """Sizes as numbers, which must add up to `total`, and equal the expected sizes."""
     shares = [size for size in sizes if isinstance(size, int)]
     if shares and total % sum(shares):
         raise ValueError(f"Expected a size that divides into shares of {shares!r}, got {total}.")
@@ -502,7 +500,7 @@ _NUMBERS: Final = re.compile(r"[0-9]+")
 
 @cache
 def _look(template: str) -> str | re.Pattern[str]:
-    """The look of names that fit a template, with a 0 for each number; a pattern if the template leaves text open."""
+    """The form of names that match a template, with a 0 for each number; a pattern for a template with open text."""
     is_open = template.startswith("**.") or "*}" in template
     numbered = _PLACEHOLDER.sub(lambda match: "0" if match[1] and not match[2] else match[0], template)
     look = _NUMBERS.sub("0", numbered)
@@ -510,5 +508,5 @@ def _look(template: str) -> str | re.Pattern[str]:
 
 
 def _fill(template: str, captures: Mapping[str, str]) -> str:
-    """A template with what is captured in it; what is not stays open."""
+    """A template with the captures filled in; other placeholders stay open."""
     return _PLACEHOLDER.sub(lambda match: captures.get(match[1] or "before", match[0]), template)

@@ -1,8 +1,8 @@
-"""Megatron's `torch_dist` under canonical names: what is stacked comes apart, main weights become the model's.
+"""Megatron's `torch_dist` under canonical names: stacked tensors are separated, main weights become the model's.
 
 Note [Main weights]
-    Megatron's distributed optimizer keeps the fp32 weights as a slot (`fp32_param`), beside a model in bf16. They are
-    what training goes on from, so they are read as the model's weights; rounded ones would lose what fp32 is for.
+    Megatron's distributed optimizer keeps the fp32 weights as a slot (`fp32_param`), beside a model in bf16. Training
+    continues from the fp32 weights, so these are read as the model's weights; the bf16 weights would lose precision.
 """
 
 import re
@@ -26,19 +26,18 @@ _COMMON: Final = "common_state/"
 def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) -> Renamed:
     """A `torch_dist` checkpoint under canonical names.
 
-    Layers that are stacked on a first dim (those of models whose layers are alike) and experts get their numbers. Main
+    Layers stacked on a first dim (in models with equal layers) and experts get their numbers. Main
     weights are read as the model's, see Note [Main weights].
 
     Args:
-        source: With the names as they are stored.
-        common: What is not sharded, nested: the contents of `common.pt`, or of the object that newer releases have
-            instead. Plain values of it are among the objects, by dotted name; the optimizer's step becomes every
-            parameter's.
+        source: With the stored names.
+        common: Unsharded values, nested: the contents of `common.pt`, or of the object in newer releases. Plain values
+            are among the objects, by dotted name; the optimizer's step becomes every parameter's.
 
     Returns:
-        `model.<name>`, `optimizer.state.<name>.<slot>`, and what else there is, but for the state of the processes
-        that wrote it, which is in `left_over`. Slots that older releases stored flat (their shape is not the
-        parameter's) stay as they are.
+        `model.<name>`, `optimizer.state.<name>.<slot>`, and all other entries, except for the state of the writing
+        processes, which is in `left_over`. Slots stored flat by older releases (with another shape than the
+        parameter) stay unchanged.
 
     Effects: reads nothing.
     """
@@ -51,7 +50,7 @@ def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) 
 
 
 def _main_weights(source: Source) -> dict[str, str]:
-    """By the name of a main weight, the model's that it stands for; not of those that older releases stored flat."""
+    """The model weight for each main weight, by name; except for main weights stored flat by older releases."""
     slots = {name: match[2] for name in source.tensors if (match := _STATE.match(name)) and match[1] == MAIN_WEIGHT}
     return {
         name: weight
@@ -80,7 +79,7 @@ def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> list[Correspondence]:
 
 
 def _unstacked(names: Iterable[str]) -> Iterable[Rule]:
-    """A rule for each tensor in which layers, experts or both are stacked."""
+    """A rule for each tensor with stacked layers, experts or both."""
     for name in names:
         single, indices = name, []
         if ".layers." in name and not _NUMBERED.search(name):

@@ -1,11 +1,11 @@
 """A checkpoint under other names and in other cuts: a `Source` over a `Source` that reads the same files.
 
-Note [What becomes of optimizer state]
-    Correspondences speak of parameters. A slot with its parameter's shape is cut as the parameter. A scalar (`step`)
-    and an option belong to all parts: each gets a copy, and on the way back they must agree. A slot of another shape
-    goes with a parameter that is renamed, and is left over where the parameter is cut. No value is
-    invented: a slot that not all parts have is left over.
-    A shift moves weights, so it applies to slots that are weights (`WEIGHT_SLOTS`), and not to moments.
+Note [Translation of optimizer state]
+    Correspondences concern parameters. A slot with its parameter's shape is cut as the parameter. A scalar (`step`)
+    and an option belong to all parts: each gets a copy, and on the way back the copies must agree. A slot of another
+    shape goes with a renamed parameter, and is left over for a cut parameter. No value is
+    invented: a slot missing for some of the parts is left over.
+    A shift changes weights, so it applies to slots with weights (`WEIGHT_SLOTS`), and not to moments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,17 +38,17 @@ from lamella_layout import Chunk
 _PIECE_NUMEL: Final = 1 << 22
 
 WEIGHT_SLOTS: Final = frozenset({"master_param", "master_weight", "main_param", "fp32_param", "param"})
-"""Optimizer slots that are a wider copy of the parameter."""
+"""Optimizer slots with a wider copy of the parameter."""
 
 
 class _Same(NamedTuple):
-    """A tensor or object that is one of the source's; of several, they must agree."""
+    """A tensor or object taken over from the source; several names must agree."""
 
     names: tuple[str, ...]
 
 
 class _Cut(NamedTuple):
-    """A tensor that is boxes of the source's (the pieces' left), and zeros where no piece is."""
+    """A tensor composed of the source's boxes (the pieces' left), with zeros outside the pieces."""
 
     pieces: tuple[Piece, ...]
     shift: float
@@ -57,7 +57,7 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The origins of the target's names, and the names of the source that were used."""
+    """The origins of the target's names, and the used names of the source."""
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     made_of: dict[str, _Same | _Cut] = field(default_factory=dict)
@@ -76,23 +76,23 @@ def translate(
     rest: Literal["keep", "drop"] = "keep",
     originals: Source | None = None,
 ) -> "Translated":
-    """A checkpoint with the names and cuts of one side, over one that has the other side's.
+    """A checkpoint with the names and cuts of one side, over a source with the other side's.
 
     Args:
         source: Names as `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`.
-        correspondences: Of parameters and buffers, by `<name>`. One of which the source lacks a tensor does not
-            apply: what the source has of it is left over.
-        to: The side to give; the source has the other.
-        options: What applies to the options of parameter groups instead, where a format names these by other parameters
-            than the tensors. None for the same.
-        rest: What becomes of the names that are left over (`Translated.left_over`).
-        originals: Values of some tensors of the side to give, from before they went to the other. An element that is
-            shifted comes back as it was there, as long as the source has what the shift made of it.
+        correspondences: Of parameters and buffers, by `<name>`. A correspondence with a tensor missing in the source
+            does not apply: its present tensors are left over.
+        to: The side of the result; the source has the other.
+        options: Correspondences for the options of parameter groups instead, where a format names options by other
+            parameters than the tensors. None for the same.
+        rest: Whether to keep or drop left-over names (`Translated.left_over`).
+        originals: Values of some tensors of the result's side, from before an earlier translation. A shifted element
+            returns to the original value, if the source still has the value's shifted form.
 
     Raises:
         ValueError: A tensor's shape is not the correspondence's, or two names would become one.
 
-    Effects: reads nothing. A tensor that is only renamed costs nothing more, now or when it is read.
+    Effects: reads nothing. A renamed tensor costs nothing more, now or on a read.
     """
     plan = _Plan()
     turned = _turned(correspondences, to)
@@ -109,14 +109,14 @@ def translate(
 class Translated(Renamed):
     """A `Source` over another with other names and cuts; made by `translate`.
 
-    The chunks of its tensors are where the stored ones came to lie.
+    The chunks of its tensors are the stored chunks, carried over.
 
     Attributes:
-        source: What lies under it.
-        left_over: Names of the underlying source that nothing was made of, in their order. They are here under
-            their own names, unless they were to be dropped.
-        inexact: Names of tensors that could not be brought back exactly from what was read, and why. Known of mixed
-            dtypes at once (the parts come back in the widest), of shifted values when they are read, of padding by
+        source: The source below.
+        left_over: Unused names of the source below, in order. Present here under
+            their own names, unless dropped.
+        inexact: Reasons, by name, for tensors without an exact way back. Known at once for mixed
+            dtypes (the parts come back in the widest), on the read for shifted values, for padding by
             `read_cut_off`.
     """
 
@@ -141,10 +141,10 @@ class Translated(Renamed):
         return tuple(self._plan.objects)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fill the given memory, as `Source.read` has it, in one read of the underlying source.
+        """As `Source.read`, in one read of the source below.
 
         Raises:
-            ValueError: Values that should agree do not; both names are told.
+            ValueError: Values that should agree do not; the error gives both names.
         """
         requests: list[Wanted] = []
         checks: list[Callable[[], None]] = []
@@ -166,7 +166,7 @@ class Translated(Renamed):
         """The value of an object.
 
         Raises:
-            ValueError: Values that should agree do not; both names are told.
+            ValueError: Values that should agree do not; the error gives both names.
         """
         first, *others = self._plan.objects[name].names
         value = self.source.read_object(first)
@@ -176,7 +176,7 @@ class Translated(Renamed):
         return value
 
     def read_cut_off(self) -> None:
-        """Read the padding that is left out, and note in `inexact` where it is not zero. Holds a row at least."""
+        """Read the dropped padding, and note nonzero rows in `inexact`. Holds a row at least."""
         for name, (stored, rows) in self._plan.cut_off.items():
             info, num_lost = self.source.tensors[stored], 0
             for piece in pieces(rows, _PIECE_NUMEL):
@@ -187,7 +187,7 @@ class Translated(Renamed):
                 self.inexact[name] = f"{num_lost} of {rows.sizes[0]} rows of padding that are cut off are not zero"
 
     def take_lost(self) -> tuple[str, ...]:
-        """The names, in the source, of what lost bits in a shift, as far as it was read; `inexact` is without them."""
+        """Names, in the source, of tensors read so far that lost bits in a shift; removes them from `inexact`."""
         lost = [
             (name, {piece.left.name for piece in made_of.pieces})
             for name in self.inexact
@@ -206,6 +206,7 @@ class Translated(Renamed):
         for index, _, shared in meetings(boxes, [want.chunk]):
             origin, target = cut.pieces[index]
             chunk = carried(shared, target.chunk, origin.chunk)
+            # `view`, not `reshape`: a read into a copy would not reach the caller's memory.
             into = box_of(want.into, shared.relative_to(want.chunk)).view(chunk.sizes)
             if not cut.shift:
                 requests.append(Wanted(origin.name, chunk, into))
@@ -220,6 +221,7 @@ class Translated(Renamed):
             original = torch.empty(chunk.sizes, dtype=self._originals.tensors[name].dtype)
             self._originals.read([Wanted(name, chunk, original)])
             original = original.view(stored.shape)
+            # An element equal to the shifted original is unchanged since: the exact original is restored.
             is_unchanged = shifted(original, -shift, stored.dtype) == stored
             values = torch.where(is_unchanged, original.to(into.dtype), values)
             lost &= ~is_unchanged
@@ -237,22 +239,22 @@ def shifted(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Ten
 
 
 def not_undone(values: torch.Tensor, shift: float, dtype: torch.dtype) -> torch.Tensor:
-    """Which values `dtype` can hold, but not after the shift: undone, they are others."""
+    """Which values `dtype` can hold before the shift, but not exactly after: undoing the shift gives others."""
     back = shifted(shifted(values, shift, dtype), -shift, values.dtype)
     held = values.to(dtype).to(values.dtype)
     return (held == values) & (back != values)
 
 
 def parameter_shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors by parameter name: what `Rules.match` asks for.
+    """The shapes of the model's tensors by parameter name: the argument of `Rules.match`.
 
-    Of a checkpoint that holds an optimizer alone there are none.
+    Empty for a checkpoint of an optimizer alone.
     """
     return {own_name(name): tuple(info.shape) for name, info in source.tensors.items() if is_of_model(name)}
 
 
 def _turned(correspondences: Iterable[Correspondence], to: Side) -> list[Correspondence]:
-    """The same, from left to right."""
+    """The correspondences, from left to right."""
     return [each if to == "right" else each.inverse for each in correspondences]
 
 
@@ -265,7 +267,7 @@ def _plan_model(source: Source, turned: Sequence[Correspondence], plan: _Plan) -
 
 
 def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str, plan: _Plan) -> None:
-    """Plan what belongs to parameters: slots, or options."""
+    """Plan parameters' entries: slots, or options."""
     belongs = {name: index for index, each in enumerate(turned) for name in each.left}
     known = {*belongs, *(name for each in turned for name in each.right), *parameter_shapes(source)}
     entries: dict[tuple[int, str], set[str]] = {}
@@ -280,7 +282,7 @@ def _plan_entries(source: Source, turned: Sequence[Correspondence], section: str
 
 
 def _plan_entry(source: Source, each: Correspondence, section: str, entry: str, plan: _Plan) -> None:
-    """Note [What becomes of optimizer state]."""
+    """Plan one entry by Note [Translation of optimizer state]."""
     names = tuple(f"{section}{name}{entry}" for name in each.left)
     are_tensors = [name in source.tensors for name in names]
     shapes = [tuple(source.tensors[name].shape) if name in source.tensors else () for name in names]
@@ -295,7 +297,7 @@ def _plan_entry(source: Source, each: Correspondence, section: str, entry: str, 
 
 
 def _cut(plan: _Plan, source: Source, each: Correspondence, prefix: str, suffix: str, shift: float) -> None:
-    """Make each tensor of the right side of boxes of the left side's."""
+    """Compose each tensor of the right side from boxes of the left side's."""
     of_right: dict[str, list[Piece]] = {name: [] for name in each.right}
     for left, right in each.pieces:
         left = left._replace(name=f"{prefix}{left.name}{suffix}")
@@ -349,7 +351,7 @@ def _claim(plan: _Plan, name: str, made_of: Iterable[str]) -> None:
 
 
 def _in_stored_order(plan: _Plan, source: Source) -> _Plan:
-    """The order of the source's tensors, so that reads along the names run along the files."""
+    """The plan in the order of the source's tensors, so that reads along the names run along the files."""
     positions = {name: position for position, name in enumerate([*source.tensors, *source.objects])}
 
     def first(made_of: _Same | _Cut) -> int:

@@ -53,6 +53,7 @@ def in_child(fn):
         warnings.simplefilter("ignore", DeprecationWarning)  # The child needs no threads.
         pid = os.fork()
     if pid == 0:
+        torch.set_num_threads(1)  # A fork has none of its parent's OpenMP threads, and would wait for them for ever.
         try:
             fn()
         except BaseException:  # noqa: BLE001

@@ -11,7 +11,7 @@ from lamella_checkpoint._base.stream import stream
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint.dcp_writer import write_dcp
-from lamella_checkpoint.sources import box_of
+from lamella_checkpoint.sources import WriteOptions, box_of
 from lamella_checkpoint.testing import MemorySource, read_tensor
 from lamella_layout import Chunk
 from lamella_testing.bits import random_bits, same_bits
@@ -76,7 +76,8 @@ class TestStream:
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
 class TestEachFormat:
     def test_dcp(self, source, tmp_path, buffer_nbytes):
-        write_dcp(source, kept(source), tmp_path, max_file_nbytes=2000, buffer_nbytes=buffer_nbytes)
+        options = WriteOptions(max_file_nbytes=2000, buffer_nbytes=buffer_nbytes)
+        write_dcp(source, kept(source), tmp_path, options=options)
         assert len(list(tmp_path.glob("*.distcp"))) > 1
         into = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
         dcp.load(into, checkpoint_id=tmp_path)
@@ -99,7 +100,7 @@ def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path):
     source = StoredCheckpoint(save(tmp_path / "saved", model=model, optimizer=optimizer))
     manifest = Manifest(extra={"step": 7}, num_ranks=1, optimizer=None)
     (tmp_path / "written").mkdir()
-    write_dcp(source, kept(source), tmp_path / "written", manifest=manifest, buffer_nbytes=100)
+    write_dcp(source, kept(source), tmp_path / "written", manifest=manifest, options=WriteOptions(buffer_nbytes=100))
     fresh, its_optimizer = trained(seed=1)
     assert load(tmp_path / "written", model=fresh, optimizer=its_optimizer) == {"step": 7}
     assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
@@ -112,7 +113,7 @@ def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path):
 def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path):
     source = MemorySource({"model.weight": torch.zeros(100, 100), "model.bias": torch.zeros(3)})
     manifest = Manifest(extra={}, num_ranks=1, optimizer=None)
-    write_dcp(source, kept(source), tmp_path, manifest=manifest, buffer_nbytes=1000)
+    write_dcp(source, kept(source), tmp_path, manifest=manifest, options=WriteOptions(buffer_nbytes=1000))
     checksums = Checksums.of(tmp_path)
     content = (tmp_path / "__0_0.distcp").read_bytes()
     spans = sorted(checksums.files["__0_0.distcp"])
@@ -146,5 +147,5 @@ def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path):
 def test_progress_adds_up_to_what_was_written(source, tmp_path):
     total = sum(tensor.nbytes for tensor in source.held.values())
     steps = []
-    write_dcp(source, kept(source), tmp_path, buffer_nbytes=SMALL, on_bytes=steps.append)
+    write_dcp(source, kept(source), tmp_path, options=WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append))
     assert sum(steps) == total and len(steps) > 10

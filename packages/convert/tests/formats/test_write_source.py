@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+from lamella_checkpoint.sources import WriteOptions
 from lamella_checkpoint.testing import MemorySource, read_tensor
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.write_source import write_safetensors, write_torch
@@ -37,7 +38,8 @@ def equal(found, source, prefix=""):
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
 class TestEachFormat:
     def test_safetensors(self, source, tmp_path, buffer_nbytes):
-        write_safetensors(source, kept(source), tmp_path, max_shard_nbytes=500, buffer_nbytes=buffer_nbytes)
+        options = WriteOptions(max_file_nbytes=500, buffer_nbytes=buffer_nbytes)
+        write_safetensors(source, kept(source), tmp_path, options=options)
         files = list(tmp_path.glob("*.safetensors"))
         assert len(files) > 2
         assert equal({name: tensor for file in files for name, tensor in load_file(file).items()}, source)
@@ -45,7 +47,7 @@ class TestEachFormat:
         assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
 
     def test_torch_save(self, source, tmp_path, buffer_nbytes):
-        write_torch(source, kept(source), tmp_path / "a.pt", buffer_nbytes=buffer_nbytes)
+        write_torch(source, kept(source), tmp_path / "a.pt", options=WriteOptions(buffer_nbytes=buffer_nbytes))
         assert equal(torch.load(tmp_path / "a.pt", weights_only=True), source, "model.")
         assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True), source, "model.")
 
@@ -116,5 +118,6 @@ def test_progress_adds_up_to_what_was_written(source, tmp_path):
         if target != "a.pt":
             (tmp_path / target).mkdir()
         steps = []
-        write(source, kept(source), tmp_path / target, buffer_nbytes=SMALL, on_bytes=steps.append)
+        options = WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append)
+        write(source, kept(source), tmp_path / target, options=options)
         assert sum(steps) == total and len(steps) > 10

@@ -1,0 +1,25 @@
+"""A finished run, as the fixture `train` gives it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lamella import Config
+from lamella._directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what it recorded."""
+
+    directory: RunDirectory
+    losses: dict[int, float]
+    validations: dict[int, float | None]
+
+    def nats_per_byte(self, step: int) -> float:
+        """A validation's result, where the bytes of tokens are known."""
+        found = self.validations[step]
+        assert found is not None
+        return found
+
+
+TrainOn = Callable[[Config, int], Run]
