@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamella_engine._attached import state_of
-from lamella_engine._context import Context
+from lamella_engine._modules.attached import state_of
+from lamella_engine._streams.streams import Streams
 from lamella_integration.repeatable import use_repeatable_kernels
 from lamella_integration.tasks import TASKS, Batch, Recipe, Task, Trace, train
 from lamella_testing import run_ranks
@@ -30,15 +30,15 @@ def _two_rows_a_rank(task: Task) -> Task:
 LLAMA, ODD = _two_rows_a_rank(TASKS["llama"]), TASKS["odd"]
 
 
-def delay_streams(model: nn.Module, context: Context) -> None:
+def delay_streams(model: nn.Module, streams: Streams) -> None:
     """Let one stream or another sleep at random points of forward and backward; on each rank others."""
     choose = Random(dist.get_rank())
-    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
+    engines = [streams.all_gather_stream, streams.reduce_scatter_stream, streams.all_reduce_stream]
 
     def delay(*_: object) -> None:
         if choose.random() < 0.3:
-            with context.on(choose.choice([context.compute_stream, *engines])):
-                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
+            with streams.on(choose.choice([streams.compute_stream, *engines])):
+                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))  # type: ignore[no-untyped-call]
 
     for module in model.modules():
         module.register_forward_pre_hook(delay)
@@ -68,7 +68,7 @@ def assert_no_bit_changes_when_late(
         use_repeatable_kernels()
         punctual = training(task, sharded(), recipe)
         model = sharded()
-        delay_streams(model, state_of(model).context)
+        delay_streams(model, state_of(model).tree.streams)
         return punctual, training(task, model, recipe)
 
     for punctual, late in run_ranks(traces, num_ranks, device="cuda"):

@@ -228,7 +228,12 @@ _PATCHES: dict[str, Any] = {
     "hidden_size": 32,
     "out_hidden_size": 32,
 }
-_QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+_QWEN_TOKENS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": 61,
+    "vision_start_token_id": 58,
+    "vision_end_token_id": 59,
+}
 
 
 def _qwen2_vl() -> PreTrainedConfig:
@@ -242,18 +247,22 @@ def _qwen3_vl() -> PreTrainedConfig:
 
 
 def _llava() -> PreTrainedConfig:
-    parts = {"text_config": {"model_type": "llama"}, "vision_config": {"model_type": "clip_vision_model"}}
+    parts: dict[str, Any] = {
+        "text_config": {"model_type": "llama"},
+        "vision_config": {"model_type": "clip_vision_model"},
+    }
     parts["vision_config"]["num_hidden_layers"] = 3
     return small("llava", image_token_index=IMAGE, **parts)
 
 
 def _paligemma() -> PreTrainedConfig:
-    parts = {"text_config": {"model_type": "gemma"}, "vision_config": _SIGLIP}
+    parts: dict[str, Any] = {"text_config": {"model_type": "gemma"}, "vision_config": _SIGLIP}
     return small("paligemma", image_token_index=IMAGE, **parts)
 
 
 def _gemma3() -> PreTrainedConfig:
-    tokens = {"image_token_index": IMAGE, "mm_tokens_per_image": 4, "boi_token_index": 58, "eoi_token_index": 59}
+    tokens: dict[str, Any] = {"image_token_index": IMAGE, "mm_tokens_per_image": 4}
+    tokens |= {"boi_token_index": 58, "eoi_token_index": 59}
     return small("gemma3", text_config={}, vision_config=_SIGLIP, **tokens)
 
 
@@ -271,7 +280,8 @@ class _Residual(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
+        update: torch.Tensor = self.layers(x)
+        return x + update
 
 
 class _Chain(nn.Module):
@@ -295,7 +305,8 @@ class _Attention(nn.Module):
         self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.attention(x, x, x)[0]
+        update: torch.Tensor = self.attention(x, x, x)[0]
+        return x + update
 
 
 class _Translator(nn.Module):
@@ -304,7 +315,8 @@ class _Translator(nn.Module):
         self.transformer = nn.Transformer(16, 4, 2, 2, 32, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.transformer(x, x[:, :4])
+        translated: torch.Tensor = self.transformer(x, x[:, :4])
+        return translated
 
 
 class _Recurrent(nn.Module):
@@ -313,7 +325,8 @@ class _Recurrent(nn.Module):
         self.layer = nn.LSTM(16, 16, num_layers=2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(x)[0]
+        update: torch.Tensor = self.layer(x)[0]
+        return x + update
 
 
 class _Bags(nn.Module):
@@ -323,7 +336,7 @@ class _Bags(nn.Module):
         self.blocks = nn.ModuleList(_Residual(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(input_ids)
+        x: torch.Tensor = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
         return x
@@ -339,7 +352,8 @@ class _Adapted(nn.Module):
         self.up = nn.Linear(3, 16, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        adapted: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return adapted
 
 
 class _Spectral(nn.Module):
@@ -351,7 +365,8 @@ class _Spectral(nn.Module):
         self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.fft.irfft(torch.fft.rfft(self.mix(x)) * self.filter, n=16)
+        update: torch.Tensor = torch.fft.irfft(torch.fft.rfft(self.mix(x)) * self.filter, n=16)
+        return x + update
 
 
 def _convolution() -> nn.Module:

@@ -30,7 +30,7 @@ def _sharded(task: Task, reduce_dtype: torch.dtype = torch.bfloat16) -> Referenc
 
 def _pass(task: Task, model: nn.Module) -> None:
     inputs, labels = task.batch(0)
-    task.loss(model(inputs).float(), labels).backward()
+    task.loss(model(inputs).float(), labels).backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
 
 
@@ -81,11 +81,11 @@ def test_one_rank_communicates_nothing() -> None:
     assert run_ranks(counts, 1) == [{}]
 
 
-class _Lifetimes(TorchDispatchMode):
+class _Lifetimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at every operation how many units have unsharded parameters, and how many have gradients."""
 
     def __init__(self, units: list[nn.Module]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: list[list[torch.UntypedStorage]] = [[] for _ in units]
         self.gradients: list[list[StorageWeakRef]] = [[] for _ in units]
         self.peak_unsharded = self.peak_gradients = 0
@@ -99,15 +99,15 @@ class _Lifetimes(TorchDispatchMode):
         parameters = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         self.storages[index] = [parameter.untyped_storage() for parameter in parameters]
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: self.gradients[index].append(StorageWeakRef(p.grad.untyped_storage()))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: self.gradients[index].append(StorageWeakRef(p.grad.untyped_storage()))  # type: ignore[no-untyped-call]
             )
 
     def num_unsharded(self) -> int:
         return sum(any(storage.nbytes() > 0 for storage in storages) for storages in self.storages)
 
     def num_with_gradients(self) -> int:
-        return sum(any(not gradient.expired() for gradient in gradients) for gradients in self.gradients)
+        return sum(any(not gradient.expired() for gradient in gradients) for gradients in self.gradients)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.peak_unsharded = max(self.peak_unsharded, self.num_unsharded())

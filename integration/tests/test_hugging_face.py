@@ -36,7 +36,7 @@ def _model(*, tied: bool = True, seed: int = 0, dtype: torch.dtype = torch.float
         tie_word_embeddings=tied,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -46,7 +46,8 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _opened(path: Path) -> Any:
-    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    opened: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, report = opened
     assert not any(report.values()), report
     return model.eval()
 
@@ -65,8 +66,9 @@ def test_what_ranks_write_from_their_shards_gives_the_same_logits(
 ) -> None:
     def write() -> None:
         model = _model()
+        options: dict[str, Any] = {"options": ShardingOptions(keep_together=Rows(1))} if layout == "flat" else {}
         for layer in [*model.model.layers, model]:
-            fully_shard(layer, **({"options": ShardingOptions(keep_together=Rows(1))} if layout == "flat" else {}))
+            fully_shard(layer, **options)
         save_safetensors(tmp_path / "a", model=model, max_shard_nbytes=max_shard_nbytes, like=published)
 
     run_ranks(write, 3)

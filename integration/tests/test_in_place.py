@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from lamella_testing import RankFailure
 
 
 def shard(folder: Path) -> list[str]:
-    return units(torch.distributed.fsdp.fully_shard(nn.Linear(3, 2)))
+    model: Any = torch.distributed.fsdp.fully_shard(nn.Linear(3, 2))
+    return units(model)
 
 
 def tell_which(folder: Path) -> bool:

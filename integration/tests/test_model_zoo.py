@@ -146,12 +146,12 @@ def _compare(subject: Subject, way: Way) -> None:
         _assert_equal(_program(UNSHARDED, subject, way), ours, rtol=1e-4, atol=1e-5)
 
 
-def _assert_equal(expected: Trace, got: Trace, **tolerance: float) -> None:
+def _assert_equal(expected: Trace, got: Trace, **tolerance: Any) -> None:
     assert list(got) == list(expected)
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(
-                got[name], value, msg=lambda text, name=name: f"{name}: {text}", equal_nan=True, **tolerance
+                got[name], value, msg=partial("{}: {}".format, name), equal_nan=True, **tolerance
             )
         else:
             assert got[name] == value, name
@@ -197,7 +197,7 @@ def _program(module: str, subject: Subject, way: Way) -> Trace:
     return trace
 
 
-def _prepared(api: ModuleType | None, subject: Subject, way: Way) -> nn.Module:
+def _prepared(api: ModuleType | None, subject: Subject, way: Way) -> Any:
     model: Any = subject.make()
     if api is not None and way.on_meta:
         whole, buffers = model.state_dict(), dict(model.named_buffers())
@@ -251,18 +251,20 @@ def _loss(model: nn.Module, subject: Subject, number: int) -> torch.Tensor:
     output = model(**_inputs(subject, number))
     if isinstance(output, torch.Tensor):
         return output.square().mean()
-    return output.loss
+    loss: torch.Tensor = output.loss
+    return loss
 
 
 def _generate(model: Any, subject: Subject) -> torch.Tensor:
     prompt = {name: value for name, value in _inputs(subject, 4).items() if name != "labels"}
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(**prompt, **options)
+    generated: torch.Tensor = model.generate(**prompt, **options)
+    return generated
 
 
 def _backward(model: nn.Module, subject: Subject, number: int, trace: Trace) -> None:
     loss = _loss(model, subject, number)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     trace[f"loss {number}"] = loss.detach()
 
 

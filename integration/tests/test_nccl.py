@@ -18,7 +18,7 @@ from lamella.overlap import Kernel, Kind, streams_of
 from lamella_buffers import Allocator, CachingAllocator
 from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_integration import bench
-from lamella_integration.backends import BACKENDS, Workload
+from lamella_integration.backends import BACKENDS, Workload, lamella
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.profile import NUM_STEPS, PROOF, parameter_sizes, profile_steps
@@ -194,7 +194,7 @@ def test_a_step_needs_two_unsharded_units_and_two_units_gradients_beside_the_roo
         for _ in range(2):  # The second adds to reduced gradients, which are there all the time: nothing can hide.
             _allocated()
             torch.cuda.reset_peak_memory_stats()
-            next_token_loss(training.model(batch[0]), batch[1]).backward()
+            next_token_loss(training.model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -222,7 +222,7 @@ def test_a_step_makes_one_collective_a_unit_and_pass_and_moves_each_byte_once(nu
         batch = workload.batch(FEW_TOKENS)
         training.step(*batch)
         with CollectiveCounter() as counter:
-            next_token_loss(training.model(batch[0]), batch[1]).backward()
+            next_token_loss(training.model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
         return counter.counts(), counter.nbytes("all_gather"), counter.nbytes("all_to_all")
 
     with torch.device("meta"):
@@ -287,7 +287,7 @@ def test_replicas_are_reduced_over_on_a_stream_of_their_own_while_compute_goes_o
 ) -> None:
     def check() -> None:
         workload = Workload(config=PROOF, device=_cuda())
-        training = BACKENDS["lamella"](workload, mesh=shape)
+        training = lamella(workload, mesh=shape)
         kernels = profile_steps(training, *workload.batch(MANY_TOKENS))
         reductions = [kernel for kernel in kernels if "allreduce" in kernel.name.lower().replace("_", "")]
         assert len(reductions) == NUM_STEPS * (PROOF.num_layers + 1), {kernel.name for kernel in kernels}
@@ -342,8 +342,8 @@ def test_nsight_sees_phases_and_units_where_pytorch_emits_nvtx_ranges() -> None:
         task = TASKS["llama"]
         model = shard(task.model(device=_cuda()), fully_shard)
         tokens, labels = (tensor.to(_cuda()) for tensor in task.batch(0))
-        with patch("lamella_engine._labels.record_function", note), torch.autograd.profiler.emit_nvtx():
-            task.loss(model(tokens), labels).backward()
+        with patch("lamella_engine._common.labels.record_function", note), torch.autograd.profiler.emit_nvtx():  # type: ignore[no-untyped-call]
+            task.loss(model(tokens), labels).backward()  # type: ignore[no-untyped-call]
         return opened
 
     [opened] = run_ranks(names, 1, device="cuda")

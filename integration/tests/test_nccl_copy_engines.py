@@ -1,6 +1,7 @@
 """On GPUs: gathers by copy engines give what rings give, take no multiprocessor, and are what units do by default."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lamella_buffers import CachingAllocator, NcclTransport, Payload, copy_engines_of
 from lamella_buffers.testing import check_allocator
 from lamella_engine import ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, ShardingOptions, fully_shard
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_integration.tasks import TASKS, Recipe, shard, train
 from lamella_testing import run_ranks
 
@@ -46,7 +47,7 @@ def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
 
     def check() -> None:
         engines, ring = _engines(), NcclTransport(dist.group.WORLD)  # type: ignore[arg-type]
-        stream = torch.cuda.Stream(priority=-1)
+        stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         buffers = [
             engines.allocator.create(num_ranks * sum(numels), torch.bfloat16, torch.device("cuda"))
             for numels in SIZES * 2
@@ -61,7 +62,7 @@ def test_it_gathers_what_a_ring_gathers(num_ranks: int, in_place: bool) -> None:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 if turn % num_ranks == dist.get_rank():
-                    torch.cuda._sleep(2_000_000)
+                    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
                 engines.allocator.allocate(buffer)
                 got = _views(buffer, numels)
                 own = [whole.view(num_ranks, -1)[dist.get_rank()] for whole in got]
@@ -115,6 +116,10 @@ def test_its_memory_is_an_allocator_like_any_other(num_ranks: int) -> None:
     run_ranks(check, num_ranks, device="cuda")
 
 
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+
+
 def _kernels(step: Callable[[], object]) -> list[str]:
     for _ in range(3):
         step()
@@ -138,7 +143,7 @@ def test_units_gather_so_by_default_and_by_rings_when_told(num_ranks: int) -> No
                 )
             fully_shard(model)
             x = torch.randn(4, 512, device="cuda")
-            names = _kernels(lambda model=model, x=x: model(x).sum().backward())
+            names = _kernels(partial(_backward, model, x))
             pushed = sum("PtoP" in name and "Memcpy" in name for name in names)
             found.append((pushed, sum("AllGather" in name for name in names)))
         return found
@@ -198,7 +203,7 @@ def test_at_rest_windows_hold_no_allocated_bytes(num_ranks: int) -> None:
         with torch.no_grad():
             model(x)
         assert torch.cuda.memory_allocated() - before < 2**20  # what ranks told one another
-        windows = state_of(model).groups[0]._windows
+        windows = state_of(model).unit.parameters.groups[0]._windows
         assert windows is not None
         assert windows.reserved_nbytes == 4096 * 4096 * 4
 

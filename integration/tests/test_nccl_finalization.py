@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import ZERO1, FSDPModule, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
-from lamella_engine._attached import state_of
-from lamella_engine._state import FSDPState
+from lamella_engine._modules.attached import state_of
+from lamella_engine.extending import Unit
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
@@ -48,8 +48,9 @@ def _sharded(way: str, **options: Any) -> FSDPModule:
     return model
 
 
-def _units(model: nn.Module) -> list[FSDPState]:
-    return list(state_of(model).context.states)  # type: ignore[arg-type]
+def _units(model: FSDPModule) -> list[Unit]:
+    assert isinstance(model, nn.Module)
+    return state_of(model).tree.units
 
 
 def _backward(model: Any, seed: int = 0) -> torch.Tensor:
@@ -88,12 +89,12 @@ def test_a_finalized_step_is_one_whose_last_microbatch_is_reduced(way: str) -> N
                 if by_hand:
                     assert not counter.reductions
                     model.set_requires_gradient_sync(True)
-                    context = state_of(model).context
-                    with context.on(context.reduce_scatter_stream):
-                        torch.cuda._sleep(50 * LONGEST_SLEEP)
+                    streams = state_of(model).tree.streams
+                    with streams.on(streams.reduce_scatter_stream):
+                        torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]
                     async_op = step % 2 == 1
                     handle = model.finalize_backward(async_op=async_op)
-                    assert (handle is not None) == async_op == context.is_left
+                    assert (handle is not None) == async_op == streams.is_left
                     if handle is not None:
                         handle.wait()
             nums_reductions.append(len(counter.reductions))
@@ -129,7 +130,9 @@ def test_kept_storage_has_one_address_and_weighs_what_it_holds(way: str) -> None
             for step in range(3):
                 with CollectiveCounter() as counter:
                     _backward(model, step)
-                addresses.append([group.unsharded_weight.flat.data_ptr() for u in _units(model) for group in u.groups])
+                addresses.append(
+                    [group.unsharded_weight.flat.data_ptr() for u in _units(model) for group in u.parameters.groups]
+                )
                 gradients = _gradients(model)
                 _descend(model)
             if keeps:
@@ -140,7 +143,7 @@ def test_kept_storage_has_one_address_and_weighs_what_it_holds(way: str) -> None
             model.set_keep_unsharded_storage(False)
             freed = held - (_allocated() - before)
             if keeps:
-                whole = sum(group.unsharded_weight.flat.nbytes for u in _units(model) for group in u.groups)
+                whole = sum(group.unsharded_weight.flat.nbytes for u in _units(model) for group in u.parameters.groups)
                 if way != "ZERO1":  # whose copies stay, whatever is kept
                     assert whole <= freed <= whole + 512 * len(_units(model))
             else:
@@ -181,8 +184,8 @@ def test_parameters_that_keep_their_dtype_are_gathered_in_it_beside_the_others(w
         model = _sharded(way, mp_policy=policy)
         whole = {name: unsharded(each.detach()) for name, each in model.named_parameters()}  # type: ignore[attr-defined]
         for each in _units(model):
-            each.unshard()
-            each.wait_for_unshard()
+            each.weights.unshard()
+            each.weights.wait_for_unshard()
         dtypes = set()
         for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
             dtype = torch.float32 if parameter.ndim == 1 else torch.bfloat16
@@ -192,7 +195,7 @@ def test_parameters_that_keep_their_dtype_are_gathered_in_it_beside_the_others(w
             dtypes.add(dtype)
         assert len(dtypes) == 2
         for each in _units(model):
-            each.reshard()
+            each.weights.reshard()
 
         everything_in_bf16 = _sharded(way, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         for step in range(2):

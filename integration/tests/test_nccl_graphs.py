@@ -12,7 +12,7 @@ from torch import nn
 from lamella.overlap import Kernel, Kind
 from lamella_buffers import _driver
 from lamella_engine import MixedPrecisionPolicy, fully_shard
-from lamella_integration.backends import BACKENDS, Workload
+from lamella_integration.backends import Workload, lamella
 from lamella_integration.profile import PROOF, profile_steps
 from lamella_integration.tasks import TASKS, shard, unsharded
 from lamella_optim import _overlap, capture_step, overlap_optimizer
@@ -160,7 +160,7 @@ def _captured_kernels() -> tuple[list[Kernel], _Rows]:
 
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
     with mock.patch.object(_driver, "_as_rows", noted):
-        training = BACKENDS["lamella"](workload, graph=True)
+        training = lamella(workload, graph=True)
         kernels = profile_steps(training, *workload.batch(MANY_TOKENS), num_warmup_steps=6)
     return kernels, _Rows(*map(sum, zip(*captured, strict=True)))
 

@@ -23,7 +23,7 @@ from lamella_engine import (
     fully_shard,
     parameter_norms,
 )
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.tasks import TASKS, shard
 from lamella_optim import clip_grad_norm_, overlap_optimizer
@@ -141,14 +141,14 @@ def test_who_asks_for_norms_waits_for_gradients_that_are_late() -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             if is_late:
                 overlap_optimizer(optimizer, late_gradients=True)
-            context = state_of(model).context
+            streams = state_of(model).tree.streams
             for ask in (lambda model=model: clip_grad_norm_(model.parameters(), 1e9).item(), parameter_norms):
-                with context.on(context.reduce_scatter_stream):
-                    torch.cuda._sleep(50 * LONGEST_SLEEP)  # reductions come after 10 ms
+                with streams.on(streams.reduce_scatter_stream):
+                    torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]  # reductions come after 10 ms
                 _backward(model)
-                assert context.is_left == is_late
+                assert streams.is_left == is_late
                 norms.append(ask(model) if ask is parameter_norms else ask())  # type: ignore[call-arg,arg-type]
-                assert not context.is_left
+                assert not streams.is_left
                 model.zero_grad()
         assert norms[:2] == norms[2:]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lamella.overlap import Kernel, Kind
 from lamella_engine import MixedPrecisionPolicy, fully_shard
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.profile import NUM_STEPS, NUM_TOKENS, PROOF, profile_steps
 from lamella_integration.repeatable import use_repeatable_kernels
@@ -46,7 +46,7 @@ def test_steps_that_hide_the_ends_change_no_bit_however_late_a_stream_may_be(way
         use_repeatable_kernels()
         expected = train(LLAMA, _sharded(way), RECIPE)
         model = _sharded(way)
-        delay_streams(model, state_of(model).context)
+        delay_streams(model, state_of(model).tree.streams)
         return expected, train(LLAMA, model, RECIPE, partial(_overlap_late, model, late_gradients))
 
     for expected, got in run_ranks(traces, 4, device="cuda"):
@@ -56,13 +56,13 @@ def test_steps_that_hide_the_ends_change_no_bit_however_late_a_stream_may_be(way
 
 def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim.Optimizer) -> None:
     """Hide the ends behind an optimizer before whose step a stream may sleep."""
-    choose, context = Random(torch.cuda.current_device()), state_of(model).context
-    engines = [context.all_gather_stream, context.reduce_scatter_stream, context.all_reduce_stream]
+    choose, streams = Random(torch.cuda.current_device()), state_of(model).tree.streams
+    engines = [streams.all_gather_stream, streams.reduce_scatter_stream, streams.all_reduce_stream]
 
     def delay(*_: object) -> None:
         if choose.random() < 0.5:
-            with context.on(choose.choice([context.compute_stream, *engines])):
-                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
+            with streams.on(choose.choice([streams.compute_stream, *engines])):
+                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))  # type: ignore[no-untyped-call]
 
     if not late_gradients:  # Another hook may look at gradients, so they would not be late.
         optimizer.register_step_pre_hook(delay)
@@ -72,7 +72,7 @@ def _overlap_late(model: nn.Module, late_gradients: bool, optimizer: torch.optim
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("flavour", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=repr)
-def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, bool]) -> None:
+def test_each_flavour_has_the_same_state_as_without(flavour: dict[str, Any]) -> None:
     def states() -> list[Any]:
         use_repeatable_kernels()
         found = []
@@ -111,7 +111,7 @@ def _profile_of_steps_that_start_together(**options: Any) -> list[Kernel]:
     meet = torch.zeros(1, device=workload.device)
 
     def step() -> None:
-        torch.cuda._sleep(50 * LONGEST_SLEEP)  # 10 ms: more than the host needs to launch what follows
+        torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]  # 10 ms: more than the host needs to launch what follows
         dist.all_reduce(meet)
         training.optimizer_step()
 
@@ -132,11 +132,11 @@ def test_what_forward_gathers_first_is_on_its_way_while_the_optimizer_goes_on() 
 def _profile_of_steps_whose_last_reduction_is_late(**options: Any) -> list[Kernel]:
     workload = Workload(config=PROOF, device=torch.device("cuda", torch.cuda.current_device()))
     training = BACKENDS["lamella"](workload, **options)
-    context = state_of(training.model).context
+    streams = state_of(training.model).tree.streams
 
     def step() -> None:
-        with context.on(context.reduce_scatter_stream):  # behind the last reduction of a backward that is over
-            torch.cuda._sleep(50 * LONGEST_SLEEP)
+        with streams.on(streams.reduce_scatter_stream):  # behind the last reduction of a backward that is over
+            torch.cuda._sleep(50 * LONGEST_SLEEP)  # type: ignore[no-untyped-call]
         training.optimizer_step()
 
     return profile_steps(replace(training, optimizer_step=step), *workload.batch(NUM_TOKENS))

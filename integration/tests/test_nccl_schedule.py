@@ -27,8 +27,8 @@ from lamella_engine import (
     fully_shard,
     set_main_grads,
 )
-from lamella_engine._attached import state_of
-from lamella_engine._context import Context
+from lamella_engine._modules.attached import state_of
+from lamella_engine._streams.streams import Streams
 from lamella_integration.tasks import unsharded
 from lamella_testing import run_ranks
 
@@ -97,7 +97,8 @@ class Block(nn.Module):
         return x * self.gain
 
     def experts(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        update: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return x + update
 
 
 class _Slot:
@@ -195,20 +196,22 @@ def _model() -> nn.Sequential:
 def _shard(model: nn.Sequential, *, is_fused: bool, **options: Any) -> None:
     for block in (cast(Block, block) for block in model):
         fully_shard(block, **options)
-        block.down.on_gradient = delay_gradient(block, block.down.weight)
+        block.down.on_gradient = delay_gradient(block, block.down.get_parameter("weight"))
         block.down.is_fused = is_fused
         if is_fused:
-            set_main_grads(block, [block.down.weight])
+            set_main_grads(block, [block.down.get_parameter("weight")])
     fully_shard(model, **options)
 
 
 def _train(model: nn.Sequential, delay: Callable[[], None] = lambda: None) -> tuple[dict[str, torch.Tensor], set[int]]:
     """The weights after some steps, and how many bytes were allocated between them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = Schedule(model, torch.cuda.Stream())
+    schedule = Schedule(model, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(1)
     dtype = (
-        torch.bfloat16 if isinstance(model, FSDPModule) and state_of(model[0]).groups[0].policy.param_dtype else None
+        torch.bfloat16
+        if isinstance(model, FSDPModule) and state_of(model[0]).unit.parameters.groups[0].policy.param_dtype
+        else None
     )
     between: set[int] = set()
     for step in range(NUM_STEPS):
@@ -241,15 +244,15 @@ def test_verbs_over_several_streams_train_as_one_unsharded_gpu(placements: AxisP
         assert num_sizes == 1, "no step leaves anything behind"
 
 
-def _sleep_at_random(context: Context, model: nn.Sequential) -> Callable[[], None]:
+def _sleep_at_random(streams: Streams, model: nn.Sequential) -> Callable[[], None]:
     """Let one stream or another sleep before slots; on each rank others."""
     choose = Random(dist.get_rank())
-    streams = [context.all_gather_stream, context.reduce_scatter_stream]
+    others = [streams.all_gather_stream, streams.reduce_scatter_stream]
 
     def delay(*_: object) -> None:
         if choose.random() < 0.4:
-            with context.on(choose.choice([context.compute_stream, *streams])):
-                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))
+            with streams.on(choose.choice([streams.compute_stream, *others])):
+                torch.cuda._sleep(choose.randrange(LONGEST_SLEEP))  # type: ignore[no-untyped-call]
 
     for block in (cast(Block, block) for block in model):
         for late, name in ((block, "attend"), (block, "experts"), (block.down, "backward_dw")):
@@ -272,7 +275,7 @@ def test_streams_that_are_late_at_random_change_no_bit(is_fused: bool) -> None:
         for is_late in (False, True):
             model = _model()
             _shard(model, is_fused=is_fused, mp_policy=BF16)
-            delay = _sleep_at_random(state_of(model).context, model) if is_late else lambda: None
+            delay = _sleep_at_random(state_of(model).tree.streams, model) if is_late else lambda: None
             found.append(_train(model, delay)[0])
         return found[0], found[1]
 

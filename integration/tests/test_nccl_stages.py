@@ -10,6 +10,7 @@ from torch import nn
 
 from lamella_buffers import MemPoolAllocator, PoolAllocator
 from lamella_engine import MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_integration.reference import ReferenceModel
 from lamella_integration.tasks import Recipe, Task, Trace, shard, train
 from lamella_testing import run_ranks
 
@@ -23,7 +24,7 @@ WAYS: dict[str, Options] = {
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-def _model(task: Task) -> nn.Module:
+def _model(task: Task) -> ReferenceModel:
     return task.model(device=torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -1,7 +1,7 @@
 """On GPUs over NCCL: bf16 gradients that are exchanged as they are, and added up in fp32 where they arrive."""
 
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from lamella.overlap import Kind, streams_of
 from lamella_buffers import NcclTransport, ShardedBuffer, reduce_scatter
 from lamella_buffers.testing import check_transport
 from lamella_engine import HFSDP, HSDP, ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, Rows, ShardingOptions, fully_shard
-from lamella_engine._attached import state_of
-from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._modules.attached import state_of
+from lamella_engine._parameters import reduction
 from lamella_integration.backends import BACKENDS, Workload
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import Llama, LlamaConfig, next_token_loss
@@ -79,7 +79,8 @@ def test_a_gradient_is_the_mean_of_all_ranks_bf16_gradients_to_the_precision_of_
 ) -> None:
     def drawn(rank: int) -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(rank)
-        return torch.randn(num_rows, 256, generator=generator, device=_cuda()).bfloat16() * 10**rank
+        values: torch.Tensor = torch.randn(num_rows, 256, generator=generator, device=_cuda()).bfloat16() * 10**rank
+        return values
 
     def check() -> None:
         with _cuda():
@@ -113,7 +114,7 @@ def test_training_takes_the_steps_of_a_wire_that_is_as_wide_as_the_sum(
             return train(task, model, recipe)
 
         narrow = [trained(name) for name in TASKS]
-        with patch.object(ParameterGroup, "wire_dtype", PropertyMock(return_value=torch.float32)):
+        with patch.object(reduction, "wire_dtype", lambda _: torch.float32):
             wide = [trained(name) for name in TASKS]
         return list(zip(narrow, wide, strict=True))
 
@@ -136,7 +137,7 @@ def test_streams_that_are_late_at_random_change_no_bit(way: str) -> None:
         for is_late in (False, True):
             model = shard(LLAMA.model(device=_cuda()), fully_shard, mp_policy=POLICY, **WAYS[way]())
             if is_late:
-                delay_streams(model, state_of(model).context)
+                delay_streams(model, state_of(model).tree.streams)
             found.append(train(LLAMA, model, recipe))
         return found[0], found[1]
 
@@ -210,7 +211,7 @@ def test_every_gradient_is_sent_once_in_two_bytes_an_element(num_ranks: int) -> 
         batch = workload.batch(FEW_TOKENS)
         training.step(*batch)
         with CollectiveCounter() as counter:
-            next_token_loss(training.model(batch[0]), batch[1]).backward()
+            next_token_loss(training.model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
         exchanged = counter.nbytes("all_to_all")
         return exchanged, counter.nbytes("reduce_scatter"), {call.dtype for call in counter.reductions}
 

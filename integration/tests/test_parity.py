@@ -114,7 +114,7 @@ def test_a_model_built_on_meta_starts_with_the_weights_of_one_built_whole(name: 
             model = task.build()
         shard(model, fully_shard).to_empty(device="cpu")
         init_weights(model, 0)
-        task.loss(model(task.batch(0)[0]), task.batch(0)[1]).backward()
+        task.loss(model(task.batch(0)[0]), task.batch(0)[1]).backward()  # type: ignore[no-untyped-call]
         return {name: unsharded(parameter.detach()) for name, parameter in model.named_parameters()}
 
     expected = dict(task.model().named_parameters())

@@ -47,7 +47,8 @@ class Block(nn.Module):
 def sharded(stage: nn.Sequential, mesh: Any) -> nn.Sequential:
     for block in stage:
         torch.distributed.fsdp.fully_shard(block, mesh=mesh)
-    return torch.distributed.fsdp.fully_shard(stage, mesh=mesh)
+    torch.distributed.fsdp.fully_shard(stage, mesh=mesh)
+    return stage
 
 
 def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

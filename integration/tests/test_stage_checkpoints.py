@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import load, save
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, ShardingOptions, _flat_group, fully_shard
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, Rows, ShardingOptions, fully_shard
+from lamella_engine._parameters import flat_group
 from lamella_testing import run_ranks
 
 
@@ -38,7 +39,7 @@ WAYS = [(stage, layout) for stage in STAGES for layout in LAYOUTS]
 
 @pytest.fixture(autouse=True)
 def _small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_flat_group, "ALIGNMENT", 1)
+    monkeypatch.setattr(flat_group, "ALIGNMENT", 1)
 
 
 def _model(seed: int) -> nn.Module:
@@ -97,7 +98,7 @@ def test_every_stage_and_layout_is_stored_once_and_read_by_plain_torch_and_by_an
     for way, expected in states.items():
         path = tmp_path / " ".join(way)
         got = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-        dcp.load(got, checkpoint_id=path)
+        dcp.load(got, checkpoint_id=path)  # type: ignore[attr-defined]
         assert all(torch.equal(got[name], expected[name]) for name in expected), way
         _assert_stored_once(path)
     assert all(run_ranks(load_in_the_next, 4)[0])
@@ -125,7 +126,7 @@ class _Sparse(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None and parameter.shape[0] > 1:
                 state = self.state[parameter]

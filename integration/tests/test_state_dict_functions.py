@@ -148,10 +148,10 @@ def resumed(folder: Path) -> object:
     """A checkpoint of shards on a disk, loaded into another model in place."""
     source, optimizer = trained(0)
     model_state, optimizer_state = get_state_dict(source, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)  # type: ignore[attr-defined]
     target, other = trained(1, num_steps=1)
     model_state, optimizer_state = get_state_dict(target, other)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)  # type: ignore[attr-defined]
     set_state_dict(target, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
     losses = [[train(model, steps, 5) for _ in range(2)] for model, steps in ((source, optimizer), (target, other))]
     assert torch.equal(*(torch.stack(each) for each in losses)), losses

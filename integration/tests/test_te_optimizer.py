@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,11 +66,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _assert_close(sharded: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+def _assert_close(sharded: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
     for (name, got), wanted in zip(sharded.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(
-            _whole(got), wanted.detach(), **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(_whole(got), wanted.detach(), **tolerance, msg=partial("{}: {}".format, name))
 
 
 def _num_empty(model: nn.Module) -> int:

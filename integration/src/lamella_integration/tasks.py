@@ -6,7 +6,6 @@ equal weight. One process and any number of ranks dividing the rows therefore ta
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,8 @@ NUM_ROWS = 4
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class FullyShard(Protocol):
-    """The part of `fully_shard`'s signature used by tasks."""
-
-    def __call__(self, module: nn.Module, **options: object) -> object: ...
+# `fully_shard` of lamella or of torch, with options that only one of the two may know.
+FullyShard = Callable[..., object]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,7 +155,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **tolerance: float) -> None:
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor that must have one."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **tolerance: Any) -> None:
     """A tensor, sharded or not, has the value of a whole one."""
     tolerance = tolerance or {"rtol": 1e-4, "atol": 1e-5}
     if isinstance(got, DTensor):
@@ -166,7 +172,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, name: str = "", **to
 
 def _comparable(got: DTensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's part of both, which costs nothing; the whole of both where two axes shard one dim."""
-    dims = [placement.dim for placement in got.placements if placement.is_shard()]
+    placements: Any = got.placements  # a `Placement` alone has no dim
+    dims = [placement.dim for placement in placements if placement.is_shard()]
     if len(dims) != len(set(dims)) or not all(type(p) in (Shard, Replicate) for p in got.placements):
         return whole(got), expected
     for axis, placement in enumerate(got.placements):
@@ -187,7 +194,7 @@ def assert_equal_models(expected: nn.Module, got: nn.Module, **tolerance: float)
         assert_close(b, a, name, **tolerance)
         assert (a.grad is None) == (b.grad is None), f"{name}: expected gradient {a.grad}, got {b.grad}"
         if a.grad is not None:
-            assert_close(b.grad, a.grad, f"{name}.grad", **tolerance)
+            assert_close(gradient_of(b), a.grad, f"{name}.grad", **tolerance)
 
 
 def assert_all_sharded(parameters: Iterable[torch.Tensor]) -> None:
@@ -215,7 +222,7 @@ def assert_trains_as(
         losses = []
         for model in (expected, got):
             losses.append(loss_of(model, x))
-            losses[-1].backward()
+            losses[-1].backward()  # type: ignore[no-untyped-call]
         average(expected, mesh)
         assert_close(losses[1], losses[0], f"loss of step {step}")
         assert_equal_models(expected, got)

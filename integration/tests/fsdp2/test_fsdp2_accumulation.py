@@ -1,7 +1,9 @@
 """Microbatches: gradients may wait unreduced, parameters may stay, and nothing is lost or sent too often."""
 
 import itertools
+from functools import partial
 
+import torch
 from fsdp2_models import (
     Api,
     assert_all_sharded,
@@ -21,6 +23,10 @@ from torch import nn
 NUM_BLOCKS = 3
 
 
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
 def _microbatches(expected: nn.Module, model: nn.Module, set_flags: object, step: int) -> dict[str, int]:
     """Three microbatches on both models; the collectives of the sharded one."""
     totals: dict[str, int] = {}
@@ -29,7 +35,7 @@ def _microbatches(expected: nn.Module, model: nn.Module, set_flags: object, step
         set_flags(microbatch == 2)
         x = inputs(seed=10 * step + microbatch)
         expected(x).square().mean().backward()  # of a sum, it diverges, and fp32 is right to four digits at the end
-        counts, _ = count(lambda x=x: model(x).square().mean().backward())
+        counts, _ = count(partial(_backward, model, x))
         totals = {kind: totals.get(kind, 0) + counts.get(kind, 0) for kind in totals.keys() | counts.keys()}
     average(expected)
     return totals

@@ -13,6 +13,7 @@ from fsdp2_models import (
     assert_close,
     assert_equal_models,
     average,
+    gradient_of,
     grid,
     inputs,
     local,
@@ -35,7 +36,7 @@ def _watch(model: Stack) -> Shown:
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    own = [module] if isinstance(module, Block) else [module.stem, module.head]
+    own = [module] if isinstance(module, Block) else [module.get_submodule(name) for name in ("stem", "head")]
     return [parameter for each in own for parameter in each.parameters()]
 
 
@@ -54,7 +55,7 @@ def _assert_shown_what_is_installed(shown: Shown, num_ranks: int, dtype: torch.d
         parameters = _own_parameters(module)
         (reduced,) = seen
         assert reduced.dtype == dtype
-        installed = _slots(parameters, [local(parameter.grad) for parameter in parameters], num_ranks)
+        installed = _slots(parameters, [local(gradient_of(parameter)) for parameter in parameters], num_ranks)
         assert torch.equal(reduced, installed.to(dtype))
         numels = [torch.tensor(0) for _ in range(dist.get_world_size())]
         dist.all_gather(numels, torch.tensor(reduced.numel()))
@@ -124,10 +125,10 @@ def test_what_a_hook_changes_in_place_is_installed(api: Api) -> None:
             (100 * each(inputs()).square().mean()).backward()
         average(expected)
         for a, b in zip((*expected.blocks, expected), (*model.blocks, model), strict=True):
-            gradients = [parameter.grad for parameter in _own_parameters(a)]
+            gradients = [gradient_of(parameter) for parameter in _own_parameters(a)]
             norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
             for gradient, parameter in zip(gradients, _own_parameters(b), strict=True):
-                assert_close(parameter.grad, gradient / norm)
+                assert_close(gradient_of(parameter), gradient / norm)
 
     on_ranks(lambda: scenario({}))
     on_ranks(lambda: scenario({"mesh": grid("outer", "inner")}), 4)

@@ -17,6 +17,7 @@ from fsdp2_models import (
     assert_equal_models,
     average,
     descend,
+    gradient_of,
     grid,
     inputs,
     on_ranks,
@@ -76,7 +77,7 @@ class Rounded(torch.Tensor):
         return whole, (gathered, whole)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         out = func(*pytree.tree_map_only(cls, lambda t: t._data, args),
                    **pytree.tree_map_only(cls, lambda t: t._data, kwargs or {}))  # fmt: skip
         return pytree.tree_map_only(torch.Tensor, cls, out)
@@ -102,7 +103,7 @@ class Releasing(Rounded):
 class Halved(Rounded):
     """Says what is gathered, and not what is made of it."""
 
-    fsdp_post_all_gather = property()  # type: ignore[assignment]  # `hasattr` is False of it
+    fsdp_post_all_gather = property()  # `hasattr` is False of it
 
 
 class Misread(Rounded):
@@ -128,10 +129,13 @@ def _assert_trains_on_rounded_weights(expected: nn.Module, model: nn.Module) -> 
         each(inputs()).square().sum().backward()
     average(expected)
     for (name, a), b in zip(expected.named_parameters(), model.named_parameters(), strict=True):
-        gradient = b[1].grad.to_local()
+        sharded = gradient_of(b[1])
+        assert isinstance(sharded, DTensor)
+        gradient = sharded.to_local()
         gradient = gradient._data if isinstance(gradient, Rounded) else gradient
-        chunks = a.grad.chunk(2)
-        wanted = chunks[torch.distributed.get_rank()] if torch.distributed.get_rank() < len(chunks) else a.grad[:0]
+        whole, rank = gradient_of(a), torch.distributed.get_rank()
+        chunks = whole.chunk(2)
+        wanted = chunks[rank] if rank < len(chunks) else whole[:0]
         assert_close(gradient, wanted, name)
 
 
@@ -193,9 +197,10 @@ def _attach(model: nn.Module, log: list[DeviceMesh]) -> None:
 
     for name, parameter in model.named_parameters():
         if "weight" in name:
-            local = parameter._local_tensor
-            local.fsdp_pre_all_gather = _five_arguments(before, local)
-            local.fsdp_post_all_gather = after.__get__(local)
+            assert isinstance(parameter, DTensor)
+            inner: Any = parameter._local_tensor
+            inner.fsdp_pre_all_gather = _five_arguments(before, inner)
+            inner.fsdp_post_all_gather = after.__get__(inner)
 
 
 def _five_arguments(function: Any, tensor: torch.Tensor) -> Any:
@@ -254,7 +259,7 @@ class Pair(TwoTensor):
     ) -> Gathered:
         parts = tuple(output.to(param_dtype) for output in all_gather_outputs)
         if out is None:
-            return Pair(*parts), (*all_gather_outputs, *parts)
+            return Pair(*parts), (*all_gather_outputs, *parts)  # type: ignore[no-untyped-call]
         inner = out.to_local() if isinstance(out, DTensor) else out
         assert isinstance(inner, TwoTensor)
         for place, part in zip((inner.a, inner.b), parts, strict=True):
@@ -267,7 +272,7 @@ class Pair(TwoTensor):
 def _pair_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(Pair(module.weight.detach(), module.weight.detach().clone()))
+            module.weight = nn.Parameter(Pair(module.weight.detach(), module.weight.detach().clone()))  # type: ignore[no-untyped-call]
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -319,7 +324,7 @@ def test_plain_parameters_that_met_a_tensor_subclass_train_as_unsharded(api: Api
         for step in range(2):
             for each in (expected, model):
                 x = inputs(seed=step)
-                each(Pair(x, x.clone())).square().mean().backward()
+                each(Pair(x, x.clone())).square().mean().backward()  # type: ignore[no-untyped-call]
             for parameter in expected.parameters():
                 parameter.grad = _parts(parameter.grad)[0]
             average(expected)

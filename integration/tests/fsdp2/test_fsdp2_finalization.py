@@ -1,6 +1,7 @@
 """Backwards whose end is a call of its own, as pipeline schedules of torch have it; memory that keeps its address."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_backwards_that_are_finalized_together_are_a_step(finalizing: Api) -> No
         model.set_manual_backward_finalization(True)
         model.set_is_last_backward(says_last)
         for step in range(3):
-            counts, _ = count(lambda step=step: _microbatches(model, seed=3 * step))
+            counts, _ = count(partial(_microbatches, model, seed=3 * step))
             assert counts.get("reduce_scatter", 0) == 0
             counts, _ = count(lambda: _finalize(model, async_op))
             assert counts == {"reduce_scatter": NUM_UNITS}
@@ -133,7 +134,7 @@ def test_where_no_unit_was_reached_there_is_nothing_to_finalize(finalizing: Api)
         model.finalize_backward()  # no forward yet
         x = inputs().requires_grad_()
         model(x)
-        x.sum().backward()
+        x.sum().backward()  # type: ignore[no-untyped-call]
         counts, _ = count(model.finalize_backward)
         assert counts == {}
         assert all(parameter.grad is None for parameter in model.parameters())

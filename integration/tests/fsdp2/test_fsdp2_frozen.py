@@ -19,7 +19,7 @@ from fsdp2_models import (
     twins,
 )  # fmt: skip
 from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed._composable import checkpoint as composable_checkpoint  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from lamella_integration.collectives import CollectiveCounter

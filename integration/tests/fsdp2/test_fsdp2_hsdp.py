@@ -1,5 +1,7 @@
 """Two axes of data parallelism: sharded over the inner, replicated over the outer."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,8 @@ from fsdp2_models import (
     shard,
     twins,
 )  # fmt: skip
-from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint  # type: ignore[attr-defined]
 from torch.distributed.tensor import Replicate, Shard
 
 NUM_UNITS = 4
@@ -68,6 +71,10 @@ def test_a_step_reduces_each_unit_once_on_each_axis(api: Api) -> None:
     on_ranks(scenario, 4)
 
 
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+
+
 def test_microbatches_may_wait_for_the_outer_axis_or_for_both(api: Api) -> None:
     def scenario(waits_for_both: bool) -> None:
         expected, model = twins()
@@ -78,7 +85,7 @@ def test_microbatches_may_wait_for_the_outer_axis_or_for_both(api: Api) -> None:
                 is_last = microbatch == 2
                 (model.set_requires_gradient_sync if waits_for_both else model.set_requires_all_reduce)(is_last)
                 x = inputs(seed=10 * step + microbatch)
-                counts, _ = count(lambda x=x: model(x).square().sum().backward())
+                counts, _ = count(partial(_backward, model, x))
                 expected(x).square().sum().backward()
                 totals = {kind: number + counts.get(kind, 0) for kind, number in totals.items()}
             assert totals == {"reduce_scatter": NUM_UNITS * (1 if waits_for_both else 3), "all_reduce": NUM_UNITS}

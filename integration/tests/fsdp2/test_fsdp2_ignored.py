@@ -1,5 +1,7 @@
 """Ignored parameters: left where and what they are, and whoever looks after them does so."""
 
+from collections.abc import Iterator
+
 import torch
 from fsdp2_models import (
     Api,
@@ -14,7 +16,7 @@ from fsdp2_models import (
     twins,
     whole,
 )  # fmt: skip
-from torch.distributed._composable import replicate
+from torch.distributed._composable import replicate  # type: ignore[attr-defined]
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +60,7 @@ def test_ddp_may_look_after_what_a_unit_ignores(api: Api) -> None:
         model.blocks = api.fully_shard(_Run(model.blocks), ignored_params=ignored)
         names = [name for name, parameter in model.named_parameters() if type(parameter) is not torch.nn.Parameter]
         assert names
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
         wrapped = DistributedDataParallel(model)
         optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (expected, model)]
         for step in range(2):
@@ -105,7 +107,7 @@ class _Run(torch.nn.Module):
         super().__init__()
         self.inner = blocks
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[torch.nn.Module]:
         yield self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

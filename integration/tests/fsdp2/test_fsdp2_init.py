@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,9 @@ def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> N
         assert type(model[1]) is Block
         api.fully_shard(model)
         assert type(model).__name__ == "FSDPSequential"
-        assert not isinstance(model[:2], api.FSDPModule)
-        assert isinstance(model[:2], nn.Sequential) and len(model[:2]) == 2
+        part: object = model[:2]
+        assert not isinstance(part, api.FSDPModule)
+        assert isinstance(part, nn.Sequential) and len(part) == 2
         assert type(model[0]) is type(api.fully_shard(Block()))
 
     on_ranks(scenario, 1)
@@ -68,7 +70,7 @@ def test_a_unit_is_of_a_class_of_its_own_and_still_of_the_old_one(api: Api) -> N
 
 def test_a_unit_owns_what_no_unit_inside_it_owns(api: Api) -> None:
     def scenario() -> None:
-        model = Stack()
+        model: Any = Stack()
         shard(api, model)
         model.unshard()
         assert_none_sharded([*model.stem.parameters(), *model.head.parameters()])
@@ -102,7 +104,7 @@ def test_a_module_in_two_places_is_sharded_once(api: Api) -> None:
 
 def test_a_list_of_modules_becomes_one_unit(api: Api) -> None:
     def scenario() -> None:
-        model = Stack()
+        model: Any = Stack()
         group = [model.blocks[0], model.blocks[1]]
         assert api.fully_shard(group) is group
         assert all(isinstance(block, api.FSDPModule) for block in group)
@@ -205,6 +207,8 @@ def test_a_state_says_whether_its_parameters_are_unsharded_and_which_modules_are
 class _Buffered(nn.Linear):
     """Has a buffer, and a method that initialises it too."""
 
+    offset: torch.Tensor
+
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
         self.register_buffer("offset", torch.empty(dim))
@@ -227,7 +231,7 @@ def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_method
     def scenario(dtype: torch.dtype | None, inside: bool) -> None:
         policy = api.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
-        def apply(model: nn.Module) -> None:
+        def apply(model: Any) -> None:
             for module in (model[0], model):
                 api.fully_shard(module, mp_policy=policy)
 
@@ -244,7 +248,7 @@ def test_a_model_built_on_meta_is_materialised_and_initialised_by_its_own_method
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.detach().fill_(1337)
             for module in model.modules():
-                if hasattr(module, "reset_parameters"):
+                if isinstance(module, nn.Linear):
                     module.reset_parameters()
             for parameter in model.parameters():
                 assert not (whole(parameter) == 1337).any()

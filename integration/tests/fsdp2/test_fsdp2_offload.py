@@ -116,6 +116,8 @@ def test_an_optimizer_may_step_in_backward_on_offloaded_gradients(api: Api) -> N
 
 def test_buffers_stay_on_the_mesh_and_inputs_may_come_from_the_cpu(api: Api) -> None:
     class Shifted(Stack):
+        shift: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("shift", torch.ones(DIM))

@@ -3,11 +3,24 @@
 import dataclasses
 import inspect
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fsdp2_models import DIM, Api, Stack, Where, assert_close, average, inputs, on_ranks, shard, twins, units
+from fsdp2_models import (
+    DIM,
+    Api,
+    Stack,
+    Where,
+    assert_close,
+    average,
+    gradient_of,
+    inputs,
+    on_ranks,
+    shard,
+    twins,
+    units,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,12 +190,13 @@ class _Recording(nn.Linear):
 def test_inputs_and_outputs_are_cast_where_the_policy_says(api: Api) -> None:
     def scenario() -> None:
         def run(**options: object) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-            model = nn.Sequential(_Recording(), _Recording())
+            first, second = _Recording(), _Recording()
+            model = nn.Sequential(first, second)
             api.fully_shard(model[0], mp_policy=api.MixedPrecisionPolicy(**options))
             api.fully_shard(model)
             out = model(inputs())
             out.sum().backward()
-            return model[0].seen[0], model[1].seen[0], out.dtype
+            return first.seen[0], second.seen[0], out.dtype
 
         assert run(param_dtype=FP16) == (FP16, FP16, FP32)
         assert run(param_dtype=FP16, cast_forward_inputs=False) == (FP32, FP16, FP32)
@@ -245,8 +259,8 @@ class _Structured(nn.Module):
 
     def forward(self, value: object) -> object:
         make, parts = KINDS[self.kind]
-        x, y = parts(value) if not isinstance(value, torch.Tensor) else (value, 2 * value)
-        return make(self.one(x), self.two(y))
+        x, y = parts(value) if not isinstance(value, torch.Tensor) else (value, 2 * value)  # type: ignore[no-untyped-call]
+        return make(self.one(x), self.two(y))  # type: ignore[no-untyped-call]
 
 
 def test_tensors_in_structures_are_cast_and_their_gradients_arrive(api: Api) -> None:
@@ -257,7 +271,7 @@ def test_tensors_in_structures_are_cast_and_their_gradients_arrive(api: Api) -> 
             api.fully_shard(module, mp_policy=policy)
         parts = KINDS[kind][1]
         for each in (expected, model):
-            x, y = parts(each(inputs()))
+            x, y = parts(each(inputs()))  # type: ignore[no-untyped-call]
             assert x.dtype == ((dtype or FP32) if each is model else FP32)
             (x.square().sum() + 3 * y.sum()).backward()
         average(expected)
@@ -350,7 +364,7 @@ def test_the_reduce_dtype_stays_when_the_model_is_cast(api: Api) -> None:
         with CollectiveCounter() as counter:
             model(inputs()).sum().backward()
         assert {call.dtype for call in counter.calls if call.kind == "reduce_scatter"} == {BF16}
-        assert {parameter.grad.dtype for parameter in model.parameters()} == {FP32}
+        assert {gradient_of(parameter).dtype for parameter in model.parameters()} == {FP32}
 
     on_ranks(scenario)
 
@@ -369,7 +383,7 @@ class _WithIntegers(nn.Module):
 
 def test_frozen_parameters_of_other_dtypes_may_lie_beside_trained_ones(api: Api) -> None:
     def scenario(policy: dict[str, torch.dtype], frozen_at_first: bool) -> None:
-        model = _WithIntegers()
+        model: Any = _WithIntegers()
         api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(**policy))
         if frozen_at_first:
             model.requires_grad_(False)
@@ -380,7 +394,7 @@ def test_frozen_parameters_of_other_dtypes_may_lie_beside_trained_ones(api: Api)
         with CollectiveCounter() as counter:
             model(inputs()).sum().backward()
         assert {call.dtype for call in counter.reductions} == {_wire(api, policy.get("param_dtype", FP32), FP32)}
-        assert {parameter.grad.dtype for parameter in model.layers.parameters()} == {FP32}
+        assert {gradient_of(parameter).dtype for parameter in model.layers.parameters()} == {FP32}
         assert model.table.grad is None
 
     # torch 2.13 itself fails where bf16 and a frozen first forward meet.
@@ -395,6 +409,6 @@ def test_trained_parameters_of_two_dtypes_need_two_units(api: Api) -> None:
         for module in (*model, model):
             api.fully_shard(module, mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
         model(inputs()).sum().backward()
-        assert [parameter.grad.dtype for parameter in model.parameters()] == [FP32, FP32, BF16, BF16]
+        assert [gradient_of(parameter).dtype for parameter in model.parameters()] == [FP32, FP32, BF16, BF16]
 
     on_ranks(scenario)

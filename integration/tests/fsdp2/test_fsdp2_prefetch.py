@@ -19,7 +19,7 @@ NUM_BLOCKS = 4
 Lists = dict[str, str]  # of a unit, the units to gather ahead: "1 2" are two blocks
 
 
-class _Trace(CollectiveCounter):
+class _Trace(CollectiveCounter):  # type: ignore[no-untyped-call]
     """Notes which unit is gathered (`+name`) and which one computes (`name`). A unit is known by its size."""
 
     def __init__(self, units: dict[str, Any]) -> None:

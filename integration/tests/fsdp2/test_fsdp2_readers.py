@@ -84,7 +84,7 @@ def test_a_training_state_says_whether_forward_or_backward_is_under_way(api: Api
 
         def look_in_both_passes(_module: nn.Module, _args: object, out: torch.Tensor) -> None:
             look()
-            out.register_hook(look)
+            out.register_hook(look)  # type: ignore[no-untyped-call]
 
         model.blocks[1].up.register_forward_hook(look_in_both_passes)
         for step in range(2):
@@ -109,7 +109,8 @@ class Watching(Rounded):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         (unit,) = [unit for unit in _module_state_mapping if isinstance(unit, Block) and module in unit.modules()]
-        group = unit._get_fsdp_state()._fsdp_param_group
+        of_unit: Any = unit
+        group = of_unit._get_fsdp_state()._fsdp_param_group
         is_backward = group._training_state is TrainingState.PRE_BACKWARD
         Watching.states.append((group._reshard_after_forward, is_backward))
         return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
@@ -124,7 +125,8 @@ def test_a_tensor_that_is_gathered_can_tell_forward_from_backward(api: Api) -> N
         Watching.states.clear()
         model = Stack(num_blocks=2, hidden=8)
         for block in model.blocks:
-            block.up.weight = nn.Parameter(Watching(block.up.weight.detach()))
+            up = block.get_submodule("up")
+            up.weight = nn.Parameter(Watching(up.get_parameter("weight").detach()))
         shard(api, model, reshard_after_forward=reshard)
         for _ in range(2):
             model(inputs()).sum().backward()
@@ -179,8 +181,8 @@ def test_torchs_memory_tracker_tells_shards_unsharded_parameters_and_gradients_a
         device, ranks = torch.device(Where.device), dist.get_world_size()
 
         def of(snapshots: Any, kind: _FSDPRefType) -> float:
-            return sum(nbytes for where, found in snapshots.items() if where.type == device.type
-                       for key, nbytes in found.items() if key == kind)  # fmt: skip
+            found = [kinds for where, kinds in snapshots.items() if where.type == device.type]
+            return sum(float(nbytes) for kinds in found for key, nbytes in kinds.items() if key == kind)
 
         def at(module: nn.Module, moment: _FSDPModState) -> Any:
             return tracker.memory_tracking[module].snapshots[moment][0]

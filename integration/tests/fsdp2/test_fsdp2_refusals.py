@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 FSDPMeshInfo = _fsdp_common.FSDPMeshInfo
-ShardPlacementResult = getattr(_fsdp_common, "ShardPlacementResult", None)  # not in torch 2.11
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # not in torch 2.11
 
 
 class _Scaled(nn.Linear):
@@ -55,7 +56,8 @@ def _reset_inner(api: Api) -> None:
 
 
 def _noncontiguous(api: Api) -> None:
-    api.fully_shard(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last))
+    layer: Any = nn.Conv2d(8, 8, 3)  # `memory_format` is in none of the overloads of torch's stub
+    api.fully_shard(layer.to(memory_format=torch.channels_last))
 
 
 def _spread(api: Api, *, other: bool = False, placement: Shard | Replicate | None = None, **kwargs: object) -> None:

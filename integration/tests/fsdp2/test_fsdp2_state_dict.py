@@ -1,6 +1,7 @@
 """State dicts: sharded, under the names of the unsharded model, and tied to the memory that trains."""
 
 import copy
+from typing import Any
 
 import torch
 from fsdp2_models import (
@@ -107,7 +108,7 @@ def test_a_state_dict_taken_once_follows_training(api: Api) -> None:
 def test_hooks_of_the_users_see_sharded_tensors(api: Api) -> None:
     def scenario() -> None:
         model = shard(api, Stack(), reshard_after_forward=False)
-        seen: list[object] = []
+        seen: list[torch.Tensor] = []
         model.register_state_dict_post_hook(lambda module, state, prefix, metadata: seen.extend(state.values()))
         model(inputs())
         model.state_dict()
@@ -125,7 +126,7 @@ def test_a_full_state_dict_is_gathered_and_loaded_back_on_rank_0(api: Api) -> No
         rank = torch.distributed.get_rank()
         assert list(full) == (list(wanted) if rank == 0 else [])
         for name, tensor in full.items():
-            assert not isinstance(tensor, DTensor)
+            assert isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
             assert torch.equal(tensor, wanted[name].cpu())
         again = shard(api, Stack())
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -147,7 +148,7 @@ def test_an_optimizers_state_is_sharded_and_travels_by_name(api: Api) -> None:
             return model, optimizer
 
         model, optimizer = trained()
-        state = get_optimizer_state_dict(model, optimizer)
+        state: Any = get_optimizer_state_dict(model, optimizer)
         assert_all_sharded(entry["exp_avg"] for entry in state["state"].values())
         assert set(state["state"]) == set(dict(model.named_parameters()))
         other, fresh = trained()

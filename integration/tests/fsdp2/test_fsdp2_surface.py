@@ -117,7 +117,7 @@ def test_the_names_in_torchs_own_module_may_be_replaced(api: Api) -> None:
             with torch.device("meta"):
                 model = Stack()
             shard(fsdp2, model, mp_policy=torchs_policy(param_dtype=torch.float32))
-            assert torchs_function.state(model) is fsdp2.fully_shard.state(model)
+            assert torchs_function.state(model) is fsdp2.fully_shard.state(model)  # type: ignore[attr-defined]
             model.to_empty(device=Where.device)
             for parameter in model.parameters():
                 nn.init.ones_(local(parameter))

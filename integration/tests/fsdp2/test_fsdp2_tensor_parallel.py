@@ -23,13 +23,13 @@ from fsdp2_models import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # What a tensor-parallel linear returns is a view, and FSDP2 warns of writing to it.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
-PLAN = {f"blocks.{index}.{name}": style() for index in range(3) for name, style in
+PLAN: dict[str, ParallelStyle] = {f"blocks.{index}.{name}": style() for index in range(3) for name, style in
         (("up", ColwiseParallel), ("down", RowwiseParallel))}  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def test_a_parameter_keeps_its_placement_and_gains_one(api: Api) -> None:
             "down.bias": (Shard(0), Replicate()),
         }
         for name, parameter in block.named_parameters():
+            assert isinstance(parameter, DTensor)
             assert parameter.placements == wanted[name], name
             assert parameter.device_mesh == mesh
             assert parameter.shape == expected.blocks[0].get_parameter(name).shape
@@ -103,13 +104,15 @@ def test_inside_forward_a_parameter_is_tensor_parallel_only(api: Api) -> None:
         _, model, mesh = _two_axes(api)
         seen = []
         hook = lambda module, args: seen.append(module.weight)  # noqa: E731
-        model.blocks[0].up.register_forward_pre_hook(hook)
+        model.get_submodule("blocks.0.up").register_forward_pre_hook(hook)
         model(_rows_of_this_replica(mesh)).sum().backward()
         assert isinstance(seen[0], DTensor)
         assert seen[0].placements == (Shard(0),)
         assert seen[0].device_mesh == mesh["tp"]
         assert_all_sharded(model.parameters())
-        assert all(parameter.grad.placements == parameter.placements for parameter in model.parameters())
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == parameter.placements
 
     on_ranks(scenario, 4)
 
@@ -121,6 +124,7 @@ def test_clipping_spans_both_axes(api: Api) -> None:
             (100 * each(_rows_of_this_replica(mesh)).square().sum()).backward()
         average(expected, mesh["dp"])
         norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (expected, model)]
+        assert isinstance(norms[1], DTensor)
         assert_close(norms[1].full_tensor(), norms[0])
         assert_equal_models(expected, model)
 

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from fsdp2_models import (
     assert_all_sharded,
     assert_close,
     assert_trains_as,
+    gradient_of,
     inputs,
     shard,
     units,
 )  # fmt: skip
 from torch import nn
-from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
 
@@ -30,7 +32,7 @@ def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
     """Run a scenario on ranks that are threads, of a process of their own."""
     failures: list[BaseException] = []
 
-    def be_a_rank(rank: int, store: dist.Store) -> None:
+    def be_a_rank(rank: int, store: Any) -> None:
         if Where.device == "cuda":
             torch.set_default_device("cuda")
         dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
@@ -38,15 +40,15 @@ def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
             scenario()
         except BaseException as error:  # noqa: BLE001 - the host raises it
             failures.append(error)
-            ProcessLocalGroup.exception_handle(error)
+            ProcessLocalGroup.exception_handle(error)  # type: ignore[no-untyped-call]
         finally:
             dist.destroy_process_group()
 
     def host() -> None:
         dist.destroy_process_group()
         _set_thread_isolation_mode(True)
-        _install_threaded_pg()
-        store = dist.HashStore()
+        _install_threaded_pg()  # type: ignore[no-untyped-call]
+        store = dist.HashStore()  # type: ignore[attr-defined]
         ranks = [threading.Thread(target=be_a_rank, args=(rank, store)) for rank in range(num_ranks)]
         for rank in ranks:
             rank.start()
@@ -58,7 +60,7 @@ def on_threads(scenario: Callable[[], object], num_ranks: int = 2) -> None:
     run_ranks(host, 1, device=Where.device, timeout_s=120.0)
 
 
-def _twins() -> tuple[nn.Module, nn.Module]:
+def _twins() -> tuple[Any, Any]:
     """Made before there are threads: they share one random number generator."""
     torch.manual_seed(0)
     model = Stack()
@@ -108,8 +110,8 @@ def test_threads_keep_weights_over_microbatches_and_step_each_by_itself(api: Api
                 a.backward()
                 b.backward()
             for parameter in expected.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+                dist.all_reduce(gradient_of(parameter))
+                gradient_of(parameter).div_(dist.get_world_size())
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,6 +1,8 @@
 """Sharded training is data-parallel training, however the model calls its units."""
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from fsdp2_models import (
     average,
     count,
     descend,
+    gradient_of,
     inputs,
     on_ranks,
     shard,
@@ -26,7 +29,7 @@ from fsdp2_models import (
     units,
 )  # fmt: skip
 from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed._composable import checkpoint as composable_checkpoint  # type: ignore[attr-defined]
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -34,15 +37,21 @@ RESHARD = (True, False, None)
 SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]]
 
 
+def _two_layers(num_in: int, hidden: int, num_out: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(num_in, hidden), nn.ReLU(), nn.Linear(hidden, num_out))
+
+
+def _rows_of(dim: int, step: int) -> torch.Tensor:
+    return inputs(4, dim, seed=step)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_one_unit_trains_as_data_parallelism(api: Api, num_ranks: int) -> None:
     def scenario() -> None:
         for (rows, hidden), (_, columns) in SHAPES:
-            expected, model = twins(
-                lambda a=rows, b=hidden, c=columns: nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c))
-            )
+            expected, model = twins(partial(_two_layers, rows, hidden, columns))
             api.fully_shard(model)
-            assert_trains_as(expected, model, make_input=lambda step, a=rows: inputs(4, a, seed=step))
+            assert_trains_as(expected, model, make_input=partial(_rows_of, rows))
 
     on_ranks(scenario, num_ranks)
 
@@ -161,7 +170,8 @@ def test_a_unit_may_run_twice_in_a_forward(api: Api) -> None:
 
 def test_two_forwards_may_come_before_one_backward(api: Api) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return (model(x).mean() - model(x + 1).square().mean()).pow(2)
+        square: torch.Tensor = (model(x).mean() - model(x + 1).square().mean()).pow(2)
+        return square
 
     def scenario(reshard: bool | None) -> None:
         expected, model = twins()
@@ -177,7 +187,7 @@ def test_a_unit_may_run_alone_after_a_step_of_the_whole(api: Api) -> None:
         shard(api, model)
         for call in (lambda m: m, lambda m: m.blocks[1], lambda m: m):
             for each in (expected, model):
-                call(each)(inputs()).square().sum().backward()
+                call(each)(inputs()).square().sum().backward()  # type: ignore[no-untyped-call]
             average(expected)
             assert_equal_models(expected, model)
             for each in (expected, model):
@@ -233,7 +243,7 @@ def test_a_module_without_parameters_or_inputs_may_be_a_unit(api: Api) -> None:
         added = api.fully_shard(Added())
         x = torch.ones(3, requires_grad=True)
         added(x, (x, x)).sum().backward()
-        assert torch.equal(x.grad, torch.full((3,), 3.0))
+        assert torch.equal(gradient_of(x), torch.full((3,), 3.0))
         model = api.fully_shard(Weight())
         out = model()
         out.sum().backward()
@@ -306,7 +316,7 @@ class _Chunked(nn.Module):
         return self.head(hidden) if with_head else hidden
 
 
-def _chunked_loss(model: nn.Module, x: torch.Tensor) -> None:
+def _chunked_loss(model: Any, x: torch.Tensor) -> None:
     hidden = model(x, with_head=False)
     gradients = []
     for chunk in hidden.detach().chunk(2):
@@ -400,7 +410,7 @@ def test_two_recomputed_forwards_may_come_before_one_backward(api: Api) -> None:
 
 
 def test_an_optimizer_steps_on_shards(api: Api) -> None:
-    def scenario(options: dict[str, bool]) -> None:
+    def scenario(options: dict[str, Any]) -> None:
         expected, model = twins()
         shard(api, model)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, **options) for m in (expected, model)]
@@ -427,7 +437,7 @@ def test_a_hook_after_accumulation_sees_the_reduced_gradient_and_may_step(api: A
         def step(parameter: torch.Tensor) -> None:
             seen.append(parameter)
             with torch.no_grad():
-                parameter -= 0.1 * parameter.grad
+                parameter -= 0.1 * gradient_of(parameter)
             parameter.grad = None
 
         for parameter in model.parameters():
@@ -438,7 +448,7 @@ def test_a_hook_after_accumulation_sees_the_reduced_gradient_and_may_step(api: A
             average(expected)
             with torch.no_grad():
                 for parameter in expected.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter -= 0.1 * gradient_of(parameter)
                     parameter.grad = None
             assert_equal_models(expected, model)
         assert_all_sharded(seen)

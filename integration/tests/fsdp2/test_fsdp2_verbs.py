@@ -1,6 +1,7 @@
 """What a unit can be told: to gather now, to gather ahead, to forget a step, to reduce in another way."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -111,9 +112,9 @@ def _gathers_seen_by(model: Stack, x: torch.Tensor) -> tuple[list[int], list[int
         handles = []
         for block in model.blocks:
             note = lambda *_: forward.append(counter.counts()["all_gather"])  # noqa: E731
-            handles.append(block.up.register_forward_pre_hook(note))
+            handles.append(block.get_submodule("up").register_forward_pre_hook(note))
             note_backward = lambda *_: backward.append(counter.counts()["all_gather"])  # noqa: E731
-            handles.append(block.down.register_full_backward_hook(note_backward))
+            handles.append(block.get_submodule("down").register_full_backward_hook(note_backward))
         model(x).sum().backward()
     for handle in handles:
         handle.remove()
@@ -322,7 +323,7 @@ def test_the_old_name_of_the_divide_factor_still_works(api: Api) -> None:
 
 def test_a_single_rank_divides_only_by_a_factor_it_was_given(api: Api) -> None:
     def scenario(factor: float | None) -> None:
-        model = nn.Linear(3, 2, bias=False)
+        model: Any = nn.Linear(3, 2, bias=False)
         api.fully_shard(model)
         if factor is not None:
             model.set_gradient_divide_factor(factor)
@@ -392,7 +393,10 @@ class _AllGather(_Comm):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.num_calls += 1
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        work: dist.Work | None = dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
 
 
 class _ReduceScatter(_Comm):
@@ -405,7 +409,10 @@ class _ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.num_calls += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, group=group, op=op, async_op=async_op
+        )
+        return work
 
 
 @pytest.mark.filterwarnings("ignore:.*(all_gather_into_tensor|reduce_scatter_tensor)")

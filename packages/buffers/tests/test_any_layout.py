@@ -40,7 +40,8 @@ def even_layouts(draw: st.DrawFn, num_ranks: int) -> EvenLayout:
 @st.composite
 def flat_layouts(draw: st.DrawFn, num_ranks: int) -> FlatLayout:
     shapes = draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=4))
-    keep = [draw(st.sampled_from([Rows(1), Rows(2), Whole()])) for _ in shapes]
+    kinds: list[Rows | Whole] = [Rows(1), Rows(2), Whole()]
+    keep = [draw(st.sampled_from(kinds)) for _ in shapes]
     return FlatLayout.build(shapes, num_ranks, keep=keep, alignment=draw(st.sampled_from([1, 2, 16])))
 
 

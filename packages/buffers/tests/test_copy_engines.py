@@ -57,7 +57,7 @@ class SharedAllocator(CachingAllocator):
     def free(self, buffer: torch.Tensor) -> None:
         storage = buffer.untyped_storage()
         if storage._cdata in self._inside:
-            swap_memory(storage, torch.UntypedStorage(0))
+            swap_memory(storage, torch.UntypedStorage(0))  # type: ignore[no-untyped-call]
             self._inside.remove(storage._cdata)
         else:
             super().free(buffer)
@@ -140,8 +140,8 @@ def _transport(folder: Path) -> tuple[CopyEngineTransport, SharedAllocator]:
     windows, arrivals = (SharedAllocator(_window(folder)) for _ in range(2))
     flags = _window(folder)
     group: Any = dist.group.WORLD
-    allocators: Any = windows, arrivals
-    return CopyEngineTransport(group, *allocators, flags, CPU), windows
+    fakes: tuple[Any, Any, Any] = windows, arrivals, flags
+    return CopyEngineTransport(group, *fakes, CPU), windows
 
 
 def _late(turn: int) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def _axis(build: Callable[..., Layout] = EvenLayout.build) -> tuple[Layout, Tran
 
 
 def _flat(shapes: list[tuple[int, ...]], num_shards: int) -> FlatLayout:
-    keep = [Rows(1), Rows(2), Whole(), Rows(1), Whole()]
+    keep: list[Rows | Whole] = [Rows(1), Rows(2), Whole(), Rows(1), Whole()]
     return FlatLayout.build(shapes, num_shards, keep=keep, alignment=2)
 
 
@@ -117,12 +118,14 @@ def test_reduced_gradients_are_the_shards_of_the_mean(
 def test_gradients_of_a_tensor_subclass_travel_as_plain_values(wire: torch.dtype, build: Callable[..., Layout]) -> None:
     def check() -> None:
         layout, transport = _axis(build)
-        wrapped = {i: TwoTensor(each, each.clone()) for i, each in enumerate(_tensors(seed=transport.rank))}
+        tensors = enumerate(_tensors(seed=transport.rank))
+        wrapped = {i: TwoTensor(each, each.clone()) for i, each in tensors}  # type: ignore[no-untyped-call]
         plain = dict(enumerate(_tensors(seed=transport.rank)))
         results = []
         for gradients in (plain, wrapped):
             sums = ShardedBuffer.empty(layout, transport.rank, torch.float32, CPU)
-            reduce_scatter([(gradients, wire, sums)], _OnlyPlain(transport), dist.ReduceOp.SUM).wait()
+            plainly: Any = _OnlyPlain(transport)
+            reduce_scatter([(gradients, wire, sums)], plainly, dist.ReduceOp.SUM).wait()
             results.append(sums.shards)
         for got, wanted in zip(results[1], results[0], strict=True):
             assert type(got) is torch.Tensor and torch.equal(got, wanted)
@@ -144,6 +147,7 @@ class _OnlyPlain:
 def test_a_gradient_that_divides_is_sent_from_where_it_lies() -> None:
     def check() -> None:
         layout, transport = _axis()
+        assert isinstance(layout, EvenLayout)
         gradients = _tensors(seed=transport.rank)
         sent: list[int] = []
 
@@ -217,12 +221,17 @@ def test_an_unsharded_buffer_is_born_without_bytes_and_its_views_survive() -> No
     buffer = UnshardedBuffer(layout, 0, torch.float32, CPU, CachingAllocator())
     assert buffer.flat.untyped_storage().nbytes() == 0
     for value in (1.0, 2.0):
-        assert not buffer.has_bytes
+        assert not _has_bytes(buffer)
         buffer.allocate()
-        assert buffer.has_bytes
+        assert _has_bytes(buffer)
         buffer.flat.fill_(value)
         assert all(bool((tensor == value).all()) for tensor in buffer.tensors)
         buffer.free()
+
+
+def _has_bytes(buffer: UnshardedBuffer) -> bool:
+    """Asked anew each time: to mypy an attribute keeps the value that an assertion found."""
+    return buffer.has_bytes
 
 
 def test_shards_in_another_dtype_are_a_copy_with_the_same_values() -> None:

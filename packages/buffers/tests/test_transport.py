@@ -160,14 +160,15 @@ def test_what_touches_is_added_up_in_one_kernel_and_what_does_not_in_several() -
         places = places_for(payloads, 2, torch.empty(arrivals_numel(payloads, 2), dtype=torch.bfloat16))
         for place in places:
             place.copy_(torch.arange(2 * place.shape[1]).view(2, -1))
-        with _Sums() as sums:
+        with _Sums() as sums:  # type: ignore[no-untyped-call]
             add_up(places, shards, dist.ReduceOp.AVG)
         for place, shard in zip(places, shards, strict=True):
             assert torch.equal(shard, place.float().mean(0))
-        return sums.num
+        num: int = sums.num
+        return num
 
     memory = torch.empty(1024)
-    assert num_sums(list(memory.split(256))) == 1
+    assert num_sums(list(memory.split(256))) == 1  # type: ignore[no-untyped-call]
     assert num_sums([memory[:256], memory[512:]]) == 2
     assert num_sums([memory[:3], memory[256:512], memory[512:]]) == 2
     assert num_sums([memory[256:512], memory[:256]]) == 2

@@ -181,7 +181,8 @@ def test_ranks_of_which_some_cannot_share_memory_have_no_copy_engines(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them alike: who has them calls nothing of NCCL's."""
-    hosts = {"several hosts": ["a", "b"], "settings of one rank": ["a", None]}.get(trouble, ["a", "a"])
+    troubles: dict[str, list[str | None]] = {"several hosts": ["a", "b"], "settings of one rank": ["a", None]}
+    hosts = troubles.get(trouble, ["a", "a"])
 
     def share(address: int) -> None:
         if dist.get_rank() == 1:

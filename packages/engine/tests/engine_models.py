@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from lamella_buffers import Payload, Pending, ReduceOp, Transport
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, FSDPModule, MixedPrecisionPolicy, fully_shard
-from lamella_engine._attached import find_state
-from lamella_engine._residency import Residency
-from lamella_engine._state import FSDPState
+from lamella_engine._modules.attached import find_state
+from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import Residency
 from lamella_layout import mesh_region
 
 if TYPE_CHECKING or hasattr(_fsdp_common, "ShardPlacementResult"):
@@ -162,7 +162,8 @@ def this_ranks(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
 def assert_shard_equals(got: torch.Tensor, expected: torch.Tensor, name: str, *, rtol: float, atol: float) -> None:
     """This rank's rows are those of the whole. Every rank asks: together they compare everything, and send nothing."""
     if isinstance(got, DTensor):
-        got, expected = got.to_local(), this_ranks(expected, got)
+        expected = this_ranks(expected, got)
+        got = got.to_local()
     torch.testing.assert_close(
         # Offloaded shards are on the CPU, whatever the model computes on.
         got.detach(),
@@ -233,19 +234,19 @@ def assert_trains_alike(
 # -- what units do ---------------------------------------------------------------------------------------------------
 
 
-def units(model: nn.Module) -> Iterator[tuple[str, FSDPState]]:
-    """Each unit's state under the name of its module; the outermost is "root"."""
+def units(model: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """Each unit under the name of its module; the outermost is "root"."""
     for name, module in model.named_modules():
         if (state := find_state(module)) is not None:
-            yield name or "root", state
+            yield name or "root", state.unit
 
 
 def unsharded_nbytes(module: nn.Module) -> int:
     """What a unit's parameters weigh unsharded."""
-    return dict(units(module))["root"].unsharded_nbytes
+    return dict(units(module))["root"].parameters.unsharded_nbytes
 
 
-def unit(module: nn.Module) -> FSDPModule:
+def fsdp(module: nn.Module) -> FSDPModule:
     """The module, known to be a unit."""
     assert isinstance(module, FSDPModule)
     return module
@@ -253,13 +254,13 @@ def unit(module: nn.Module) -> FSDPModule:
 
 def assert_at_rest(model: nn.Module) -> None:
     """Only shards hold memory: no unsharded bytes, no unreduced gradients, and modules hold DTensors."""
-    for name, state in units(model):
-        keeps_copy = state.strategy.keeps_copy and state.residency is Residency.KEPT
-        assert keeps_copy or state.residency is Residency.SHARDED, f"{name} is {state.residency}"
-        assert not state.awaits_backward_end, f"{name} still waits for its backward to end"
-        for group in state.groups:
+    for name, unit in units(model):
+        keeps_copy = unit.parameters.strategy.keeps_copy and unit.weights.residency is Residency.KEPT
+        assert keeps_copy or unit.weights.residency is Residency.SHARDED, f"{name} is {unit.weights.residency}"
+        assert not unit.awaits_backward_end, f"{name} still waits for its backward to end"
+        for group in unit.parameters.groups:
             is_free = group.unsharded_weight.flat.untyped_storage().nbytes() == 0
-            assert is_free or state.strategy.keeps_copy, f"{name} kept its unsharded buffer"
+            assert is_free or unit.parameters.strategy.keeps_copy, f"{name} kept its unsharded buffer"
             assert group.parts is None, f"{name} kept parts for its neighbours"
             assert not group.has_gradients, f"{name} kept unreduced gradients"
     for name, parameter in model.named_parameters():
@@ -332,8 +333,8 @@ class _LoggingTransport:
 def record(model: nn.Module) -> Log:
     """Log every unit's collectives from now on, and its forward computations between them."""
     log = Log()
-    for name, state in units(model):
-        for group in state.groups:
+    for name, unit in units(model):
+        for group in unit.parameters.groups:
             # Of several modules that are one unit, the last names it.
             real = group.transport._inner if isinstance(group.transport, _LoggingTransport) else group.transport
             group.transport = _LoggingTransport(name, real, log)
@@ -366,6 +367,6 @@ def case(what: object) -> Iterator[None]:
 
 @contextmanager
 def no_gradient_sync(model: nn.Module) -> Iterator[None]:
-    unit(model).set_requires_gradient_sync(False)
+    fsdp(model).set_requires_gradient_sync(False)
     yield
-    unit(model).set_requires_gradient_sync(True)
+    fsdp(model).set_requires_gradient_sync(True)

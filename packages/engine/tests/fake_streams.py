@@ -70,9 +70,6 @@ class Streams:
     def __post_init__(self) -> None:
         self.current = self.compute = Stream(self)
 
-    def Stream(self, priority: int) -> Stream:  # noqa: N802  torch's name
-        return Stream(self)
-
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
 
@@ -87,12 +84,16 @@ class Streams:
         self.current.seen[self.current] += 1
         return Work(self.current, self.current.seen[self.current])
 
+    # The last method: below it this name is the method's in the class.
+    def Stream(self, priority: int) -> Stream:  # noqa: N802  torch's name
+        return Stream(self)
+
 
 def fake_streams(model: nn.Module) -> Streams:
     """Give a model that has not run yet such streams."""
     streams = Streams()
-    for _, state in units(model):
-        state.context._accelerator = streams
+    for _, unit in units(model):
+        unit.parameters.context.streams._accelerator = streams
     return streams
 
 

@@ -29,7 +29,7 @@ def flat(keep: Any, *, placements: Any = None, **options: Any) -> Callable[[Net]
 
 
 def layouts_of(model: nn.Module) -> list[FlatLayout]:
-    groups = [group for _, state in units(model) for group in state.groups]
+    groups = [group for _, unit in units(model) for group in unit.parameters.groups]
     return [group.layout for group in groups if isinstance(group.layout, FlatLayout)]
 
 

@@ -32,7 +32,8 @@ class _FusedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.get = weight.get_main_grad if asks and weight.__fsdp_param__ else lambda: weight.main_grad
-        return x @ weight.detach().T + bias
+        made: torch.Tensor = x @ weight.detach().T + bias
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -62,7 +63,8 @@ class Block(nn.Module):
         self.down = FusedLinear(13, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.plain(self.up(x))))
+        update: torch.Tensor = self.down(torch.tanh(self.plain(self.up(x))))
+        return x + update
 
 
 class FusedNet(Net):
@@ -76,6 +78,6 @@ class FusedNet(Net):
 def fuse(module: nn.Module, *, asks: bool = True) -> None:
     """Make a sharded unit's fused layers use the buffers that it gives them."""
     fused = [layer for layer in module.modules() if isinstance(layer, FusedLinear)]
-    set_main_grads(module, [layer.weight for layer in fused])
+    set_main_grads(module, [layer.get_parameter("weight") for layer in fused])
     for layer in fused:
         layer.fuses, layer.asks = True, asks

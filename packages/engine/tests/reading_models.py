@@ -127,14 +127,14 @@ def shard_declared(model: Any, *, inner: dict[str, Any] | None = None, **options
 OWN_UNITS = ["root", "layers.0", "layers.1", "layers.2"]
 
 
-def states_by_name(model: nn.Module) -> dict[str, Any]:
-    """The states by the names of their own modules."""
-    return {state.name or "root": state for _, state in units(model)}
+def units_by_name(model: nn.Module) -> dict[str, Any]:
+    """The units by the names of their own modules."""
+    return {unit.parameters.name or "root": unit for _, unit in units(model)}
 
 
 def record_by_name(model: nn.Module) -> Any:
     log = record(model)
-    for name, state in states_by_name(model).items():
-        for group in state.groups:
+    for name, unit in units_by_name(model).items():
+        for group in unit.parameters.groups:
             group.transport._name = name  # the last module of a unit named it, which is one that is read
     return log

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from engine_models import unit
+from engine_models import fsdp
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +20,7 @@ class SingleUse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-        ctx.saved: list[torch.Tensor] | None = [x.detach(), gain]
+        ctx.saved = [x.detach(), gain]
         return x * gain
 
     @staticmethod
@@ -88,7 +88,8 @@ class Block(nn.Module):
         return x.flip(0)
 
     def experts(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.router * self.down(torch.tanh(self.up(x)))
+        update: torch.Tensor = self.router * self.down(torch.tanh(self.up(x)))
+        return x + update
 
     def combine(self, x: torch.Tensor) -> torch.Tensor:
         return x.flip(0)
@@ -109,7 +110,8 @@ class Stack(nn.Module):
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = SingleUse.apply(x, self.final_gain)  # type: ignore[no-untyped-call]
-        return self.head(normed).float().square().mean()
+        loss: torch.Tensor = self.head(normed).float().square().mean()
+        return loss
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -129,7 +131,7 @@ def delay(model: nn.Module) -> None:
     """Tell each unit which gradients come late, and each layer whom to tell that they are there."""
     for layer in model.get_submodule("layers").children():
         assert isinstance(layer, Block)
-        layer.down.on_gradient = delay_gradient(layer, layer.down.weight)
+        layer.down.on_gradient = delay_gradient(layer, layer.down.get_parameter("weight"))
 
 
 class _Slot:
@@ -161,11 +163,11 @@ class Microbatch:
         self.loss = 0.0
 
     def forward(self) -> Iterator[str]:
-        layers, root = list(self._model.layers), unit(self._model).hold()
+        layers, root = list(self._model.layers), fsdp(self._model).hold()
         self._stem, self._tail = _Slot(self._model.stem), _Slot(self._model.finish)
-        self._slots = [[_Slot(piece) for piece in layer.pieces] for layer in layers]  # type: ignore[union-attr, operator]
+        self._slots = [[_Slot(piece) for piece in layer.pieces] for layer in layers]  # type: ignore[union-attr]
         root.wait()
-        ahead = unit(layers[0]).hold()
+        ahead = fsdp(layers[0]).hold()
         x = self._stem.forward(self._x)
         for i, slots in enumerate(self._slots):
             hold, ahead = ahead, self._ahead(layers, i + 1)
@@ -180,9 +182,9 @@ class Microbatch:
         yield "forward"
 
     def backward(self) -> Iterator[str]:
-        layers, root = list(self._model.layers), unit(self._model).hold()
+        layers, root = list(self._model.layers), fsdp(self._model).hold()
         root.wait()
-        ahead = unit(layers[-1]).hold()
+        ahead = fsdp(layers[-1]).hold()
         gradient = self._tail.backward(self._gradient)
         for i in reversed(range(len(layers))):
             hold, ahead = ahead, self._ahead(layers, i - 1)
@@ -190,18 +192,18 @@ class Microbatch:
             for slot in reversed(self._slots[i]):
                 gradient = slot.backward(gradient)
                 yield f"backward {i}"
-            unit(layers[i]).reduce_gradients()
+            fsdp(layers[i]).reduce_gradients()
             if self._dw_at_once:
                 layers[i].down.backward_dw()  # type: ignore[union-attr, operator]
             hold.release()
         self._stem.backward(gradient)
-        unit(self._model).reduce_gradients()
+        fsdp(self._model).reduce_gradients()
         root.release()
         yield "backward"
 
     def _ahead(self, layers: Sequence[nn.Module], i: int) -> Hold:
         # The one after the last is the last itself: a hold more on it, which is let go of with it.
-        return unit(layers[i]).hold() if 0 <= i < len(layers) else _NoHold()  # type: ignore[return-value]
+        return fsdp(layers[i]).hold() if 0 <= i < len(layers) else _NoHold()  # type: ignore[return-value]
 
 
 class _NoHold:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lamella_engine import _flat_group
+from lamella_engine._parameters import flat_group
 
 
 @pytest.fixture
 def small_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the engine's own alignment no parameter of the tests' models would be cut in the flat layout."""
-    monkeypatch.setattr(_flat_group, "ALIGNMENT", 2)
+    monkeypatch.setattr(flat_group, "ALIGNMENT", 2)

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from engine_models import Log, Net, inputs, local, mean_square, record, rows_of_this_rank, shard, unit
+from engine_models import Log, Net, fsdp, inputs, local, mean_square, record, rows_of_this_rank, shard
 from optimizer_models import OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_optim import overlap_optimizer
 
 X = inputs(24)
@@ -37,8 +37,8 @@ def run_backward(model: nn.Module) -> None:
 
 def two_microbatches(model: nn.Module, *, reduces_each: bool) -> None:
     for is_last in (False, True):
-        unit(model).set_is_last_backward(is_last)
-        unit(model).set_requires_gradient_sync(is_last or reduces_each)
+        fsdp(model).set_is_last_backward(is_last)
+        fsdp(model).set_requires_gradient_sync(is_last or reduces_each)
         (LOSS(model) * (1 + is_last)).backward()
 
 
@@ -104,7 +104,7 @@ class Pair:
         """Have both optimizers' steps compiled from now on; returns the graphs of each, which are added as it is."""
         graphs_of: list[list[object]] = [[], []]
         for optimizer, graphs in zip(self.optimizers, graphs_of, strict=True):
-            optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[method-assign]
+            optimizer.step = torch.compile(optimizer.step, backend=partial(_noted, graphs))  # type: ignore[assignment, method-assign]
         return graphs_of
 
     def _step(self, set_to_none: bool) -> None:
@@ -158,9 +158,10 @@ class Overlapped(Pair):
 
 def held_nbytes(model: nn.Module) -> dict[str, int]:
     """The bytes that units hold unsharded."""
-    states = {name or "root": state_of(module) for name, module in model.named_modules() if hasattr(module, "unshard")}
+    modules = [(name, module) for name, module in model.named_modules() if hasattr(module, "unshard")]
+    held = {name or "root": state_of(module).unit for name, module in modules}
     return {
         name: nbytes
-        for name, state in states.items()
-        if (nbytes := sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in state.groups))
+        for name, unit in held.items()
+        if (nbytes := sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in unit.parameters.groups))
     }

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ class Loop:
     def step(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
         self.num_calls += 1
         loss = self.model(x).square().mean() * scale
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {"loss": loss}
@@ -37,7 +38,7 @@ def batches() -> Iterator[torch.Tensor]:
     return (inputs(4, seed=seed) for seed in range(NUM_STEPS))
 
 
-def assert_refused(loop: Loop, error: type[Exception], message: str, x: object, **options: float) -> None:
+def assert_refused(loop: Loop, error: type[Exception], message: str, x: Any, **options: float) -> None:
     """Before anything has run."""
     weights = [parameter.clone() for parameter in loop.model.parameters()]
     num_calls = loop.num_calls

@@ -13,18 +13,18 @@ from engine_models import (
     assert_at_rest,
     assert_gradients_equal,
     assert_weights_equal,
+    fsdp,
     inputs,
     rows_of_this_rank,
     sgd,
     shard,
     shard_on,
     twins,
-    unit,
 )
 from torch import nn
 
 from lamella_engine import FSDPModule, ShardingOptions
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
 
@@ -32,7 +32,7 @@ from lamella_testing import run_ranks
 def _by_hand(apply: Callable[[Net], Net] = shard) -> tuple[nn.Module, nn.Module, FSDPModule]:
     """The same model as it is and sharded, and the latter's outermost unit, whose backwards are finalized by hand."""
     reference, sharded = twins(Net, apply)
-    model = unit(sharded)
+    model = fsdp(sharded)
     model.set_manual_backward_finalization(True)
     return reference, sharded, model
 
@@ -52,9 +52,9 @@ def test_clipping_waits_for_a_backward_that_was_finalized_and_not_waited_for(sta
         for microbatch in range(3):
             _backward(reference, sharded, microbatch)
         model.finalize_backward(async_op=True)
-        assert state_of(sharded).context.is_left, "nobody has waited for the reductions"
+        assert state_of(sharded).tree.streams.is_left, "nobody has waited for the reductions"
         clip_grad_norm_(sharded.parameters(), 1e9)
-        assert not state_of(sharded).context.is_left
+        assert not state_of(sharded).tree.streams.is_left
         assert_gradients_equal(reference, sharded, rtol=1e-4, atol=1e-6)
         assert_at_rest(sharded)
 

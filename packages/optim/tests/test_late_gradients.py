@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import BF16, Net, shard, shard_on, unit
+from engine_models import BF16, Net, fsdp, shard, shard_on
 from fake_streams import Work, fake_streams
 from optimizer_models import Lion
 from optimizer_pairs import ADAMW, Overlapped, X, named, run_backward
 
 from lamella_engine import CPUOffloadPolicy, find_nonfinite
-from lamella_engine._attached import state_of
-from lamella_engine._parameter_group import ParameterGroup, Reduced
+from lamella_engine._modules.attached import state_of
+from lamella_engine._parameters import reduction
+from lamella_engine._parameters.group import ParameterGroup, Reduced
 from lamella_optim import clip_grad_norm_, overlap_optimizer
 from lamella_testing import run_ranks
 
@@ -25,14 +26,14 @@ class _Late:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_axes: int = 1, **options: Any) -> None:
         self.installed: dict[int, Work] = {}
-        real = ParameterGroup.install_gradients
+        real = reduction.install_gradients
 
         def install(group: ParameterGroup, reduced: Reduced, **options: Any) -> None:
             work = self.streams.work()
             self.installed.update((id(parameter.sharded), work) for parameter in group.parameters)
             real(group, reduced, **options)
 
-        monkeypatch.setattr(ParameterGroup, "install_gradients", install)
+        monkeypatch.setattr(reduction, "install_gradients", install)
         self.model = Net()
         shard_on((2,) * num_axes, **options)(self.model)
         self.streams = fake_streams(self.model)
@@ -108,11 +109,11 @@ def _find(late: _Late) -> None:
 
 
 def _wait(late: _Late) -> None:
-    unit(late.model).wait_for_gradients()
+    fsdp(late.model).wait_for_gradients()
 
 
 def _zero(late: _Late) -> None:
-    unit(late.model).zero_grad(set_to_none=False)
+    fsdp(late.model).zero_grad(set_to_none=False)
 
 
 def _forward(late: _Late) -> None:
@@ -147,7 +148,7 @@ def _step_after_a_hook(late: _Late) -> None:
 
 
 def _give_up(late: _Late) -> None:
-    unit(late.model).reset_iter_state()
+    fsdp(late.model).reset_iter_state()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_backward_waits_for_gradients_of_a_tree_that_no_step_is_to_wait_for() ->
         other = shard(Net())
         fake_streams(other)
         run_backward(other)
-        assert not state_of(other).context.is_left
+        assert not state_of(other).tree.streams.is_left
 
     run_ranks(check, 2)
 
@@ -199,7 +200,7 @@ def test_gradients_that_go_to_the_cpu_are_not_late() -> None:
         apply = shard_on((2,), mp_policy=BF16, offload_policy=CPUOffloadPolicy())
         pair = Overlapped(partial(Net, dim=8), apply, late_gradients=True)
         pair.backward()
-        assert not state_of(pair.model).context.is_left
+        assert not state_of(pair.model).tree.streams.is_left
         pair.train()
 
     run_ranks(check, 2)
@@ -219,12 +220,12 @@ def test_units_that_are_reduced_in_two_microbatches_on_two_streams_are_waited_fo
     def check() -> None:
         state = state_of(model := shard(Net()))
         overlap = overlap_optimizer(torch.optim.AdamW(model.parameters()), late_gradients=True)
-        streams, context, works = fake_streams(model), state.context, []
-        for stream in (context.all_reduce_stream, context.reduce_scatter_stream):
-            with context.on(stream):
+        streams, tree, works = fake_streams(model), state.tree, []
+        for stream in (tree.streams.all_reduce_stream, tree.streams.reduce_scatter_stream):
+            with tree.streams.on(stream):
                 works.append(streams.work())
-            overlap.gradients_reduced(context, state, {stream})
-        overlap._wait_for_gradients_of(context, [state])
+            overlap.gradients_reduced(tree, state.unit, {stream})
+        overlap._wait_for_gradients_of(tree, [state.unit])
         assert all(work.is_before(streams.current.seen) for work in works)
 
     run_ranks(check, 1)

@@ -171,7 +171,7 @@ def test_hooks_and_closures_see_dtensors() -> None:
             def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
                 optimizer.zero_grad()
                 loss: torch.Tensor = model(X).square().mean()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
             for _ in range(2):
@@ -241,7 +241,7 @@ def test_ranks_that_own_nothing_have_the_state_of_torchs_optimizers_too() -> Non
         expected, optimizer = (torch.optim.AdamW(model.parameters()) for model in (reference, sharded))
         _train(reference, expected, 1)
         _train(sharded, step_on_local_shards(optimizer), 1)
-        found = get_optimizer_state_dict(sharded, optimizer)["state"]
+        found: Any = get_optimizer_state_dict(sharded, optimizer)["state"]
         return [sorted(state) for state in found.values()]
 
     assert all(found == [["exp_avg", "exp_avg_sq", "step"]] * 6 for found in run_ranks(check, 4))
@@ -302,14 +302,14 @@ def test_a_checkpoint_by_name_resumes_on_another_number_of_ranks(tmp_path: Any) 
         optimizer = _on_shards(sharded)
         _train(sharded, optimizer, 2)
         state = {"model": sharded.state_dict(), "optimizer": get_optimizer_state_dict(sharded, optimizer)}
-        dcp.save(state, checkpoint_id=tmp_path)
+        dcp.save(state, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
 
     def resume() -> None:
         reference, sharded = _short()
         _train(reference, PlainAdam(reference.parameters()))
         optimizer = _on_shards(sharded)
         state = {"model": sharded.state_dict(), "optimizer": get_optimizer_state_dict(sharded, optimizer)}
-        dcp.load(state, checkpoint_id=tmp_path)
+        dcp.load(state, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
         set_optimizer_state_dict(sharded, optimizer, state["optimizer"])
         _train(sharded, optimizer, 1)
         assert_weights_equal(reference, sharded, rtol=1e-5, atol=1e-6)

@@ -9,14 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_models import Net, inputs, rows_of_this_rank, shard, unit
+from engine_models import Net, fsdp, inputs, rows_of_this_rank, shard
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lamella_engine import FSDPModule, delay_gradient, fully_shard
 from lamella_engine import _optimizer_hooks as hooks
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_optim._registration import STEP_HOOKS, register
 from lamella_testing import run_ranks
 
@@ -63,7 +63,7 @@ def _kernels_that_know_no_dtensors_are_refused() -> None:
 def _a_backward_that_is_not_finalized_is_refused() -> None:
     model = Net()
     optimizer = _optimizer_from_before(model, shard)
-    unit(model).set_manual_backward_finalization(True)
+    fsdp(model).set_manual_backward_finalization(True)
     _backward(model)
     with pytest.raises(RuntimeError, match="finalize_backward"):
         optimizer.step()
@@ -83,17 +83,17 @@ def _shards_on_the_cpu_are_waited_for() -> None:
     model = Net()
     optimizer = _optimizer_from_before(model, shard)
     _backward(model)
-    tree = state_of(model).context
-    tree.reads_shards = True
+    tree = state_of(model).tree
+    tree.streams.reads_shards = True
     optimizer.step()
-    assert not tree.reads_shards
+    assert not tree.streams.reads_shards
 
 
 def _a_refused_step_counts_no_write(prepare: Callable[[FSDPModule, Net], object]) -> None:
     """A view of the optimizer counts writes to the parameters when the view is made."""
     model = shard(Net())
     optimizer = torch.optim.AdamW(model.parameters())
-    prepare(unit(model), model)
+    prepare(fsdp(model), model)
     _backward(model)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     versions = [parameter._version for parameter in held]
@@ -112,7 +112,7 @@ def _refusing_an_unfinished_backward_counts_no_write() -> None:
 
 
 def _refusing_to_miss_a_delayed_gradient_counts_no_write() -> None:
-    _a_refused_step_counts_no_write(lambda root, model: delay_gradient(root, _head_weight(model)))
+    _a_refused_step_counts_no_write(lambda _, model: delay_gradient(model, _head_weight(model)))
 
 
 ORDERED: dict[Pair, Callable[[], None]] = {

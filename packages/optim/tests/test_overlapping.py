@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,10 @@ from engine_models import (
     Net,
     assert_at_rest,
     case,
+    fsdp,
     record,
     shard,
     shard_on,
-    unit,
     units,
 )
 from optimizer_models import (
@@ -44,7 +45,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamella_engine import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, ShardingOptions
-from lamella_engine._attached import state_of
+from lamella_engine._modules.attached import state_of
 from lamella_optim import clip_grad_norm_, overlap_optimizer, step_on_local_shards
 from lamella_testing import run_ranks
 
@@ -107,10 +108,11 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
         for budget in (None, 0, 2**30):
             with case(budget):
                 pair = Overlapped()
-                unit(pair.model).set_options(prefetch_budget=budget)
+                fsdp(pair.model).set_options(prefetch_budget=budget)
                 assert pair.train() == ["root", "layers.0"]
-                held = {name: state_of(pair.model.get_submodule(name)) for name in ("", "layers.0")}
-                assert held_nbytes(pair.model) == {n or "root": each.unsharded_nbytes for n, each in held.items()}
+                held = {name: state_of(pair.model.get_submodule(name)).unit for name in ("", "layers.0")}
+                nbytes = {name or "root": unit.parameters.unsharded_nbytes for name, unit in held.items()}
+                assert held_nbytes(pair.model) == nbytes
 
     run_ranks(check, 2)
 
@@ -118,8 +120,8 @@ def test_two_units_are_held_between_a_step_and_the_next_forward_whatever_the_pre
 def test_a_budget_counts_what_the_step_has_gathered() -> None:
     def check() -> None:
         pair = Overlapped(partial(Net, dim=64))
-        nbytes = state_of(pair.model.get_submodule("layers.0")).unsharded_nbytes
-        unit(pair.model).set_options(prefetch_budget=2 * nbytes)
+        nbytes = state_of(pair.model.get_submodule("layers.0")).unit.parameters.unsharded_nbytes
+        fsdp(pair.model).set_options(prefetch_budget=2 * nbytes)
         pair.train()
         most = 0
 
@@ -130,7 +132,7 @@ def test_a_budget_counts_what_the_step_has_gathered() -> None:
         for layer in pair.model.get_submodule("layers").children():
             layer.register_forward_hook(look, prepend=True)
         pair.backward()
-        assert most <= state_of(pair.model).unsharded_nbytes + 3 * nbytes
+        assert most <= state_of(pair.model).unit.parameters.unsharded_nbytes + 3 * nbytes
 
     run_ranks(check, 2)
 
@@ -139,7 +141,7 @@ def test_a_list_of_modules_to_prefetch_counts_here_too() -> None:
     def check() -> None:
         pair = Overlapped()
         layers = list(pair.model.get_submodule("layers").children())
-        unit(pair.model).set_modules_to_forward_prefetch([unit(layers[1]), unit(layers[2])])
+        fsdp(pair.model).set_modules_to_forward_prefetch([fsdp(layers[1]), fsdp(layers[2])])
         assert pair.train() == ["root", "layers.1"]
 
     run_ranks(check, 2)
@@ -271,8 +273,8 @@ def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, 
                     pair = Overlapped(partial(Net, dim=8), apply, backward=backward, looks=False, late_gradients=late)
                     pair.train(set_to_none=late)
                     computes_with_main = stage == "DDP" and policy.param_dtype is None
-                    early = [state_of(m) for m in (pair.model, pair.model.get_submodule("layers.0"))]
-                    assert all(state.is_unsharding != computes_with_main for state in early)
+                    early = [state_of(m).unit for m in (pair.model, pair.model.get_submodule("layers.0"))]
+                    assert all(unit.weights.is_unsharding != computes_with_main for unit in early)
                     pair.assert_looks_alike()
 
     run_ranks(check, torch.Size(shape).numel())
@@ -303,7 +305,7 @@ def test_weights_that_stay_after_backward_are_not_gathered_in_the_step() -> None
 
     def check() -> None:
         def apply(model: Net) -> None:
-            unit(shard(model)).set_reshard_after_backward(False)
+            fsdp(shard(model)).set_reshard_after_backward(False)
 
         pair = Overlapped(apply=apply)
         assert pair.train() == []
@@ -355,7 +357,7 @@ def test_hooks_that_are_registered_later_change_gradients_before_any_is_used() -
 
 
 @pytest.mark.parametrize("flavour", [{"fused": True}, {"foreach": True}], ids=str)
-def test_gradient_scalers_scale_and_skip_as_before(flavour: dict[str, bool]) -> None:
+def test_gradient_scalers_scale_and_skip_as_before(flavour: dict[str, Any]) -> None:
     def check() -> None:
         models: list[Net] = []
         for overlaps in (False, True):
@@ -366,7 +368,7 @@ def test_gradient_scalers_scale_and_skip_as_before(flavour: dict[str, bool]) -> 
             if overlaps:
                 overlap_optimizer(optimizer)
             for step in range(4):
-                scaler.scale(LOSS(model)).backward()
+                scaler.scale(LOSS(model)).backward()  # type: ignore[no-untyped-call]
                 if step == 1:
                     for parameter in model.layers[2].parameters():
                         assert parameter.grad is not None
@@ -400,6 +402,7 @@ class _Raises(Lion):
     """In the part that comes second, when it is told to."""
 
     raises = False
+    last: nn.Parameter
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -411,7 +414,7 @@ class _Raises(Lion):
 def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() -> None:
     def check() -> None:
         def optimizer(model: nn.Module) -> Optimizer:
-            made: Any = _Raises(model.parameters())
+            made = _Raises(model.parameters())
             made.last = list(model.get_submodule("layers.2").parameters())[-1]
             return made
 
@@ -424,19 +427,26 @@ def test_after_a_step_that_raised_the_next_forward_sees_what_it_has_updated() ->
                 each.step()
             each.raises = False  # type: ignore[attr-defined]
         for model, each in zip(pair.models, pair.optimizers, strict=True):
-            counts = _num_updates(model)
+            nums_updates = _count_updates(model)
             each.step(lambda: 0.0)
-            assert all(now > before for now, before in zip(_num_updates(model), counts, strict=True)), (
-                "the step that raised is not the one that was counted"
-            )
+            assert all(nums_updates.values()), "the step that raised is not the one that was counted"
         pair.assert_looks_alike()
         pair.train()
 
     run_ranks(check, 2)
 
 
-def _num_updates(model: nn.Module) -> list[int]:
-    return [state._num_updates for _, state in units(model)]
+def _count_updates(model: nn.Module) -> dict[str, int]:
+    """The updates that each unit notes from now on."""
+    nums_updates = {name: 0 for name, _ in units(model)}
+
+    def count(name: str, note: Callable[[], None]) -> None:
+        nums_updates[name] += 1
+        note()
+
+    for name, unit in units(model):
+        unit.weights.note_update = partial(count, name, unit.weights.note_update)  # type: ignore[method-assign]
+    return nums_updates
 
 
 def _last_layer_last(model: Net) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from engine_models import BF16, EVERY_STAGE, Net, assert_at_rest, case, local, shard, shard_on, unit
+from engine_models import BF16, EVERY_STAGE, Net, assert_at_rest, case, fsdp, local, shard, shard_on
 from optimizer_pairs import ADAMW, LOSS, Act, Overlapped, X, do_nothing, held_nbytes, run_backward
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -71,7 +71,7 @@ def _freeze_the_stem(model: nn.Module) -> None:
 def _say(act: Act) -> Act:
     def said(model: nn.Module) -> None:
         act(model)
-        unit(model).mark_updated()
+        fsdp(model).mark_updated()
 
     said.__name__ = f"{act.__name__} and say so"
     return said
@@ -121,7 +121,11 @@ def _step_with_another(model: nn.Module) -> None:
 )
 def test_weights_that_change_after_the_step_are_gathered_again(act: Act) -> None:
     def check() -> None:
-        for between in (act, lambda model: (act(model), _look(model))):
+        def act_and_look(model: nn.Module) -> None:
+            act(model)
+            _look(model)
+
+        for between in (act, act_and_look):
             pair = Overlapped()
             pair.train(between=between)
             pair.assert_looks_alike()
@@ -161,7 +165,7 @@ def test_weights_that_change_before_a_unit_is_unsharded_by_hand_are_gathered_aga
                 pair.train()
                 for model in pair.models:
                     _write(model)
-                held = [getattr(unit(model), use)() for model in pair.models]
+                held = [getattr(fsdp(model), use)() for model in pair.models]
                 for each in held:
                     if each is not None:
                         each.wait()
@@ -170,7 +174,7 @@ def test_weights_that_change_before_a_unit_is_unsharded_by_hand_are_gathered_aga
                 for model, each in zip(pair.models, held, strict=True):
                     if each is not None:
                         each.release()
-                    unit(model).reshard()
+                    fsdp(model).reshard()
 
     run_ranks(check, 2)
 
@@ -183,7 +187,7 @@ def test_a_shard_that_was_written_and_not_said_to_be_is_an_error_on_its_rank() -
         with pytest.raises(RuntimeError, match=r"mark_updated\(\).*overlap_optimizer"):
             pair.model(X)
         for model in pair.models:
-            unit(model).mark_updated()
+            fsdp(model).mark_updated()
         _write_shards(pair.models[0])
         pair.train()
         pair.assert_looks_alike()
@@ -236,17 +240,17 @@ def _ask_one_unit_for_a_state_dict(model: nn.Module) -> None:
 
 
 def _unshard_and_reshard(model: nn.Module) -> None:
-    unit(model).unshard()
-    unit(model).reshard()
+    fsdp(model).unshard()
+    fsdp(model).reshard()
 
 
 def _reshard(model: nn.Module) -> None:
     for layer in (model, model.get_submodule("layers.0")):
-        unit(layer).reshard()
+        fsdp(layer).reshard()
 
 
 def _reset(model: nn.Module) -> None:
-    unit(model).reset_iter_state()
+    fsdp(model).reset_iter_state()
 
 
 @pytest.mark.parametrize(
@@ -326,7 +330,7 @@ def test_a_tree_that_gets_the_streams_of_another_has_nothing_on_its_old_ones() -
     def check() -> None:
         pair = Overlapped()
         pair.train()
-        share_comm_ctx([unit(shard(Net())), unit(pair.model)])
+        share_comm_ctx([fsdp(shard(Net())), fsdp(pair.model)])
         assert_at_rest(pair.model)
         pair.train()
 
@@ -349,7 +353,7 @@ def test_an_outer_unit_that_comes_later_finds_nothing_gathered() -> None:
 def test_the_order_check_finds_nothing_to_say() -> None:
     def check() -> None:
         pair = Overlapped()
-        unit(pair.model).set_options(order_check=True)
+        fsdp(pair.model).set_options(order_check=True)
         assert pair.train(between=_write) == ["root", "layers.0"]
         pair.backward()
 

@@ -79,7 +79,7 @@ def test_what_is_frozen_between_a_backward_and_its_step_is_updated_before_it_is_
         pair.train()
         pair.backward()
         for model in pair.models:
-            for parameter in model.stem.parameters():
+            for parameter in model.get_submodule("stem").parameters():
                 parameter.requires_grad_(False)
         pair.step()
         pair.assert_looks_alike()

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, shard, unit
+from engine_models import Net, fsdp, shard
 from fake_streams import fake_streams
 from optimizer_models import Lion
 from optimizer_pairs import Overlapped, X, named, run_backward
 
-from lamella_engine._attached import state_of
-from lamella_engine._context import Context
-from lamella_engine._parameter_group import ParameterGroup
+from lamella_engine._modules.attached import state_of
+from lamella_engine._parameters.group import ParameterGroup
+from lamella_engine._streams.streams import Streams
 from lamella_optim import overlap_optimizer
 from lamella_testing import run_ranks
 
@@ -39,7 +39,7 @@ def test_gathers_come_behind_the_update_of_what_they_read_and_not_behind_the_res
         for step in range(3):
             run_backward(model)
             if step == 2:  # left from a step before: it says nothing of this one
-                state_of(model).context.post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
+                state_of(model).tree.streams.post_optim_event = streams.compute.record_event()  # type: ignore[assignment]
             optimizer.work.clear()
             seen.clear()
             optimizer.step()
@@ -73,11 +73,11 @@ def test_a_step_that_is_captured_gathers_nothing_and_a_captured_forward_refuses_
     def check() -> None:
         pair = Overlapped()
         pair.train()
-        monkeypatch.setattr(Context, "is_captured", True)
+        monkeypatch.setattr(Streams, "is_captured", True)
         with pytest.raises(RuntimeError, match=r"remove\(\) what overlap_optimizer returned before the capture"):
             pair.model(X)
         for model in pair.models:
-            unit(model).reset_iter_state()
+            fsdp(model).reset_iter_state()
         pair.backward()
         assert pair.step() == []
 
@@ -93,7 +93,7 @@ def test_a_step_that_is_compiled_is_compiled_once_and_made_as_without() -> None:
         for _ in range(4):
             pair.backward()
             gathered += pair.step()
-            assert not state_of(pair.model).context.is_left
+            assert not state_of(pair.model).tree.streams.is_left
         assert gathered == []
         assert len(graphs_of[0]) == len(graphs_of[1]) > 0
         pair.assert_looks_alike()

@@ -1,4 +1,4 @@
-"""Who gives unsharded buffers their bytes, and takes them back."""
+"""Allocators: unsharded buffers get their bytes here, and give them back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 @runtime_checkable
 class Allocator(Protocol):
-    """Storage that comes and goes under tensors that stay.
+    """Bytes come and go under tensors that stay.
 
-    A buffer is created once, when a unit is built, and views of it (parameters among them) are made once too. What
-    `allocate` and `free` change is only whether the buffer has bytes. Autograd may hold views of a freed buffer from
-    forward to backward: after the next `allocate` the same views must read the new bytes.
-    `lamella_buffers.testing.check_allocator` tests any implementation.
+    A buffer and its views (parameters among them) are made once, when a unit is built. `allocate` and `free` change
+    only whether the buffer has bytes. Autograd may hold views of a freed buffer from forward to backward: after the
+    next `allocate` the same views must read the new bytes. `lamella_buffers.testing.check_allocator` tests any
+    implementation.
 
-    Streams: `allocate` is called with the stream current that fills the buffer, and `free` with any. Before `free` the
-    caller has made the first wait for the last user, so the bytes may go to whatever is allocated on it next.
+    Streams: `allocate` is called on the stream of the fill, and `free` on any stream. Before `free` the caller has made
+    the fill's stream wait for the last user, so the bytes may go to the next allocation on the fill's stream.
     """
 
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -25,7 +25,7 @@ class Allocator(Protocol):
         ...
 
     def allocate(self, buffer: torch.Tensor) -> None:
-        """Give a freed buffer bytes; what they hold is undefined.
+        """Give a freed buffer bytes; their contents are undefined.
 
         Raises:
             RuntimeError: The buffer has its bytes already.
@@ -33,9 +33,9 @@ class Allocator(Protocol):
         ...
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Take the bytes back, so that the storage has none. The tensor and its views stay.
+        """Take the bytes back: the storage has none. The tensor and its views stay.
 
-        They must not be read before the next `allocate`; who does it all the same must not find another's bytes.
+        Reads before the next `allocate` are errors, and must not find the bytes of another buffer.
 
         Raises:
             RuntimeError: The buffer has no bytes.
@@ -49,7 +49,7 @@ class CachingAllocator:
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make the buffer.
 
-        Effects: allocates numel * itemsize bytes from the current stream's pool; no host sync unless it must grow.
+        Effects: allocates numel * itemsize bytes from the current stream's pool; no host sync unless the pool grows.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -61,10 +61,11 @@ class CachingAllocator:
         storage = buffer.untyped_storage()
         if storage.nbytes() != 0:
             raise RuntimeError(f"Expected a freed buffer, got one that holds {storage.nbytes()} bytes.")
+        # Resized, not replaced: the views of parameters and of autograd's graph hold this storage object.
         storage.resize_(buffer.numel() * buffer.itemsize)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Shrink the storage to nothing; its block goes back to the pool of the stream it came from.
+        """Shrink the storage to nothing; its block returns to the pool of the allocating stream.
 
         Effects: none on a stream.
         """
@@ -75,12 +76,12 @@ class CachingAllocator:
 
 
 class MemPoolAllocator(CachingAllocator):
-    """The caching allocator in a `torch.cuda.MemPool` of its own, on the device that is current when it is made.
+    """The caching allocator in a private `torch.cuda.MemPool`, on the device current at construction.
 
-    Nothing else gets a block between the buffers', and their freed blocks serve nothing else.
+    Blocks of the buffers lie together, and freed blocks serve buffers only.
 
     Attributes:
-        pool: The pool. Its `snapshot()` tells what it holds.
+        pool: The pool. `snapshot()` lists the contents.
 
     Raises:
         RuntimeError: There is no CUDA device.
@@ -97,8 +98,8 @@ class MemPoolAllocator(CachingAllocator):
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make the buffer.
 
-        Effects: allocates numel * itemsize bytes from the pool, for the current stream; no host sync unless it must
-            grow.
+        Effects: allocates numel * itemsize bytes from the pool, for the current stream; no host sync unless the pool
+            grows.
         """
         with torch.cuda.use_mem_pool(self.pool, device.index):
             return super().create(numel, dtype, device)

@@ -15,38 +15,38 @@ Layout = EvenLayout | FlatLayout
 
 
 class ShardedBuffer:
-    """One rank's shards of a group of tensors, in one flat tensor.
+    """A rank's shards of a group of tensors, in a flat tensor.
 
-    In an even layout each lies in a slot of its own, which ends in padding where torch's chunks run short; in a flat
-    one they are packed, and the whole is one slot. Padding travels with the slot and nobody reads it.
+    In an even layout each shard lies in a separate slot, padded where torch's chunks run short. In a flat layout shards
+    are packed, and the whole is a single slot. Padding travels with the slot and is never read.
 
     Args:
-        layout: Where each shard lies.
-        rank: Whose shards.
-        flat: (layout.shard_numel,), whose contents become the shards.
+        layout: Offsets of the shards.
+        rank: The shards' rank.
+        flat: (layout.shard_numel,), aliased by the shards.
 
     Attributes:
-        flat: (layout.shard_numel,), all of them.
-
-    Effects: none; the buffer is a view of `flat`.
+        flat: (layout.shard_numel,), all shards.
+        dtype: The shards' dtype.
+        device: The shards' device.
     """
 
     def __init__(self, layout: Layout, rank: int, flat: torch.Tensor) -> None:
         self.layout = layout
         self.rank = rank
         self.flat = flat
+        self.dtype, self.device = flat.dtype, flat.device
 
-    # Views are made when they are first asked for: of what is reduced somebody wants the one, of what is installed the
-    # other.
+    # Views cost the host, and are made at first use: reductions read `slots`, modules read `shards`.
 
     @cached_property
     def slots(self) -> tuple[torch.Tensor, ...]:
-        """What travels, flat: each tensor's padded slot in an even layout, everything as one in a flat one."""
+        """Flat views for collectives: an even layout's padded slots, or the whole buffer in a flat layout."""
         return tuple(self.flat[slice(*slot)] for slot in self.layout.wire_slots)
 
     @cached_property
     def shards(self) -> tuple[torch.Tensor, ...]:
-        """For each tensor a view of shape layout.shard_shape(i, rank): what a DTensor holds."""
+        """For each tensor a view of shape layout.shard_shape(i, rank): the local tensor of a DTensor."""
         flat = self.flat
         start = flat.storage_offset()
         places = _shards(self.layout, self.rank)
@@ -55,41 +55,31 @@ class ShardedBuffer:
     def cast_to(self, dtype: torch.dtype) -> ShardedBuffer:
         """The same values in another dtype.
 
-        Effects: allocates them, and one multi-tensor copy, on the current stream.
+        Effects: an allocation and a multi-tensor copy, on the current stream.
         """
         cast = ShardedBuffer.empty(self.layout, self.rank, dtype, self.flat.device)
-        # Not `Tensor.to`, whose kernel keeps all multiprocessors from compute, and takes half as long again.
+        # Not `Tensor.to`: its kernel occupies all multiprocessors, and takes half as long again.
         torch._foreach_copy_([cast.flat], [self.flat])
         return cast
 
     @classmethod
     def empty(cls, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> ShardedBuffer:
-        """A buffer whose contents are undefined.
+        """A buffer with undefined contents.
 
         Effects: allocates shard_numel * itemsize bytes on the current stream.
         """
         return cls(layout, rank, torch.empty(layout.shard_numel, dtype=dtype, device=device))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of every shard."""
-        return self.flat.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards lie."""
-        return self.flat.device
-
     def copy_from(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep this rank's chunk of each whole tensor.
 
         Args:
-            tensors: One whole tensor a slot, of the layout's shapes; read only, cast to the buffer's dtype.
+            tensors: A whole tensor for each slot, of the layout's shapes; read only, cast to the buffer's dtype.
 
         Raises:
-            ValueError: They have other shapes. A smaller one would be repeated on some ranks, and fail on others.
+            ValueError: Wrong shapes. A smaller tensor would be repeated on some ranks, and fail on others.
 
-        Effects: zeroes the buffer, then one copy a tensor, on the current stream; not a collective.
+        Effects: zeroes the buffer, then a copy for each tensor, on the current stream; not a collective.
         """
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
         if shapes != self.layout.shapes:
@@ -98,40 +88,41 @@ class ShardedBuffer:
         for i, (shard, tensor) in enumerate(zip(self.shards, tensors, strict=True)):
             chunk = self.layout.chunk(i, self.rank)
             index = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            # Detached: the copy would otherwise attach the shard to the parameter's graph.
             shard.copy_(tensor.detach()[index])
 
 
 class UnshardedBuffer:
-    """A group of whole tensors in one flat allocation whose bytes come and go; the views of it stay.
+    """A group of whole tensors in a flat allocation; the bytes come and go, the views stay.
 
         even   | slot 0: rank 0's piece, rank 1's piece, ... , slack | slot 1: ...
         views  | tensor 0                                |           | tensor 1
 
-        flat   | the one slot: rank 0's piece  | rank 1's piece          | ...
+        flat   | a single slot: rank 0's piece | rank 1's piece          | ...
         views  | tensor 2    | tensor 0                  |    | tensor 1
 
     Args:
-        layout: Where each tensor lies. A tensor whose chunks are not contiguous in it must divide over the ranks.
-        rank: This rank, whose pieces are `own`.
+        layout: Offsets of the tensors. A tensor with non-contiguous chunks must divide over the ranks.
+        rank: This rank, owner of the pieces `own`.
         dtype: Dtype of all tensors.
-        device: Where they lie.
+        device: The tensors' device.
         allocator: Gives the bytes and takes them back.
 
-    Note [Version counters]. Autograd may hold views of `tensors` from forward to backward, and refuses them if their
-    version counter has moved on. Bytes that come again hold the same values, which is no modification. So what a
-    gather writes, `flat` and its views `slots` and `own`, has a version counter of its own.
+    Note [Version counters]. Autograd may hold views of `tensors` from forward to backward, and refuses views with an
+    advanced version counter. A repeated gather writes the same values, which is no modification. So the tensors written
+    by a gather (`flat` and its views `slots` and `own`) have a separate version counter.
 
     Attributes:
-        allocator: Whose bytes the next ones are.
+        allocator: Source of the next bytes.
         flat: (layout.full_numel,).
-        slots: Where a gather lands, flat: one a slot of a `ShardedBuffer`, num_shards times as long.
-        own: For each slot this rank's piece of it: where an in-place gather starts from.
-        tensors: For each tensor a view in its own shape.
+        slots: Flat destinations of a gather: for each slot of a `ShardedBuffer` a tensor num_shards times as long.
+        own: For each slot this rank's piece: the source of an in-place gather.
+        tensors: For each tensor a view in the tensor's shape.
 
     Raises:
         NotImplementedError: A tensor's chunks are neither contiguous nor equal (a dim other than the first).
 
-    Effects: born without bytes, but for a moment during construction.
+    Effects: allocates the bytes, makes the views, and frees the bytes again.
     """
 
     def __init__(
@@ -142,10 +133,11 @@ class UnshardedBuffer:
         self.layout = layout
         self.allocator = allocator
         whole = allocator.create(layout.full_numel, dtype, device)
-        self.flat = whole.data  # the same bytes: see the note
+        self.flat = whole.data  # same bytes, separate version counter: Note [Version counters]
         self.slots = tuple(self.flat[slice(*slot)] for slot in layout.wire_full_slots)
         self.own = tuple(torch.tensor_split(slot, layout.num_shards)[rank] for slot in self.slots)
         self.tensors = tuple(whole[slice(*layout.tensor_range(i))].view(shape) for i, shape in enumerate(layout.shapes))
+        # Last: torch makes no view past the end of a storage, so the views above needed the bytes.
         allocator.free(self.flat)
 
     @property
@@ -155,26 +147,26 @@ class UnshardedBuffer:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The tensors' device."""
         return self.flat.device
 
     def lands_in_place(self, slot: int) -> bool:
-        """Whether the ranks' pieces of a slot, one after another, are what the slot holds."""
+        """Whether the ranks' pieces of a slot, in rank order, are the slot's contents."""
         return isinstance(self.layout, FlatLayout) or self.layout.is_contiguous(slot)
 
     def by_rank(self, slot: int) -> torch.Tensor:
-        """A view of a slot of an even layout in the order in which pieces come: (num_shards, *chunk's shape)."""
+        """A view of an even layout's slot in the order of the ranks' pieces: (num_shards, *chunk's shape)."""
         assert isinstance(self.layout, EvenLayout)
         whole = self.flat[slice(*self.layout.tensor_range(slot))].view(self.layout.shapes[slot])
         return by_rank(whole, self.layout, slot)
 
     @property
     def has_bytes(self) -> bool:
-        """Whether there is something to free."""
+        """Whether the buffer is allocated."""
         return self.flat.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:
-        """Take the bytes; their contents are undefined until a gather fills them.
+        """Take bytes, with undefined contents until a gather.
 
         Raises:
             RuntimeError: The buffer has its bytes already.
@@ -193,25 +185,24 @@ class UnshardedBuffer:
 
 
 class GatherPlan:
-    """The payloads of a gather into unsharded buffers with the same tensors, put together once.
+    """The payloads of a gather into unsharded buffers with the same tensors, built once.
 
-    Several buffers are several forms of the tensors (quantised data, and its scales): the same ranks own the same
-    rows in each. A tensor's payloads travel one after another, so that a tensor that is written is ready to be sent.
+    Several buffers are several forms of the tensors (quantised data, and scales): the same ranks own the same rows in
+    each. A tensor's payloads are consecutive on the wire: a tensor can be sent as soon as it is written. Slots without
+    elements are left out.
 
     Args:
-        moves: For each buffer its slots, in memory that the plan's owner keeps where it is: those of a `ShardedBuffer`,
-            or the buffer's own pieces. Slots of another dtype than the buffer's are cast into those pieces by each
-            gather, if `fill` is None.
-        fill: Writes this rank's pieces before they are sent; see `Filling`. None: they are there.
-        columns: The arguments of `fill`, one entry for each of `tensors`.
-        tensors: Indices of the tensors that `fill` writes.
+        moves: For each buffer its slots, at fixed addresses kept by the plan's owner: slots of a `ShardedBuffer`, or
+            the buffer's own pieces. If `fill` is None, each gather casts slots with a dtype different from the buffer's
+            into the own pieces.
+        fill: Writes this rank's pieces before the gather sends them; see `Filling`. None: already written.
+        columns: The arguments of `fill`, an entry for each of `tensors`.
+        tensors: Indices of the tensors written by `fill`.
 
     Attributes:
-        payloads: Those that land where they belong.
-        beside: Those that come in another order than they lie in: shard, slot, and a view of the slot in the order in
-            which they come.
-
-    Effects: none. Slots without elements are left out.
+        payloads: Payloads gathered straight into place.
+        beside: Payloads gathered in an order different from the slot's: shard, slot, and a view of the slot in gather
+            order.
     """
 
     def __init__(
@@ -239,9 +230,10 @@ class GatherPlan:
                     self.beside.append((shard, into.slots[i], into.by_rank(i)))
         fillings = []
         if fill is not None and found + self.beside:
-            # A flat layout's one slot, and pieces that travel after all others, are written before any is sent.
+            # A flat layout's single slot, and pieces sent after all the rest, are written before any sending.
             is_whole = self.beside or len(begins) == 1
             fillings = [Filling(fill, columns, [0 if is_whole else begins[i] for i in tensors])]
+        # Views hold the buffers' storages, not their bytes: between gathers the storages are empty.
         self.payloads = Payloads(found, fillings)
 
 
@@ -253,7 +245,7 @@ def _with_casts(
     tuple[Sequence[object] | None, ...],
     Sequence[int],
 ]:
-    """A plan's arguments for the one buffer whose slots have another dtype: a multi-tensor copy into its own pieces."""
+    """A plan's arguments for a buffer with a different dtype of slots: a multi-tensor copy into the own pieces."""
     ((slots, into),) = moves
     cast = [i for i, slot in enumerate(slots) if slot.numel() > 0]
     columns = ([into.own[i] for i in cast], [slots[i] for i in cast])
@@ -261,12 +253,10 @@ def _with_casts(
 
 
 def shards_in(slots: Sequence[torch.Tensor], layout: Layout, rank: int) -> list[torch.Tensor]:
-    """A rank's shards as views of flat slots, wherever those lie: of a buffer's own pieces, say.
+    """A rank's shards as views of any flat slots, for example of a buffer's own pieces.
 
     Returns:
         For each tensor a view of shape layout.shard_shape(i, rank).
-
-    Effects: none.
     """
     is_flat = isinstance(layout, FlatLayout)
     places = [layout.local_slot(i, rank) for i in range(layout.num_tensors)]
@@ -275,21 +265,18 @@ def shards_in(slots: Sequence[torch.Tensor], layout: Layout, rank: int) -> list[
 
 
 def by_rank(tensor: torch.Tensor, layout: EvenLayout, i: int) -> torch.Tensor:
-    """A view of whole tensor `i` of a layout, one rank's chunk after another: (num_shards, *chunk's shape).
-
-    Effects: none.
-    """
+    """A view of whole tensor `i` of a layout as chunks in rank order: (num_shards, *chunk's shape)."""
     shape, dim = tensor.shape, layout.dims[i]
     return tensor.view(*shape[:dim], layout.num_shards, -1, *shape[dim + 1 :]).movedim(dim, 0)
 
 
 def standalone(view: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same bytes as a contiguous view, whose storage holds nothing else.
+    """A tensor over the bytes of a contiguous view, with a storage of exactly these bytes.
 
-    What pickles or deep-copies a tensor takes its whole storage; of a shard in a flat buffer that is every shard. A
-    `DTensor` made over a view also takes over the view's offset, and torch then takes it for a tensor with data.
+    Pickling or deep-copying a tensor takes the whole storage; for a shard in a flat buffer, every shard. A `DTensor`
+    over a view also inherits the view's offset, and torch then treats the DTensor as a tensor with data.
 
-    Effects: none. The new storage keeps the old one alive; neither can be resized while both are.
+    Effects: the new storage keeps the old storage alive; neither can be resized while both live.
     """
     if view.is_meta:
         return view
@@ -298,9 +285,9 @@ def standalone(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-@lru_cache(maxsize=4096)  # every reduction makes a buffer, of one of few layouts
+@lru_cache(maxsize=4096)  # every reduction makes a buffer; layouts are few
 def _shards(layout: Layout, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Each of a rank's shards as a view of all of them: its shape, strides, and the element that it starts at."""
+    """Each of a rank's shards as a view of the shard buffer: shape, strides, and first element."""
     shapes = [layout.shard_shape(i, rank) for i in range(layout.num_tensors)]
     strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
     return [(shape, strides[i], layout.local_slot(i, rank).start) for i, shape in enumerate(shapes)]

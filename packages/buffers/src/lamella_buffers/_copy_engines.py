@@ -1,8 +1,8 @@
 """Gathers and exchanges by copy engines instead of kernels, between the ranks of a host.
 
-A ring's kernel takes multiprocessors from the matmuls beside it for as long as it runs. Here each rank has the copy
-engines push its pieces into every peer's memory; nothing but memory and wires is used. `docs/design/0006-speed.md` has
-the figures.
+A ring's kernel takes multiprocessors from concurrent matmuls for its whole duration. Here each rank has the copy
+engines push its pieces into every peer's memory; only memory and wires are used. `docs/design/0006-speed.md` has the
+figures.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from lamella_buffers._transport import Done, NcclTransport, Pending, ReduceOp, c
 from lamella_buffers._windows import SMALL, PeerWindow, WindowAllocator, new_peer_window, over_ranks
 
 _FLAG_NBYTES = 4
-_WORTH_TWO_STREAMS = 32 << 20  # bytes, which take 20 us to cast
+_WORTH_TWO_STREAMS = 32 << 20  # bytes: 20 us of casts
 
 
 class _Channel:
-    """Moves of one kind between the ranks of a group, one after another.
+    """Moves of a kind (gathers, or exchanges) between the ranks of a group, in sequence.
 
-    Note [Flags]. On the stream of a move each rank tells every peer that its memory may be written, waits until all
-    have told it the same, pushes, tells every peer that it has, and waits until all have told it that. What it pushes
-    may still be made after it has told them: nobody writes there.
-    A flag is a word in the memory of the rank that waits. A peer writes it (by a copy, after the copies before it), and
-    the rank that waited for it makes it 0. A peer writes it again only after it heard from this rank once more, which
-    this rank says after it has made the flag 0.
-    What is written is the move's name, made of the windows and places that it goes to, and a rank waits for its own
-    move's. Ranks that disagree on where a buffer lies wait for ever, as ranks do whose collectives differ; nothing is
-    written where nobody expects it. A move's name is always the same, so a captured graph can be replayed.
-    A rank that dies leaves its peers' streams waiting, as in a ring, but out of sight of NCCL's watchdog.
+    Note [Flags]. On the stream of a move each rank signals "open" to every peer (my memory may be written), waits for
+    all peers' "open", pushes, signals "closed" to every peer (my pushes have arrived), and waits for all peers'
+    "closed". A rank may still write its own pieces after its "open": peers never write to them.
+    A flag is a word in the memory of the waiting rank. The peer writes the word by a copy, ordered after the earlier
+    copies; the waiting rank resets the word to 0. The peer writes the word again only after the next signal from this
+    rank, sent after the reset. So no signal is lost or taken twice.
+    The value written is the move's name, a hash of its windows and places, and each rank waits for the name of its own
+    move. Ranks with different places for a buffer wait forever, as with mismatched collectives; no unexpected memory
+    is written. The name is constant, so a captured graph can be replayed.
+    A rank's death leaves the peers' streams waiting, as in a ring, but out of sight of NCCL's watchdog.
 
     Args:
-        flags: A window in which all words are 0.
+        flags: A window of words, all 0.
         rank: This process's place in the group.
-        index: Which channel: each has two words a rank of its own.
-        device: Whose memory it moves.
+        index: The channel's number: each channel has two words a rank.
+        device: Device of the moved memory.
     """
 
     def __init__(self, flags: PeerWindow, rank: int, index: int, device: torch.device) -> None:
         num_ranks = len(flags.addresses)
-        self._flags = flags  # whose memory goes with it
+        self._flags = flags  # dropped, the pool would free the flags' block under the peers' writes
         self.peers = [(rank + i) % num_ranks for i in range(1, num_ranks)]
         self._rank = rank
         self._words = [
@@ -67,11 +67,12 @@ class _Channel:
         """Begin a move: peers may write this rank's memory.
 
         Args:
-            name: The move's, not 0.
+            name: The move's name, not 0.
 
-        Effects: the current stream waits for the last move's, if that was another, and tells all peers.
+        Effects: the current stream waits for the last move's stream, if different, and signals all peers.
         """
         stream = torch.cuda.current_stream()
+        # Moves of a channel share flags: two moves in flight on different streams would take each other's signals.
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
@@ -80,8 +81,8 @@ class _Channel:
         return _Move(stream.cuda_stream, signal)
 
     def _new_signal(self, name: int) -> _Signal:
-        # On this stream, which the next move's waits for. In a graph that is captured nothing is written until it is
-        # replayed: such a word is that graph's alone.
+        # Written on this stream; the next move's stream waits for this one. During capture nothing is written until
+        # replay: kept for eager moves, the word would hold garbage. Such a word belongs to the graph alone.
         word = torch.full((1,), name, dtype=torch.int32, device=self._device)
         mine = _FLAG_NBYTES * self._rank
         tells = [[(bases[i] + mine, word.data_ptr(), _FLAG_NBYTES) for i in self.peers] for bases in self._words]
@@ -93,7 +94,7 @@ class _Channel:
 
 
 class _Signal(NamedTuple):
-    """What tells peers of a move, and waits for theirs: before it, and after it."""
+    """Signals to the peers and waits for theirs: "open" and "closed". `word` is the source of the signals' copies."""
 
     word: torch.Tensor
     tells: list[driver.Copies]
@@ -101,41 +102,41 @@ class _Signal(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A move that has begun, on a stream as the driver has it."""
+    """A move in flight, on a stream given by its driver handle."""
 
     stream: int
     signal: _Signal
 
     def open(self) -> None:
-        """Let what comes next on the stream write to peers.
+        """Let later work on the stream write to peers.
 
         Effects: the stream waits for all peers.
         """
         self.signal.waits[0].enqueue(self.stream)
 
     def close(self) -> None:
-        """End it: what comes next on the stream may read what peers wrote, and peers what this rank did.
+        """End the move: later work on the stream may read the peers' writes, and the peers may read this rank's.
 
-        Effects: the stream tells all peers, and waits for them.
+        Effects: the stream signals all peers, and waits for theirs.
         """
         self.signal.tells[1].enqueue(self.stream)
         self.signal.waits[1].enqueue(self.stream)
 
 
 def _name_of(places: Iterable[tuple[int, int, int]]) -> int:
-    """A move's name: the number of each window that it goes to, where in it, and how many bytes. Not 0, and 31 bits."""
+    """A move's name, a hash of (window's number, offset, bytes) of each destination. Not 0, and 31 bits."""
     return zlib.crc32(repr(list(places)).encode()) >> 1 | 1
 
 
 class _Push(NamedTuple):
-    """A gather into one place: this rank's pieces of it, and the copies of them to every peer.
+    """A prepared gather into fixed addresses: this rank's pieces, and their copies to every peer.
 
     Attributes:
         own: The addresses of the pieces.
-        num_first: How many of them are pushed while the others are still being cast.
-        first: Their copies.
-        rest: The others'.
-        name: The move's.
+        num_first: Number of pieces pushed while the rest are still being cast.
+        first: Copies of the first pieces.
+        rest: Copies of the rest.
+        name: The move's name.
     """
 
     own: tuple[int, ...]
@@ -146,9 +147,9 @@ class _Push(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """An exchange into one place: the copies, which read from elsewhere each time, and the move's name.
+    """A prepared exchange into fixed addresses: copies with new sources at each call, and the move's name.
 
-    `offsets` says for each payload where in its `full` the peers' pieces lie, in bytes.
+    `offsets` has, for each payload, the peers' pieces in `full` as byte offsets.
     """
 
     copies: driver.Copies
@@ -157,9 +158,9 @@ class _Exchange(NamedTuple):
 
 
 class _Arrivals(NamedTuple):
-    """Where pieces arrive: a buffer whose bytes come and go, each payload's place in it, and there this rank's row.
+    """Destination of pieces: a buffer with bytes during an exchange only, each payload's place, and this rank's rows.
 
-    `pushes` has what is pushed there, by the buffer's address: it was lent one of few windows.
+    `pushes` has the prepared exchanges by the buffer's address, which varies among few windows.
     """
 
     buffer: torch.Tensor
@@ -169,14 +170,14 @@ class _Arrivals(NamedTuple):
 
 
 class CopyEngineTransport(NcclTransport):
-    """NCCL, but for gathers into windows, and sums that are wider than their wire: those are pushed by copy engines.
+    """NCCL, except for gathers into windows and sums wider than the wire: copy engines push both.
 
     Args:
         group: The axis's process group.
-        windows: Where buffers that are gathered into may lie.
-        arrivals: Where pieces of gradients arrive.
-        flags: A window in which all words are 0.
-        device: Where all of them are.
+        windows: Allocator of unsharded buffers.
+        arrivals: Allocator of the buffers for arriving pieces of gradients.
+        flags: A window of words, all 0.
+        device: Device of all windows.
     """
 
     def __init__(
@@ -196,20 +197,20 @@ class CopyEngineTransport(NcclTransport):
         self._gathers, self._exchanges = (_Channel(flags, self.rank, i, device) for i in (0, 1))
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
-        """Gather all payloads in one call, of whatever dtypes.
+        """Gather all payloads, of any dtypes, in a single call.
 
-        Effects: on the current stream, which is made to wait for the last gather's if that was another: copies to every
-            peer, and waits for theirs. A shard that is no slice of its `full` is copied there first. A kernel of
-            NCCL's, if some `full` lies in no window.
+        Effects: on the current stream, after a wait for the last gather's stream if different: copies to every peer,
+            and waits for theirs. A shard outside its `full` is first copied into place. A kernel of NCCL's, if some
+            `full` lies in no window.
         """
         return self.fill_and_gather(Payloads(payloads))
 
     def fill_and_gather(self, payloads: Payloads) -> Pending:
-        """Gather shards of which some are first written (cast, quantised), in the time that peers take to be ready.
+        """Gather shards, and first write some (cast, quantise) while the peers get ready.
 
-        Most are written while the first are being pushed, on a stream of their own.
+        Most shards are written on a separate stream while the first are being pushed.
 
-        Effects: those of `all_gather`, and one or two calls of each filling's function.
+        Effects: as `all_gather`, and a call or two of each filling's function.
         """
         if (push := self.push_into(payloads)) is None:
             payloads.fill()
@@ -217,7 +218,8 @@ class CopyEngineTransport(NcclTransport):
         if push.own != _addresses(payloads.shards):
             payloads.fill()
             copy_missing(self._own(payloads.wholes), payloads.shards)
-            payloads = Payloads(payloads)
+            payloads = Payloads(payloads)  # without fillings: written above
+        # Before the casts below, so that peers need not wait for this rank's casts: Note [Flags].
         move = self._gathers.begin(push.name)
         if push.num_first == len(payloads) or payloads.are_there:
             payloads.fill()
@@ -228,31 +230,30 @@ class CopyEngineTransport(NcclTransport):
             rest_is_there = self._fill_beside(payloads, push.num_first)
             move.open()
             push.first.enqueue(move.stream)
-            rest_is_there()
+            rest_is_there()  # else the copies below would push pieces still being cast
         push.rest.enqueue(move.stream)
         move.close()
         return Done()
 
     def _fill_beside(self, payloads: Payloads, num_first: int) -> Callable[[], object]:
-        """Write all but the first shards beside the next work of the current stream.
+        """Write all but the first shards in parallel with the current stream's next work.
 
         Returns:
-            A function that makes the current stream wait for them.
+            A function that makes the current stream wait for the shards.
         """
         current = torch.cuda.current_stream()
         if self._fills is None:
             self._fills = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        # The current stream has waited for the optimizer's writes and the window's last readers; this stream has not.
         self._fills.wait_stream(current)
         with torch.cuda.stream(self._fills):
             payloads.fill_after_first(num_first)
         return partial(current.wait_stream, self._fills)
 
     def push_into(self, payloads: Payloads) -> _Push | None:
-        """How this rank's pieces get to every peer, prepared the first time; None if one of the wholes is in no window.
-
-        A buffer that gets another window has other addresses. A window stays, and nothing else is where it is.
-        """
+        """The copies of this rank's pieces to every peer, prepared once; None if a whole lies in no window."""
         wholes = payloads.wholes
+        # Addresses are a safe key: windows are never freed, so an address always means the same place in a window.
         key = _addresses(wholes), payloads.nbytes
         if (push := self._pushes.get(key)) is not None:
             return push
@@ -275,7 +276,7 @@ class CopyEngineTransport(NcclTransport):
         return self._pushes[key]
 
     def _own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's piece of each, flat: one view, where `view` and an index would be two."""
+        """This rank's piece of each whole, flat, by a single view operator instead of `view` and an index."""
         numels = [whole.numel() // self.num_ranks for whole in wholes]
         return [
             whole.as_strided((numel,), (1,), whole.storage_offset() + self.rank * numel)
@@ -283,10 +284,10 @@ class CopyEngineTransport(NcclTransport):
         ]
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Push each piece to the rank that adds it up.
+        """Push each piece to its owner, which adds the pieces up.
 
-        On the current stream, which is made to wait for the last exchange's if that was another. A window as large as
-        the payloads' `full` is lent for the time of the call.
+        On the current stream, after a wait for the last exchange's stream if different. A window as large as the
+        payloads' `full` is lent for the time of the call.
         """
         arrivals = self._arrivals_for(payloads)
         buffer = arrivals.buffer
@@ -294,7 +295,8 @@ class CopyEngineTransport(NcclTransport):
         pushes = arrivals.pushes.get(buffer.data_ptr()) or self._new_pushes(payloads, arrivals)
         move = self._exchanges.begin(pushes.name)
         move.open()
-        # By addresses: a view for each piece would cost the host more than the copies.
+        # By addresses: a view for each piece would cost the host more than the copies. Autograd allocates gradients
+        # anew in each backward, so sources change with each call.
         wholes = [full for _, full in payloads]
         pushes.copies.read_from(
             [
@@ -307,6 +309,8 @@ class CopyEngineTransport(NcclTransport):
         torch._foreach_copy_(arrivals.own, self._own(wholes))
         move.close()
         add_up(arrivals.places, [shard for shard, _ in payloads], op)
+        # Before the sum has run: the window's next user waits for this stream before its "open", and peers write only
+        # after the "open".
         self._arrivals.free(buffer)
 
     def _arrivals_for(self, payloads: Sequence[Payload]) -> _Arrivals:
@@ -320,7 +324,7 @@ class CopyEngineTransport(NcclTransport):
         return self._buffers[key]
 
     def _new_pushes(self, payloads: Sequence[Payload], arrivals: _Arrivals) -> _Exchange:
-        """Where pieces are pushed to while the arrivals' buffer, which has its bytes, has this window."""
+        """Prepare the exchange for the window of the arrivals' buffer, which has its bytes."""
         buffer, own = arrivals.buffer, arrivals.own
         window = self._arrivals.window_of(buffer)
         assert isinstance(window, PeerWindow)
@@ -336,16 +340,16 @@ class CopyEngineTransport(NcclTransport):
         return made
 
     def _offset_of(self, mine: torch.Tensor, window: PeerWindow) -> int:
-        """Where something lies in its window, on every rank alike."""
+        """Offset of a tensor in its window, the same on every rank."""
         offset = mine.data_ptr() - window.addresses[self.rank]
         assert 0 <= offset <= window.nbytes - mine.nbytes, "a buffer lies outside of its window"
         return offset
 
 
 def _num_first(nbytes: Sequence[int]) -> int:
-    """How many pieces to push while the others are being cast: about a third of the bytes, which take as long.
+    """Number of pieces to push while the rest are being cast: a third of the bytes, the two taking equally long.
 
-    All of them where they are so few that a second stream would cost more.
+    All pieces where a second stream would cost more than the overlap saves.
     """
     total = sum(nbytes)
     if total < _WORTH_TWO_STREAMS:
@@ -360,23 +364,24 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CopyEngines:
-    """What gathers a group's parameters and reduces their gradients by copy engines: the memory, and the calls."""
+    """Copy-engine gathers and reductions of a group: memory (`allocator`) and calls (`transport`)."""
 
     allocator: WindowAllocator
     transport: CopyEngineTransport
 
 
-# Kept with their groups until the process ends: peers have this memory mapped, and engines hold their group.
+# Engines hold their group, so entries stay until the process ends. Freed earlier, memory mapped by peers would go to
+# other tensors.
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, CopyEngines | None] = weakref.WeakKeyDictionary()
 
 
 def copy_engines_of(group: dist.ProcessGroup) -> CopyEngines | None:
-    """What moves a group's parameters and gradients without multiprocessors; None where that cannot be had.
+    """Copy engines for a group's parameters and gradients; None if unavailable.
 
-    It can over NCCL if all ranks are on one host and can map one another's memory. They cannot with torch's expandable
-    segments or `backend:cudaMallocAsync`, and do not with `max_split_size_mb`, which keeps windows from being used, or
-    where NCCL_P2P_DISABLE tells NCCL not to. One object serves everybody on this group; it and its windows
-    stay until the process ends, and `torch.cuda.empty_cache()` does not free them.
+    Available over NCCL if all ranks share a host and can map their peers' memory. Torch's expandable segments and
+    `backend:cudaMallocAsync` prevent mapping, `max_split_size_mb` prevents use of the windows, and NCCL_P2P_DISABLE is
+    respected. Each group has a single object; object and windows stay until the process ends, unaffected by
+    `torch.cuda.empty_cache()`.
 
     Effects: the first time, collective on the group, and the host waits for the device.
     """
@@ -395,7 +400,7 @@ def _engines_for(group: dist.ProcessGroup) -> CopyEngines | None:
         flags = new_peer_window(group, SMALL)
     except RuntimeError:
         return None
-    # Two, so that no gather waits for a reduction because it was lent a window that one had.
+    # Two allocators: with shared windows, a gather lent a reduction's window would wait for the reduction's stream.
     numbers = count(1)
     windows, arrivals = (
         WindowAllocator(lambda nbytes: new_peer_window(group, nbytes, next(numbers)), lambda lost: _agreed(group, lost))
@@ -405,13 +410,14 @@ def _engines_for(group: dist.ProcessGroup) -> CopyEngines | None:
 
 
 def _agreed(group: dist.ProcessGroup, mine: set[int]) -> set[int]:
-    """What all ranks name, when their devices are done with it."""
+    """The windows named by all ranks, after all devices have finished."""
+    # Before the ranks answer: a buffer may die with copies still in flight to or from its window.
     torch.cuda.synchronize()
     return set.intersection(*over_ranks(group, lambda: mine))
 
 
 def _host() -> str | None:
-    """Which host this is; None if its ranks are not to share memory."""
+    """The host's boot id; None if settings forbid shared memory."""
     settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0") or "max_split_size_mb" in settings:
         return None

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch has no words for: memory of other processes, copies, flags in memory."""
+"""CUDA driver calls missing in torch: memory of other processes, batched copies, flags in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Handle(ctypes.Structure):
 
 
 class _MemoryOp(ctypes.Structure):
-    """A wait for a value, or a write of one; padded to the size of the driver's union."""
+    """A wait for a value or a write, padded to the size of the driver's union."""
 
     _fields_ = (
         ("operation", ctypes.c_int),
@@ -40,13 +40,13 @@ class _MemoryOp(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """When a batch's sources are read, and hints that are left out."""
+    """Access order of a batch's sources; hints stay empty."""
 
     _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 class _Side(ctypes.Structure):
-    """Where rows are read or written: at an address, a pitch apart."""
+    """Source or destination of rows: an address and a pitch."""
 
     _fields_ = (
         ("x", ctypes.c_size_t),
@@ -69,14 +69,14 @@ _IN_STREAM_ORDER = _CopyAttributes(order=1)
 
 
 class Shared(NamedTuple):
-    """How another process finds memory of this one: its allocation, and where in it."""
+    """Address of this process's memory for another process: the allocation's handle, and an offset into it."""
 
     handle: bytes
     offset: int
 
 
 def share(address: int) -> Shared:
-    """Let other processes on this host map the allocation that device memory lies in.
+    """Let other processes on this host map the allocation around a device address.
 
     Raises:
         DriverError: The memory cannot be shared (expandable segments, another kind of allocation).
@@ -89,13 +89,13 @@ def share(address: int) -> Shared:
 
 
 def map_shared(shared: Shared) -> int:
-    """Map another process's memory here, for as long as this process lives.
+    """Map another process's memory for the rest of this process's life.
 
     Returns:
-        Its address on this process's current device.
+        The memory's address on this process's current device.
 
     Raises:
-        DriverError: It cannot be reached from this device.
+        DriverError: This device cannot reach the memory.
     """
     address = ctypes.c_uint64()
     handle = _Handle.from_buffer_copy(shared.handle)
@@ -104,10 +104,10 @@ def map_shared(shared: Shared) -> int:
 
 
 class Copies:
-    """Copies of device memory, on one device or between two, with their arguments as the driver takes them.
+    """Copies of device memory, within a device or between two, as argument arrays of the driver.
 
     Args:
-        moves: For each copy where to, where from, and how many bytes. None reads or writes what another writes.
+        moves: Destination, source and bytes of each copy. No copy reads or writes another copy's destination.
     """
 
     def __init__(self, moves: Iterable[tuple[int, int, int]]) -> None:
@@ -122,23 +122,26 @@ class Copies:
             self._nbytes,
             ctypes.c_size_t(num),
             ctypes.byref(_IN_STREAM_ORDER),
-            ctypes.byref(ctypes.c_size_t(0)),  # the first copy to which that applies
+            ctypes.byref(ctypes.c_size_t(0)),  # index of the attributes' first copy
             ctypes.c_size_t(1),
         )
 
     def read_from(self, sources: list[int]) -> None:
-        """Copy from other addresses, one a copy, from the next call on. The driver keeps nothing of earlier ones."""
+        """Copy from new addresses, an address for each copy, from the next call on.
+
+        The driver read the earlier addresses at the call: copies in flight are unaffected.
+        """
         self._sources[:] = sources  # type: ignore[assignment]
 
     def enqueue(self, stream: int) -> None:
-        """Put them on a stream, which must be torch's current one.
+        """Put the copies on a stream, which must be torch's current stream.
 
-        As one batch, which costs the host a tenth of as many calls and leaves copy engines no gaps, if the driver has
-        that. It is refused on CUDA's legacy default stream, which is torch's, and cannot be captured in a graph: there
-        copies of equal sizes are rows of one, where they lie that way.
+        A single batch, if the driver has batches: a tenth of the host time of separate calls, and no gaps on the copy
+        engines. The legacy default stream (torch's default) refuses batches, and graphs cannot capture them: a captured
+        graph gets copies of equal size as rows of two-dimensional copies, where spacing allows.
 
-        Effects: copies by copy engines where the two are on different devices; together they come after what came
-            before on the stream, and before what comes after.
+        Effects: copies by copy engines between different devices; ordered after earlier work on the stream, and before
+            later work.
         """
         if not self._num:
             return
@@ -154,9 +157,9 @@ class Copies:
 
 
 def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_Rows]:
-    """The same copies in few: one for those of a size, between the same two allocations, that are equally far apart.
+    """The same copies as few: equal sizes, equally spaced, between the same two allocations become rows of a copy.
 
-    Pieces of weights of one shape lie so wherever there are two, and those of a layer's experts all together.
+    Two pieces of equal weights always qualify, and so do all pieces of a layer's experts.
     """
     alike: defaultdict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for into, source, nbytes in moves:
@@ -170,7 +173,7 @@ def _as_rows(moves: Iterable[tuple[int, int, int]]) -> Iterator[_Rows]:
 
 
 def _runs(places: Iterable[tuple[int, int]], nbytes: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut places (where to, where from) where they are no longer equally far apart, or farther than a pitch can be."""
+    """Cut places (destination, source) into runs of equal spacing, within the largest pitch."""
     run: list[tuple[int, int]] = []
     for place in places:
         if run:
@@ -194,10 +197,10 @@ def _allocation_of(address: int) -> int:
 
 
 class FlagOps:
-    """Waits until each of some flags has a value, and then makes it 0 again. Prepared once; can be captured in a graph.
+    """Waits until each flag has a value, then resets the flag to 0. Prepared once; can be captured in a graph.
 
     Args:
-        addresses: Of 32-bit words in this device's memory.
+        addresses: Addresses of 32-bit words in this device's memory.
         value: Not 0.
     """
 
@@ -207,9 +210,9 @@ class FlagOps:
         self._ops = (_MemoryOp * len(ops))(*ops)
 
     def enqueue(self, stream: int) -> None:
-        """Put them on a stream. They take no multiprocessor.
+        """Put waits and resets on a stream. No multiprocessor is used.
 
-        Effects: what comes after on the stream waits for the flags.
+        Effects: later work on the stream waits for the flags.
         """
         _call("cuStreamBatchMemOp_v2", stream, len(self._ops), self._ops, 0)
 
@@ -236,7 +239,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 @cache
 def _has_batches() -> bool:
-    """Drivers of CUDA 13 have them."""
+    """Whether the driver has batched copies (CUDA 13)."""
     try:
         _function(_BATCH)
     except DriverError:

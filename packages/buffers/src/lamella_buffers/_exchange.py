@@ -1,11 +1,11 @@
-"""Reductions whose sum is wider than their wire: pieces travel as they are, and are added up where they arrive.
+"""Reductions with a sum wider than the wire: pieces travel unconverted, and their owner adds them up.
 
-    rank 1's gradient, bf16     | for 0 | for 1 | for 2 |        one exchange: each piece goes to its owner
-    what rank 1 receives, bf16  | from 0 | from 1 | from 2 |     then one sum over the ranks, in fp32
+    rank 1's gradient, bf16     | for 0 | for 1 | for 2 |        exchange: each piece goes to its owner
+    rank 1 receives, bf16       | from 0 | from 1 | from 2 |     then a sum over the ranks, in fp32
     rank 1's shard, fp32        | sum |
 
-A wider sum of the same numbers is what a reduction in the wider dtype computes, up to the order of its additions, which
-here is the ranks'. It moves the bytes of one in the narrow dtype.
+The result equals a reduction in the wider dtype, up to the order of additions (here: rank order). The bytes moved are
+the narrow dtype's.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import torch.distributed as dist
 
 from lamella_buffers._payload import Payload
 
-# Elements that every payload's place starts at a multiple of, so that none is moved or added up in odd pieces. Slots of
-# the even layout start at multiples of it too: where slots touch, their places do.
+# In elements: every payload's place starts at a multiple, since unaligned places would be copied and added up slowly.
+# Slots of the even layout have the same alignment: places of touching slots touch.
 _ALIGNMENT = 256
 
 
 def arrivals_numel(payloads: Sequence[Payload], num_ranks: int) -> int:
-    """Elements of a buffer for all ranks' pieces of this rank's shards: about as many as the payloads' `full` have."""
+    """Elements of a buffer for all ranks' pieces of this rank's shards: about as many as in the payloads' `full`."""
     return num_ranks * sum(map(_padded_numel, payloads))
 
 
 def places_for(payloads: Sequence[Payload], num_ranks: int, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Where all ranks' pieces of this rank's shards arrive.
+    """Places in a buffer for all ranks' pieces of this rank's shards.
 
     Args:
-        payloads: Of one dtype on the wire.
-        num_ranks: Of the axis.
-        buffer: (arrivals_numel,), of that dtype.
+        payloads: Payloads with the same wire dtype.
+        num_ranks: Ranks on the axis.
+        buffer: (arrivals_numel,), in the wire dtype.
 
     Returns:
         For each payload a (num_ranks, shard's numel) tensor, a row a rank: columns of the buffer.
-
-    Effects: none.
     """
     columns = torch.split(buffer.view(num_ranks, -1), [_padded_numel(payload) for payload in payloads], dim=1)
     return [column[:, : shard.numel()] for column, (shard, _) in zip(columns, payloads, strict=True)]
@@ -52,11 +50,11 @@ def add_up(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: d
     """Reduce the rows of each place into a shard, in the shard's dtype and in the order of the ranks.
 
     Args:
-        places: What `places_for` gave, filled.
-        shards: One a place, flat, of one dtype.
-        op: SUM, or AVG: the sum is then scaled in the same kernel.
+        places: Filled places of `places_for`.
+        shards: A flat shard for each place, all of equal dtype.
+        op: SUM, or AVG: the same kernel then scales the sum.
 
-    Effects: on the current stream, one kernel for all shards that lie one after another in memory.
+    Effects: on the current stream, a kernel for each run of shards contiguous in memory.
     """
     assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
     reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
@@ -65,9 +63,9 @@ def add_up(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: d
 
 
 def widened(payloads: Sequence[Payload]) -> list[Payload]:
-    """The same reduction on a wire that is as wide as its sum.
+    """The same reduction on a wire as wide as the sum.
 
-    Effects: on the current stream, one allocation and one multi-tensor cast of every `full`.
+    Effects: on the current stream, an allocation and a multi-tensor cast of every `full`.
     """
     numels = [full.numel() for _, full in payloads]
     wide = torch.split(payloads[0].shard.new_empty(sum(numels)), numels)
@@ -78,8 +76,8 @@ def widened(payloads: Sequence[Payload]) -> list[Payload]:
 def _joined(
     places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same places and shards, as few tensors: those that touch are one."""
-    # By addresses, place's and shard's: asking tensors for their storages costs the host more than the sums.
+    """The same places and shards as few tensors: neighbours in memory are joined."""
+    # By addresses of places and shards: asking each tensor for its storage costs the host more than the sums.
     begins = [(place.data_ptr(), shard.data_ptr()) for place, shard in zip(places, shards, strict=True)]
     ends = [
         (a + shard.numel() * place.itemsize, b + shard.nbytes)
@@ -87,9 +85,10 @@ def _joined(
     ]
     first, limit = 0, _end_of_storage(shards[0])
     for i in range(1, len(shards) + 1):
+        # Adjacent addresses may belong to two storages: a view past the first storage's end would fail.
         if i < len(shards) and begins[i] == ends[i - 1] and ends[i][1] <= limit:
             continue
-        numel = sum(shard.numel() for shard in shards[first:i])
+        numel = sum(map(torch.Tensor.numel, shards[first:i]))
         place, shard = places[first], shards[first]
         yield place.as_strided((len(place), numel), place.stride()), shard.as_strided((numel,), (1,))
         if i < len(shards):

@@ -1,4 +1,4 @@
-"""Offsets for allocations that come and go, so that those which are alive together lie apart: interval colouring."""
+"""Offsets for allocations that come and go: allocations alive together lie apart (interval colouring)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,29 @@ class Lifetime(Generic[K]):
 
 
 def peak_nbytes(trace: Iterable[Lifetime[K]]) -> int:
-    """The most bytes that were alive at once: no placement of them can be smaller.
-
-    Effects: none.
-    """
+    """The most bytes alive at once: a lower bound for every placement."""
     changes = [change for life in trace for change in ((life.start, life.nbytes), (life.end, -life.nbytes))]
     peak = live = 0
-    for _, nbytes in sorted(changes):  # of one tick, what ends comes first: it is negative
+    for _, nbytes in sorted(changes):  # within a tick ends come first: they are negative
         live += nbytes
         peak = max(peak, live)
     return peak
 
 
 def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
-    """An offset for each allocation of several traces, of which one at a time happens.
+    """An offset for each allocation of several traces; traces never overlap in time.
 
-    Allocations of equal size in a single trace take exactly `peak_nbytes`: in the order in which they begin, each finds
-    all placed ones that it meets alive at one tick, its own start. With other sizes that is no rule, and none is known
-    that is always best: the largest first, or slots as large as the largest that goes in, are often better. Of the
-    three the smallest is taken.
+    Allocations of equal size in a single trace take exactly `peak_nbytes` if placed in order of their starts: every
+    earlier allocation met by a new allocation is alive at the new start. For unequal sizes no order is known to be
+    best. Largest first, or slots as large as their largest occupant, often does better; the smallest result of the
+    three wins.
 
     Args:
-        traces: One after another, however often. What is of the same name in several has one size and gets one offset.
+        traces: In any order, repeated any number of times. An allocation in several traces has the same size and offset
+            in all.
 
     Returns:
-        The offset of each allocation, in bytes, from 0 on.
-
-    Effects: none. Time grows with the pairs that meet.
+        The offset of each allocation, in bytes, from 0 on. Time grows with the number of overlapping pairs.
     """
     nbytes: dict[K, int] = {}
     met: dict[K, set[K]] = {}
@@ -62,15 +58,12 @@ def place(traces: Sequence[Sequence[Lifetime[K]]]) -> dict[K, int]:
 
 
 def extent(offsets: Mapping[K, int], nbytes: Mapping[K, int]) -> int:
-    """Where the last of the placed allocations ends.
-
-    Effects: none.
-    """
+    """The end of the last placed allocation."""
     return max((offset + nbytes[what] for what, offset in offsets.items()), default=0)
 
 
 def _add_meetings(met: dict[K, set[K]], in_order: Iterable[Lifetime[K]]) -> None:
-    """Note for each allocation which others were alive at some moment of its life."""
+    """Note for each allocation the overlapping lifetimes, in both directions."""
     alive: list[Lifetime[K]] = []
     for life in in_order:
         alive = [other for other in alive if other.end > life.start]
@@ -82,7 +75,7 @@ def _add_meetings(met: dict[K, set[K]], in_order: Iterable[Lifetime[K]]) -> None
 
 
 def _place_in_order(order: Iterable[K], nbytes: Mapping[K, int], met: Mapping[K, set[K]]) -> dict[K, int]:
-    """Give each the smallest gap that holds it, between those it meets, or else the end."""
+    """Give each allocation the smallest sufficient gap between overlapping ones, or else the end."""
     offsets: dict[K, int] = {}
     for what in order:
         taken = sorted((offsets[other], offsets[other] + nbytes[other]) for other in met[what] if other in offsets)
@@ -91,7 +84,7 @@ def _place_in_order(order: Iterable[K], nbytes: Mapping[K, int], met: Mapping[K,
 
 
 def _place_in_slots(nbytes: Mapping[K, int], met: Mapping[K, set[K]]) -> dict[K, int]:
-    """Colour them as if all were of one size, and make each colour's slot as large as it must be."""
+    """Colour the allocations as if of equal size; a colour's slot is as large as its largest occupant."""
     slots = _place_in_order(nbytes, dict.fromkeys(nbytes, 1), met)
     sizes = [0] * extent(slots, dict.fromkeys(slots, 1))
     for what, slot in slots.items():

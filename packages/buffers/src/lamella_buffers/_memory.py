@@ -1,4 +1,4 @@
-"""Memory that changes hands between storages, so that every view of a storage follows."""
+"""Exchange the memory of two storages: every view of a storage follows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ if TYPE_CHECKING or hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
     def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """Exchange the memory of two storages on one device, and their sizes.
 
-        Effects: none on a stream. Each memory is freed with the storage that holds it at the end.
+        Effects: none on a stream. Each storage frees the memory in its hands when the storage dies.
         """
         storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
     def can_swap_memory() -> bool:
-        """Whether this torch can exchange the memory of two storages.
-
-        Effects: none.
-        """
+        """Whether this torch can exchange the memory of two storages."""
         return True
 
-else:  # torch before 2.12 has no call for it: the fields of the two C++ objects are exchanged.
-    # A StorageImpl: its virtual table, its reference counts, then where the memory is, how and through what it is
-    # freed, its device, and its size. Flags and the allocator, which grows the storage, follow and stay.
+else:  # torch before 2.12 has no such call: the fields of the two C++ objects are exchanged.
+    # A StorageImpl: virtual table, reference counts, then the five fields: data pointer, deleter and context,
+    # device, size. Flags and the allocator, which grows the storage, follow and stay.
     _Fields = ctypes.c_uint64 * 5
     _NUM_BYTES_BEFORE = 16
 
@@ -34,7 +31,7 @@ else:  # torch before 2.12 has no call for it: the fields of the two C++ objects
         mine[:], theirs[:] = theirs[:], mine[:]
 
     def can_swap_memory() -> bool:
-        """Whether the fields are where they are looked for."""
+        """Whether two trial storages have their fields at the expected offsets."""
         storages = [torch.UntypedStorage(num_bytes) for num_bytes in (192, 320)]
         return all(
             (fields[0], fields[4]) == (storage.data_ptr(), storage.nbytes())

@@ -1,21 +1,22 @@
-"""What a collective moves: payloads, each by itself or side by side in one tensor."""
+"""Payloads of collectives, separate or packed side by side in a single tensor."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, overload
 
 import torch
 
 
 class Payload(NamedTuple):
-    """Two contiguous tensors: one rank's piece, and the pieces of all ranks in rank order.
+    """Two contiguous tensors: a rank's piece, and the pieces of all ranks in rank order.
 
-    They have a dim at least; else their shapes say nothing, their elements count, one after another: a view costs the
-    host as much as what is done with it. A gather reads `shard` and writes `full`, which are of one dtype; `shard` may
-    be this rank's own slice of `full`: then the gather is in place. A reduction reads `full` and writes `shard`, which
-    may be of a wider dtype than what travels: the sum is then made in that.
+    Both have at least one dim. Their shapes are otherwise ignored and elements counted in memory order: flattening
+    views would cost the host as much as the work itself. A gather reads `shard` and writes `full`, of equal dtypes;
+    with `shard` as this rank's own slice of `full` the gather is in place. A reduction reads `full` and writes `shard`;
+    a wider dtype of `shard` is the dtype of the sum.
     """
 
     shard: torch.Tensor  # numel elements
@@ -23,23 +24,23 @@ class Payload(NamedTuple):
 
     @property
     def widens(self) -> bool:
-        """Whether a reduction adds up in another dtype than it is given."""
+        """Whether a reduction adds up in a dtype different from its input's."""
         return self.shard.dtype != self.full.dtype
 
     def as_bytes(self) -> Payload:
-        """The same memory, for moves that compute nothing."""
-        return Payload(*(tensor.view(torch.uint8) for tensor in self))
+        """The same memory, for moves without arithmetic."""
+        return Payload(self.shard.view(torch.uint8), self.full.view(torch.uint8))
 
 
 class Filling(NamedTuple):
-    """The function that writes shards before a gather sends them (a cast, a quantisation), and its arguments.
+    """A function that writes shards before a gather sends them (a cast, a quantisation), and the arguments.
 
-    An item is written as a whole, into one shard or several: quantised data and its scales are two. Arguments are
-    columns with one entry an item, so that a call for some of the items takes the same slice of each column.
+    An item fills a shard or several: quantised data and scales are two shards. Arguments are columns with an entry for
+    each item: a call for some of the items takes the same slice of each column.
 
     Attributes:
-        fill: Called with all columns, on the stream of the gather or on one that the gather waits for.
-        columns: Sequences of equal length; None for a column that this gather has no use for.
+        fill: Called with all columns, on the gather's stream or on a stream awaited by the gather.
+        columns: Sequences of equal length; None for a column without use in this gather.
         begins: For each item the index of its first payload, ascending.
     """
 
@@ -48,16 +49,16 @@ class Filling(NamedTuple):
     begins: Sequence[int]
 
     def write(self, start: int, stop: int) -> None:
-        """Write the items whose first payload is one of `start` to `stop`.
+        """Write the items with a first payload in `start` to `stop`.
 
-        Effects: those of `fill`, unless no item begins there.
+        Effects: as `fill`; none if no item begins in the range.
         """
         part = slice(bisect_left(self.begins, start), bisect_left(self.begins, stop))
         if part.start < part.stop:
             self.fill(*[column if column is None else column[part] for column in self.columns])
 
     def is_like(self, other: Filling) -> bool:
-        """Whether one call can write the items of both."""
+        """Whether a single call can write the items of both."""
         absent, absent_there = ([column is None for column in each.columns] for each in (self, other))
         return self.fill == other.fill and absent == absent_there
 
@@ -69,19 +70,19 @@ class Filling(NamedTuple):
 
 
 class Payloads(Sequence[Payload]):
-    """The payloads of one gather, also as the lists that collectives take: put together once, gathered again and again.
+    """The payloads of a gather, with argument lists for collectives: built once, gathered many times.
+
+    The object keeps the tensors alive.
 
     Args:
-        payloads: In the order in which they travel.
-        fillings: Write those shards that are not there yet.
+        payloads: In wire order.
+        fillings: Write the shards not yet written.
 
     Attributes:
-        shards: Of all payloads.
-        wholes: Their `full`.
-        dtypes: Of `wholes`.
-        nbytes: Of each of `wholes`.
-
-    Effects: none. The object keeps the tensors alive.
+        shards: `shard` of each payload.
+        wholes: `full` of each payload.
+        dtypes: Dtypes of `wholes`.
+        nbytes: Bytes of each whole.
     """
 
     def __init__(self, payloads: Iterable[Payload], fillings: Iterable[Filling] = ()) -> None:
@@ -94,7 +95,7 @@ class Payloads(Sequence[Payload]):
 
     @classmethod
     def joined(cls, several: Iterable[Payloads]) -> Payloads:
-        """The payloads of several gathers, for one. Fillings with the same function become one call of it."""
+        """The payloads of several gathers as a single gather. Fillings with the same function share a call."""
         payloads: list[Payload] = []
         fillings: list[Filling] = []
         for each in several:
@@ -118,21 +119,27 @@ class Payloads(Sequence[Payload]):
     def __getitem__(self, index: int | slice) -> Payload | Sequence[Payload]:
         return self._payloads[index]
 
+    @cached_property
+    def flat_bytes(self) -> FlatBytes:
+        """`flat_bytes` of the payloads, made once."""
+        with torch.inference_mode(False):  # cached inference views would fail later gathers
+            return flat_bytes(self._payloads)
+
     @property
     def are_there(self) -> bool:
-        """Whether no shard has to be written before it is sent."""
+        """Whether no shard awaits a filling."""
         return not self._fillings
 
     def fill(self) -> None:
-        """Write the shards that are not there.
+        """Write the shards not yet written.
 
-        Effects: on the current stream, one call of each filling's function for all of its items.
+        Effects: on the current stream, a single call of each filling's function for all items.
         """
         for fill, columns, _ in self._fillings:
             fill(*columns)
 
     def fill_first(self, num: int) -> None:
-        """Write the first `num` payloads' shards, and all of each item that one of them belongs to.
+        """Write the first `num` payloads' shards, each item as a whole.
 
         Effects: as `fill`.
         """
@@ -140,7 +147,7 @@ class Payloads(Sequence[Payload]):
             filling.write(0, num)
 
     def fill_after_first(self, num: int) -> None:
-        """Write the shards that `fill_first(num)` does not write.
+        """Write the shards left by `fill_first(num)`.
 
         Effects: as `fill`.
         """
@@ -148,11 +155,17 @@ class Payloads(Sequence[Payload]):
             filling.write(num, len(self))
 
 
-def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
-    """The payloads whose two tensors have the same dtypes, in the order in which dtypes come.
+FlatBytes = tuple[list[torch.Tensor], list[torch.Tensor]]
 
-    Effects: none.
-    """
+
+def flat_bytes(payloads: Iterable[Payload]) -> FlatBytes:
+    """1-D views of the shards' bytes and of the wholes'."""
+    pairs = [payload.as_bytes() for payload in payloads]
+    return [shard.view(-1) for shard, _ in pairs], [full.view(-1) for _, full in pairs]
+
+
+def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
+    """Payloads grouped by the dtypes of their two tensors, in order of first appearance."""
     dtypes = [(shard.dtype, full.dtype) for shard, full in payloads]
     found = dict.fromkeys(dtypes)
     if len(found) == 1:
@@ -161,38 +174,35 @@ def by_dtype(payloads: Sequence[Payload]) -> list[list[Payload]]:
 
 
 def of_one_dtype(payloads: Sequence[Payload]) -> Sequence[Payload]:
-    """The payloads as they are if they have one dtype, else as bytes.
-
-    Effects: none.
-    """
+    """The payloads unchanged if of equal dtype, else as bytes."""
     dtypes = payloads.dtypes if isinstance(payloads, Payloads) else {full.dtype for _, full in payloads}
     return payloads if len(dtypes) == 1 else [payload.as_bytes() for payload in payloads]
 
 
 def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor, num_ranks: int = 1) -> torch.Tensor:
-    """Put tensors side by side in one, for collectives that take no more.
+    """Pack tensors side by side into a single tensor, for collectives with a single argument.
 
         shards               | payload 0 | payload 1 | ...
         wholes, `num_ranks`  | rank 0's shards | rank 1's shards | ...
 
     Args:
-        tensors: Contiguous, of one dtype.
-        into: As large as all of them.
-        num_ranks: Pieces of each tensor: that of the axis if they are wholes.
+        tensors: Contiguous, of equal dtype.
+        into: As large as all tensors together.
+        num_ranks: Pieces of each tensor: the axis's number of ranks for wholes.
 
     Returns:
         `into`.
 
-    Effects: one multi-tensor copy on the current stream.
+    Effects: a multi-tensor copy on the current stream.
     """
     torch._foreach_copy_(*_side_by_side(into, tensors, num_ranks))
     return into
 
 
 def unpack(packed: torch.Tensor, into: Sequence[torch.Tensor], num_ranks: int = 1) -> None:
-    """Copy tensors out of one that they were packed in.
+    """Copy tensors out of a packed tensor.
 
-    Effects: one multi-tensor copy on the current stream.
+    Effects: a multi-tensor copy on the current stream.
     """
     pieces, tensors = _side_by_side(packed, into, num_ranks)
     torch._foreach_copy_(tensors, pieces)

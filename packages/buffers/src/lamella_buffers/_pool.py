@@ -1,4 +1,4 @@
-"""An allocator that learns when buffers live, and from then on gives each a place that was chosen for it."""
+"""A pooled allocator: learns buffers' lifetimes, then gives each allocation a planned place."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _NUM_REMEMBERED = 64
 
 @dataclass(frozen=True)
 class PoolReport:
-    """What a pool planned, and what it gave.
+    """A pool's plan and its use.
 
     Attributes:
         planned_nbytes: The plan's extent, over all streams.
-        bound_nbytes: The most bytes that one planned round had alive at once: no plan can be smaller. On several
-            streams, the sum of each one's.
-        reserved_nbytes: The plan's memory that was allocated so far. A part that no round asked for is not.
-        live_nbytes: The most bytes that ever were alive at once, in the plan and outside.
-        num_inside: Allocations since the plan was made that got their place in it.
-        num_outside: Those that did not.
-        num_plans: How often a plan was made.
+        bound_nbytes: The most bytes alive at once in any planned round: a lower bound for plans. Summed over streams.
+        reserved_nbytes: Bytes of the plan allocated so far. Parts without a request are not allocated.
+        live_nbytes: The most bytes ever alive at once, in the plan and outside.
+        num_inside: Allocations in the plan, since the plan was made.
+        num_outside: Allocations outside the plan, since then.
+        num_plans: Number of plans made.
     """
 
     planned_nbytes: int
@@ -52,26 +51,26 @@ class PoolReport:
 
 
 class PoolAllocator:
-    """Learns when buffers live, plans a place for each allocation, and then makes no allocations any more.
+    """Learns buffers' lifetimes, plans a place for each allocation, and from then on allocates nothing.
 
-    A *round* lasts from the first allocation to the moment when nothing is allocated: with ZeRO-3 a forward and its
-    backward, or a validation. Whatever happens in between, the next round starts anew, so the number of microbatches
-    and rounds of other kinds do not matter. A round that leaves the plan is planned too when it comes for the second
-    time: so a first step, which gathers nothing ahead, is not, and neither is one that an exception ended.
+    A *round* lasts from the first allocation until nothing is allocated: with ZeRO-3 a forward with its backward, or a
+    validation. Each round starts anew: the number of microbatches, and rounds of different kinds, do not matter. A
+    round outside the plan is planned when it occurs a second time. A first step, without prefetch, and a step ended by
+    an exception are therefore never planned.
 
-    In a round the k-th allocation of a buffer on a stream has its place. It gets it if no buffer lies there at that
-    moment, whatever the plan says; everything else comes from `source`, as if there were no plan.
+    In a round the k-th allocation of a buffer on a stream has a place. The buffer gets the place if no live buffer
+    overlaps it at the time, whatever the plan says; all further allocations come from `source`, as without a plan.
 
-    Bytes are moved under a buffer's storage, so views of it follow, and nothing can resize it in between. A tensor's
-    `record_stream` does nothing while it lies in the plan.
+    Bytes move under a buffer's storage: views follow, and the storage cannot be resized meanwhile. `record_stream` has
+    no effect on a tensor in the plan.
+
+    An object may serve several models; their units must not run in several threads at a time.
 
     Args:
-        source: Where the plan's memory comes from, and all that lies outside of it. None means a `CachingAllocator`.
+        source: Allocates the plan's memory, and everything outside the plan. None means a `CachingAllocator`.
 
     Raises:
         RuntimeError: This torch cannot move memory between storages.
-
-    Effects: none. One object may serve several models; their units must not run in several threads at a time.
     """
 
     def __init__(self, source: Allocator | None = None) -> None:
@@ -95,11 +94,13 @@ class PoolAllocator:
     def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make the buffer, outside of the plan.
 
-        Effects: those of the source.
+        Effects: as the source's `create`.
         """
         buffer = self._source.create(numel, dtype, device)
         storage = buffer.untyped_storage()
         if buffer.nbytes:
+            # By the C++ storage's address, which a later storage may reuse: the weak reference's callback removes the
+            # entry when this storage dies.
             gone = _caller(weakref.ref(self), storage._cdata)
             mine = _Buffer(weakref.ref(storage, gone), next(self._serials), buffer.nbytes)
             self._buffers[storage._cdata] = mine
@@ -107,9 +108,9 @@ class PoolAllocator:
         return buffer
 
     def allocate(self, buffer: torch.Tensor) -> None:
-        """Put the buffer in its place, if it has one that is free; else give it bytes of the source.
+        """Put the buffer in its planned place if free; else give it bytes of the source.
 
-        Effects: the first time a part of the plan is used, allocates it on the current stream; else none.
+        Effects: the first use of a chunk of the plan allocates the chunk on the current stream.
         """
         storage = buffer.untyped_storage()
         if storage.nbytes() != 0:
@@ -117,6 +118,7 @@ class PoolAllocator:
         mine = self._known(buffer, storage)
         if mine is None:
             return
+        # Only between rounds: a buffer in the old plan would overlap places of the new.
         if self._num_live == 0 and self._plan_is_due:
             self._make_plan()
         stream = _current_stream(buffer.device)
@@ -146,16 +148,15 @@ class PoolAllocator:
         if mine.place is None:
             self._source.free(buffer)
         else:
+            # On the host: readers may still be running. Only the same stream, ordered after the readers by the caller,
+            # reuses the place.
             mine.place.take_back(storage)
         if not mine.is_new:
             self._round.note(_Event(mine.serial))
         self._uncount(mine)
 
     def report(self) -> PoolReport:
-        """What was planned, and what was given.
-
-        Effects: none; no host sync.
-        """
+        """Bytes planned and used so far, without a host sync."""
         return PoolReport(
             planned_nbytes=self._plan.nbytes,
             bound_nbytes=self._plan.bound_nbytes,
@@ -167,7 +168,7 @@ class PoolAllocator:
         )
 
     def _known(self, buffer: torch.Tensor, storage: torch.UntypedStorage) -> _Buffer | None:
-        """What is known of a buffer; nothing of one without elements."""
+        """The pool's record of a buffer; None for a buffer without elements."""
         mine = self._buffers.get(storage._cdata)
         if mine is None and buffer.nbytes:
             raise ValueError("Expected a buffer that this pool made, got another. Its own allocator takes it.")
@@ -192,7 +193,7 @@ class PoolAllocator:
         ended, self._round = self._round, _Round(self._round.number + 1)
         if not ended.left_plan or not ended.is_complete:
             return
-        # Hashes, so that what never comes again holds no memory. Two that clash cost a plan, and nothing else.
+        # Hashes: rounds that never repeat hold no memory. A hash collision costs a needless plan.
         what_happened = hash(tuple(ended.events))
         if what_happened in self._seen:
             self._learned.append(_trace(ended.events, {mine.serial: mine.nbytes for mine in self._known_buffers()}))
@@ -209,13 +210,15 @@ class PoolAllocator:
         self._num_inside = self._num_outside = 0
 
     def _known_buffers(self) -> list[_Buffer]:
-        """All of them, in a list: the cyclic collector may take a model at any moment, and with it buffers."""
+        """All known buffers, copied: the cyclic collector may free a model, and its buffers, during iteration."""
         return list(self._buffers.values())
 
     def _forget(self, key: int) -> None:
-        """Let go of a buffer that is no more; the next plan does without it, and with the last one the plan goes."""
+        """Forget a dead buffer: the next plan omits it. The last buffer's death drops the plan."""
         mine = self._buffers.pop(key)
         if mine.place is not None:
+            # The dead storage took the place's memory along, so `home` is empty for good. Serials are never reused: no
+            # request leads to this place again.
             mine.place.vacate()
         if self._num_live:
             self._round.is_complete = False
@@ -226,18 +229,18 @@ class PoolAllocator:
             self._learned, self._plan, self._plan_is_due = [], _Plan([]), False
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events and rounds ------------------------------------------------------------------------------------------------
 
 
 class _Event(NamedTuple):
-    """A buffer was allocated on a stream, or freed (None)."""
+    """Allocation of a buffer on a stream, or a free (None)."""
 
     serial: int
     stream: Hashable = None
 
 
 class _Request(NamedTuple):
-    """One allocation of a round: the turn-th of a buffer."""
+    """The turn-th allocation of a buffer in a round."""
 
     stream: Hashable
     serial: int
@@ -249,13 +252,13 @@ _Trace = list[Lifetime[_Request]]
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
-    """What is known of a buffer. Its storage is held weakly: it must go with the model."""
+    """The pool's record of a buffer. The storage is held weakly: it must die with the model."""
 
     storage: weakref.ref[torch.UntypedStorage]
     serial: int
     nbytes: int
     is_live: bool = False
-    is_new: bool = True  # it has the bytes that it was born with, which no round asked for
+    is_new: bool = True  # still with the bytes of `create`, which belong to no round
     place: _Place | None = None
     round: int = -1
     turn: int = 0
@@ -263,7 +266,7 @@ class _Buffer:
 
 @dataclass(eq=False, slots=True)
 class _Round:
-    """What happened since nothing was allocated."""
+    """Events since nothing was allocated."""
 
     number: int
     left_plan: bool = False
@@ -271,7 +274,7 @@ class _Round:
     events: list[_Event] = field(default_factory=list)
 
     def turn_of(self, mine: _Buffer) -> int:
-        """Which allocation of the buffer in this round the next one is."""
+        """Index, within this round, of the buffer's next allocation."""
         if mine.round != self.number:
             mine.round, mine.turn = self.number, 0
         mine.turn += 1
@@ -280,12 +283,12 @@ class _Round:
     def note(self, event: _Event) -> None:
         if len(self.events) < _MOST_EVENTS:
             self.events.append(event)
-        else:  # What never comes to rest (weights that are kept between steps) must not be written down for ever.
+        else:  # A round that never ends (weights kept between steps) would grow the list without bound.
             self.is_complete = False
 
 
 def _trace(events: Sequence[_Event], nbytes: Mapping[int, int]) -> _Trace:
-    """When each allocation of a round was alive. Only made of rounds that are about to be planned."""
+    """Lifetimes of a round's allocations. Computed only for rounds about to be planned."""
     turns: Counter[int] = Counter()
     alive: dict[int, tuple[_Request, int]] = {}
     trace = []
@@ -300,7 +303,7 @@ def _trace(events: Sequence[_Event], nbytes: Mapping[int, int]) -> _Trace:
 
 
 def _caller(pool: weakref.ref[PoolAllocator], key: int) -> Callable[[object], None]:
-    """Tells the pool that a buffer is gone, unless the pool went first. A bound method would keep it alive."""
+    """Tell the pool of a buffer's death, unless the pool died first. A bound method would keep the pool alive."""
 
     def call(_: object) -> None:
         if (alive := pool()) is not None:
@@ -309,14 +312,14 @@ def _caller(pool: weakref.ref[PoolAllocator], key: int) -> Callable[[object], No
     return call
 
 
-# -- what is planned --------------------------------------------------------------------------------------------------
+# -- plans ------------------------------------------------------------------------------------------------------------
 
 
 class _Plan:
-    """A place for each allocation of some traces, in memory of its stream's own.
+    """A place for each allocation of some traces; each stream has separate memory.
 
-    A stream's memory is cut in chunks wherever that cuts no place. Each is about as large as a buffer then, and the
-    caching allocator has a block for it, which buffers had before there was a plan.
+    A stream's memory is cut into chunks wherever no place would be cut. A chunk is then about as large as a buffer, and
+    the caching allocator reuses a block freed by an earlier buffer.
     """
 
     def __init__(self, learned: Sequence[_Trace]) -> None:
@@ -344,14 +347,14 @@ class _Plan:
         return sum(chunk.nbytes for chunk in self._chunks if chunk.memory is not None)
 
     def free_place(self, request: _Request) -> _Place | None:
-        """The place that was planned, if there is one and nobody is in it."""
+        """The planned place, if any and free."""
         found = self._places.get(request)
         return found if found is not None and found.is_free else None
 
 
 @dataclass(eq=False)
 class _Chunk:
-    """Memory of several places, of which any may overlap."""
+    """Memory of several places; places may overlap."""
 
     nbytes: int = 0
     memory: torch.UntypedStorage | None = None
@@ -362,7 +365,7 @@ class _Chunk:
         return _Place(self, start, start + nbytes)
 
     def storage_at(self, start: int, nbytes: int, source: Allocator, device: torch.device) -> torch.UntypedStorage:
-        """A storage over a part of the memory, which lives as long as any of them."""
+        """A storage over a part of the memory. The memory lives as long as any such storage."""
         if self.memory is None:
             self.memory = source.create(self.nbytes, torch.uint8, device).untyped_storage()
         part: torch.UntypedStorage = self.memory[start : start + nbytes]
@@ -371,7 +374,7 @@ class _Chunk:
 
 @dataclass(eq=False)
 class _Place:
-    """Where an allocation goes. While a buffer is here, its storage and `home` have changed memories."""
+    """A planned allocation. While a buffer is in place, its storage and `home` have exchanged memory."""
 
     chunk: _Chunk
     start: int
@@ -386,6 +389,7 @@ class _Place:
     def lend_to(self, buffer: torch.Tensor, source: Allocator) -> None:
         if self.home is None:
             self.home = self.chunk.storage_at(self.start, buffer.nbytes, source, buffer.device)
+        # Swapped, not copied or resized: parameters and autograd's graph hold views of this storage object.
         swap_memory(buffer.untyped_storage(), self.home)
         self.chunk.occupied.add((self.start, self.end))
 
@@ -399,7 +403,7 @@ class _Place:
 
 
 def _current_stream(device: torch.device) -> Hashable:
-    """What orders memory on a device; on CPU there is one order."""
+    """The stream as a key for memory reuse; a CPU has a single order."""
     if device.type == "cpu":
         return device
     return device, torch.get_device_module(device).current_stream(device).stream_id

@@ -1,4 +1,4 @@
-"""Moves between the ways a buffer can lie along an axis: one function a collective.
+"""Moves between placements of a buffer along an axis: a function for each collective.
 
     from        to          function
     ----------  ----------  --------------
@@ -7,7 +7,7 @@
     Partial     Replicate   all_reduce
     Replicate   Shard       ShardedBuffer.copy_from   (a local slice, no collective)
 
-Each takes a list, and puts all of it into one call: the groups of a unit travel together.
+Each function takes a list, and makes a single call of it: the groups of a unit travel together.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def all_gather(
     """Fill unsharded buffers from every rank's slots.
 
     Args:
-        moves: For each buffer the slots to send: those of a `ShardedBuffer`, or the buffer's own pieces
-            (`UnshardedBuffer.own`) written beforehand. Slots of another dtype than the buffer's are cast into those
-            pieces first. Or plans of the same, made once for gathers that come again. The buffers must have their
-            bytes.
-        transport: The axis.
+        moves: For each buffer the slots to send: slots of a `ShardedBuffer`, or the buffer's own pieces
+            (`UnshardedBuffer.own`) written beforehand. Slots with a dtype different from the buffer's are first cast
+            into the own pieces. Or plans of the same, made once for repeated gathers. The buffers must have bytes.
+        transport: The axis's transport.
 
-    Effects: one collective on the axis for all moves, on the current stream, after the shards that a plan writes, or
-        beside them if the transport has a `fill_and_gather`. No other copy on either side, but for tensors whose chunks
-        are not contiguous: those are gathered beside their place and copied there, and the call waits.
+    Effects: a collective on the axis for all moves, on the current stream, after the plan's writes of shards, or
+        overlapped with them if the transport has a `fill_and_gather`. No further copy on either side, except for
+        tensors with non-contiguous chunks: staged, waited for, and copied into place.
     """
     plans = [move if isinstance(move, GatherPlan) else GatherPlan([move]) for move in moves]
     if len(plans) == 1 and not plans[0].beside:
         return _gather(plans[0].payloads, transport)
     beside = [each for plan in plans for each in plan.beside]
+    # Freed at return, on this stream: the wait and the copy below order the reuse of these bytes.
     gathered = [torch.empty_like(full) for _, full, _ in beside]
     staged = Payloads(Payload(shard, into) for (shard, _, _), into in zip(beside, gathered, strict=True))
     pending = _gather(Payloads.joined([*(plan.payloads for plan in plans), staged]), transport)
@@ -53,7 +53,7 @@ def all_gather(
 
 
 def _gather(payloads: Payloads, transport: Transport) -> Pending:
-    if not payloads:
+    if not payloads.wholes:
         return Done()
     gather: FillAndGather | None = getattr(transport, "fill_and_gather", None)
     if gather is not None:
@@ -69,21 +69,21 @@ def reduce_scatter(
 ) -> Pending:
     """Reduce whole gradients into shards.
 
-    In an even layout a gradient is read where it lies if it is a plain tensor, contiguous, of the wire's dtype, and
-    made of equal chunks, one after another in it. Others, and missing ones (None: zeros), are staged in one temporary
-    buffer. In a flat layout all are: they travel as one payload, in which they lie as the tensors do. Of a tensor
-    subclass the values travel that its own `copy_` gives, of a sparse tensor the dense ones.
+    In an even layout a gradient is read in place if it is a plain tensor, contiguous, of the wire's dtype, and made of
+    equal, consecutive chunks. All other gradients, and missing gradients (None: zeros), are staged in a temporary
+    buffer. In a flat layout all gradients are staged, as a single payload in the layout's order. A tensor subclass
+    travels as the values of its `copy_`, a sparse tensor as dense values.
 
     Args:
-        moves: For each buffer the gradients of the tensors that take part, by index, in the tensor's shape, and the
-            dtype that they travel in: the same ones on every rank. They are added up in the buffer's dtype. The others'
-            shards are left as they are; in a flat layout they become zeros. Gradients must stay alive until the current
+        moves: For each buffer the gradients of the participating tensors, by index, in the tensor's shape, and the wire
+            dtype: the same indices and dtypes on every rank. Sums are made in the buffer's dtype. Shards of absent
+            indices are left unchanged; in a flat layout they become zeros. Gradients must stay alive until the current
             stream has passed this call.
-        transport: The axis.
-        op: How to reduce.
+        transport: The axis's transport.
+        op: The reduction.
 
-    Effects: one collective on the axis for all moves of the same dtypes, on the current stream; staging allocates the
-        slots of what it stages, in the wire's dtype, and costs one copy of it.
+    Effects: a collective on the axis for all moves of the same dtypes, on the current stream; staging allocates the
+        staged slots in the wire's dtype, and costs a copy.
     """
     payloads: list[Payload] = []
     for gradients, wire, into in moves:
@@ -91,6 +91,7 @@ def reduce_scatter(
             payloads += _payloads(gradients, wire, into, into.layout)
         elif into.flat.numel() > 0:
             payloads.append(Payload(into.flat, _packed(gradients, wire, into.layout, into.device)))
+    # Staging buffers die at return: the call is on the current stream, and so is any reuse of their bytes.
     return transport.reduce_scatter(payloads, op) if payloads else Done()
 
 
@@ -98,22 +99,22 @@ def all_reduce(tensors: Sequence[torch.Tensor], transport: Transport, op: Reduce
     """Reduce whole tensors in place.
 
     Args:
-        tensors: Flat or shaped, contiguous; the same on every rank but for their values.
-        transport: The axis.
-        op: How to reduce.
+        tensors: Flat or shaped, contiguous; the same on every rank except for values.
+        transport: The axis's transport.
+        op: The reduction.
 
-    Effects: one collective on the axis, on the current stream. No copy.
+    Effects: a collective on the axis, on the current stream. No copy.
     """
     return transport.all_reduce(tensors, op)
 
 
 def plain_values(gradient: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient in memory that a collective can read; a plain dense tensor is returned as it is.
+    """The values of a gradient in memory readable by a collective; a plain dense tensor is returned unchanged.
 
-    A wrapper (a subclass whose bytes are in other tensors: quantised weights, results of asynchronous collectives) has
-    no memory of its own. A collective that is given one reads memory that nobody wrote.
+    A wrapper subclass keeps its bytes in inner tensors (quantised weights, results of asynchronous collectives). A
+    collective on the wrapper itself would read unwritten memory.
 
-    Effects: a subclass is copied by its own `copy_`, a sparse tensor made dense, on the current stream.
+    Effects: copies a subclass by its own `copy_`, or makes a sparse tensor dense, on the current stream.
     """
     if type(gradient) is not torch.Tensor:
         values = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
@@ -125,7 +126,7 @@ def plain_values(gradient: torch.Tensor) -> torch.Tensor:
 def _packed(
     gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: FlatLayout, device: torch.device
 ) -> torch.Tensor:
-    """All gradients in one flat (full_numel,) tensor in the wire's dtype, zeros where there are none."""
+    """All gradients in a flat (full_numel,) tensor in the wire's dtype, with zeros for absent gradients and gaps."""
     packed = torch.empty(layout.full_numel, dtype=wire, device=device)
     there = {i: plain_values(each) for i, each in gradients.items() if each is not None and each.numel()}
     absent = [layout.tensor_range(i) for i in range(layout.num_tensors) if i not in there]
@@ -144,7 +145,7 @@ def _zero(flat: torch.Tensor, ranges: Sequence[Range]) -> None:
 def _payloads(
     gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, into: ShardedBuffer, layout: EvenLayout
 ) -> list[Payload]:
-    """What is reduced of the tensors that have elements, in their order: gradients as they are, or staged."""
+    """Payloads of the tensors with elements, in order: gradients in place, or staged."""
     payloads: dict[int, Payload] = {}
     staged: dict[int, torch.Tensor | None] = {}
     is_chunked, shards = layout.in_equal_chunks, into.shards
@@ -155,7 +156,7 @@ def _payloads(
             type(gradient) is torch.Tensor
             and is_chunked[i]
             and gradient.dtype == wire
-            and gradient.is_contiguous()  # which a sparse one never is
+            and gradient.is_contiguous()  # never true of a sparse gradient
         ):
             payloads[i] = Payload(shards[i], gradient)
         else:
@@ -169,7 +170,7 @@ def _payloads(
 def _stage(
     gradients: Mapping[int, torch.Tensor | None], wire: torch.dtype, layout: EvenLayout, device: torch.device
 ) -> list[torch.Tensor]:
-    """Cast and pad gradients in one allocation and one multi-tensor copy."""
+    """Cast and pad gradients by an allocation and a multi-tensor copy."""
     numels = [layout.full_slot(i).numel for i in gradients]
     slots = torch.split(torch.empty(sum(numels), dtype=wire, device=device), numels)
     copies, sources, zeros = [], [], []

@@ -1,11 +1,11 @@
-"""What moves between the ranks of one axis, and what moves it."""
+"""Transports: collectives on payloads between the ranks of an axis."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import (
 from torch.profiler import record_function
 
 from lamella_buffers._exchange import add_up, arrivals_numel, places_for, widened
-from lamella_buffers._payload import Payload, Payloads, by_dtype, of_one_dtype, unpack
+from lamella_buffers._payload import Payload, Payloads, by_dtype, flat_bytes, of_one_dtype, unpack
 
 ReduceOp = dist.ReduceOp.RedOpType
-"""How a reduction combines the ranks' numbers: torch's `SUM`, `AVG` and so on."""
+"""A reduction's operator: torch's `SUM`, `AVG` and so on."""
 
-# torch 2.13 renamed them.
+# Renamed in torch 2.13.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
@@ -32,25 +32,25 @@ Options = TypeVar("Options", AllgatherOptions, AllreduceCoalescedOptions, AllToA
 
 
 class Pending(Protocol):
-    """A collective that was started."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Order what follows after the collective.
+        """Order later work after the collective.
 
-        Effects: NCCL: none, the call was already put on the current stream. gloo: blocks the host until it is done.
+        Effects: NCCL: none, the call is already on the current stream. gloo: blocks the host until completion.
         """
         ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Collectives on one axis, whose unit is a list of payloads: one call, one collective, however many payloads.
+    """Collectives on an axis over lists of payloads: each call is a single collective, for any number of payloads.
 
-    (Sums of several dtypes are one collective a dtype.)
+    (Sums of several dtypes are a collective for each dtype.)
 
-    A plain parameter is one payload; a quantised one is its data and its scales. Every rank of the axis must make the
-    same calls with payloads of the same sizes and dtypes in the same order, and with one at least. Calls are put on the
-    current stream, and the tensors must stay alive until that stream has passed them.
+    A plain parameter is a single payload; a quantised parameter is its data and its scales. Every rank of the axis must
+    make the same calls with payloads of the same sizes and dtypes in the same order, and at least one payload. Calls go
+    on the current stream, and the tensors must stay alive until the stream has passed the call.
     `lamella_buffers.testing.check_transport` tests any implementation.
     """
 
@@ -71,7 +71,7 @@ class Transport(Protocol):
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
         """Fill each payload's `shard` with this rank's piece of `full`, reduced over the ranks; `full` is not kept.
 
-        A `full` of a narrower dtype than its `shard` is added up in the dtype of `shard`. `op` is SUM or AVG.
+        Sums are made in the dtype of `shard`, even where `full` is narrower. `op` is SUM or AVG.
         """
         ...
 
@@ -81,45 +81,45 @@ class Transport(Protocol):
 
 
 FillAndGather = Callable[[Payloads], Pending]
-"""A method that a transport may have too: gathers shards of which some still have to be written by their filling."""
+"""An optional method of a transport: gathers shards, after their fillings have written the missing shards."""
 
 
 class Done:
-    """The handle of a collective that is over, or whose order the stream already keeps."""
+    """The handle of a finished collective, or of a collective already ordered by the stream."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class LocalTransport:
-    """The transport of an axis with one rank: what is gathered or reduced is already there, or one copy away."""
+    """The transport of an axis with a single rank: gathers and reductions are at most a local copy."""
 
     rank = 0
     num_ranks = 1
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
-        """Copy each shard, unless it already lies in its place.
+        """Copy each shard not already in place.
 
-        Effects: one multi-tensor copy at most, on the current stream.
+        Effects: a multi-tensor copy at most, on the current stream.
         """
         copy_missing([full for _, full in payloads], [shard for shard, _ in payloads])
         return Done()
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Copy each whole, cast if it must be: the sum and the mean over one rank are the thing itself.
+        """Copy each whole, cast if necessary: sum and mean over a single rank are the identity.
 
-        Effects: one multi-tensor copy at most, on the current stream.
+        Effects: a multi-tensor copy at most, on the current stream.
         """
         copy_missing([shard for shard, _ in payloads], [full for _, full in payloads])
         return Done()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
-        """Leave the tensors as they are."""
+        """Leave the tensors unchanged."""
         return Done()
 
 
 class _GroupTransport(ABC):
-    """What the transports of both backends know of their process group.
+    """Common part of both backends' transports: the process group.
 
     Args:
         group: The axis's process group.
@@ -135,14 +135,14 @@ class _GroupTransport(ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group itself, for whoever moves something on the same ranks in another way."""
+        """The group itself, for further collectives on the same ranks."""
         return self._group
 
     def reduce_scatter(self, payloads: Sequence[Payload], op: ReduceOp) -> Pending:
-        """Reduce and scatter all payloads of the same dtypes in one call.
+        """Reduce and scatter all payloads of the same dtypes in a single call.
 
-        Effects: one collective for each pair of dtypes on the group, on the current stream: an exchange for those that
-            are added up in a wider dtype than they travel in, which allocates what arrives. See the two ways below.
+        Effects: a collective for each pair of dtypes on the group, on the current stream. Payloads with a sum wider
+            than the wire are an exchange, which allocates a buffer for the arriving pieces: see `_exchange`.
         """
         for same in by_dtype(payloads):
             (self._exchange if same[0].widens else self._reduce)(same, op)
@@ -150,41 +150,42 @@ class _GroupTransport(ABC):
 
     @abstractmethod
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Reduce and scatter payloads of one dtype."""
+        """Reduce and scatter payloads of equal dtype."""
 
     @abstractmethod
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Send each rank its pieces, and add up those that arrive. The payloads have the same two dtypes."""
+        """Send each rank its pieces, and add up the arriving pieces. The payloads have the same two dtypes."""
 
 
 class NcclTransport(_GroupTransport):
-    """NCCL. Grouping per-parameter calls costs nothing against one flat call, and nothing has to be packed for it."""
+    """NCCL. Grouped calls for each parameter are as fast as a single flat call, and need no packing."""
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
-        """Gather all payloads in one call, of whatever dtypes.
+        """Gather all payloads, of any dtypes, in a single call.
 
-        Effects: one collective on the group, on the current stream; in place where `shard` is a slice of `full`.
+        Effects: a collective on the group, on the current stream; in place where `shard` is a slice of `full`.
         """
-        same = of_one_dtype(payloads)  # as a grouped call must be
+        same = of_one_dtype(payloads)  # required by grouped calls
         columns = same if isinstance(same, Payloads) else Payloads(same)
         self._group.allgather_into_tensor_coalesced(columns.wholes, columns.shards, _GATHER)
         return Done()
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Reduce straight from where payloads lie to where they go."""
+        """Reduce straight from `full` into `shard`."""
         shards, full = [shard for shard, _ in payloads], [full for _, full in payloads]
         self._group.reduce_scatter_tensor_coalesced(shards, full, _reduce_options(op))
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Send pieces straight from where payloads lie, as one group of calls.
+        """Send pieces straight from the payloads' memory, as a single group of calls.
 
-        Between hosts a piece for each rank of another host would cross, where a ring's sum crosses once: there the wire
-        is widened instead, which costs a cast of every payload.
+        Between hosts an exchange sends a piece to each remote rank, a ring only a sum: the wire is widened instead, at
+        the cost of casting every payload.
         """
         if not self._is_on_one_host:
             self._reduce(widened(payloads), op)
             return
         options = on_current_stream(AllToAllOptions())
+        # From the current stream's pool, freed at return: the sum below precedes any reuse of the bytes on this stream.
         arrivals = payloads[0].full.new_empty(arrivals_numel(payloads, self.num_ranks))
         places = places_for(payloads, self.num_ranks, arrivals)
         device = places[0].device
@@ -199,9 +200,9 @@ class NcclTransport(_GroupTransport):
         return _is_one_host(dist.get_process_group_ranks(self._group), dist.get_rank())
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
-        """Reduce all tensors in one call.
+        """Reduce all tensors in a single call.
 
-        Effects: one collective on the group, on the current stream.
+        Effects: a collective on the group, on the current stream.
         """
         options = on_current_stream(AllreduceCoalescedOptions())
         options.reduceOp = dist.ReduceOp(op)
@@ -210,26 +211,26 @@ class NcclTransport(_GroupTransport):
 
 
 class GlooTransport(_GroupTransport):
-    """gloo, on threads of its own, or any backend that has plain collectives. A call's payloads are packed into one.
+    """gloo, on its own threads, or any backend with plain collectives. A call's payloads are packed into a tensor.
 
-    gloo's grouped calls pack too, but on its threads, and two of its grouped gathers in flight corrupt the heap (torch
-    2.13; `docs/design/0001-engine.md`). Here its threads see nothing but the packed tensors.
+    gloo's grouped calls pack too, but on gloo's threads, and two grouped gathers in flight corrupt the heap (torch
+    2.13; `docs/design/0001-engine.md`). Here gloo's threads see only packed tensors.
     """
 
     def all_gather(self, payloads: Sequence[Payload]) -> Pending:
-        """Gather all payloads in one call, as bytes.
+        """Gather all payloads in a single call, as bytes.
 
-        Effects: one collective on the group, whose result is copied into place when it is waited for.
+        Effects: a collective on the group; `wait` copies the result into place.
         """
-        shards, wholes = zip(*(payload.as_bytes() for payload in payloads), strict=True)
+        shards, wholes = payloads.flat_bytes if isinstance(payloads, Payloads) else flat_bytes(payloads)
         with record_function("gloo::all_gather"):
-            packed = torch.cat([shard.view(-1) for shard in shards])
+            packed = torch.cat(shards)
             gathered = packed.new_empty(self.num_ranks * packed.numel())
         work = _all_gather(gathered, packed, group=self._group, async_op=True)
-        return _GlooGather(work, lambda: unpack(gathered, wholes, self.num_ranks))
+        return _GlooGather(work, partial(unpack, gathered, wholes, self.num_ranks))
 
     def _reduce(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Reduce one tensor: a copy of every payload on both sides; blocks the host."""
+        """Reduce a packed tensor: a copy of every payload on both sides; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::reduce_scatter"):
             packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
@@ -238,7 +239,7 @@ class GlooTransport(_GroupTransport):
             unpack(mine, shards)
 
     def _exchange(self, payloads: Sequence[Payload], op: ReduceOp) -> None:
-        """Exchange one tensor: a copy of every payload before it; blocks the host."""
+        """Exchange a packed tensor: a copy of every payload beforehand; blocks the host."""
         shards, wholes = zip(*payloads, strict=True)
         with record_function("gloo::all_to_all"):
             packed = torch.cat([whole.view(self.num_ranks, -1) for whole in wholes], dim=1)
@@ -249,7 +250,7 @@ class GlooTransport(_GroupTransport):
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
         """Reduce all tensors.
 
-        Effects: one collective a dtype on the group; a copy of every tensor on both sides; blocks the host.
+        Effects: a collective for each dtype on the group; a copy of every tensor on both sides; blocks the host.
         """
         for same in by_dtype([Payload(tensor, tensor) for tensor in tensors]):
             with record_function("gloo::all_reduce"):
@@ -267,6 +268,7 @@ class _GlooGather:
         self._unpack = unpack
 
     def wait(self) -> None:
+        # Unpacked a second time, the result would overwrite later writes, or memory freed since.
         if self._work is None:
             return
         self._work.wait()
@@ -276,24 +278,23 @@ class _GlooGather:
 
 
 def transport_for(group: dist.ProcessGroup, device_type: str) -> Transport:
-    """The transport of a process group: local for a single rank, else of the backend that it has for a device.
+    """The transport of a process group: local for a single rank, else by the group's backend for a device.
 
     Args:
         group: The axis's process group.
-        device_type: Where the tensors lie that are moved, as a mesh has it: one group may serve CPUs by gloo and GPUs
-            by NCCL, and NCCL's calls on the tensors of a CPU go to gloo, which nobody would wait for.
-
-    Effects: none.
+        device_type: Device of the moved tensors, as in a mesh. A group may serve CPUs by gloo and GPUs by NCCL; NCCL's
+            calls on CPU tensors would go to gloo, without a wait for the result.
     """
     if group.size() == 1:
         return LocalTransport()
-    # Not `get_backend`: of a group for which torch chose the backend, that is "undefined".
+    # Not `get_backend`: for a group with a backend chosen by torch, the answer is "undefined".
     has_nccl = device_type != "cpu" and "nccl" in dist.get_backend_config(group)
     return NcclTransport(group) if has_nccl else GlooTransport(group)
 
 
 def on_current_stream(options: Options) -> Options:
-    """The options of a call that the current stream keeps in order, with no handle to wait for."""
+    """The options of a call ordered by the current stream, without a handle to wait for."""
+    # Asynchronous, NCCL would run on its own stream, and later work on the current stream would not wait for the call.
     options.asyncOp = False
     return options
 
@@ -309,10 +310,10 @@ def _reduce_options(op: ReduceOp) -> ReduceScatterOptions:
 
 
 def _is_one_host(ranks: Sequence[int], rank: int) -> bool:
-    """Whether ranks of the world, this one among them, run on one host: the same answer on each of them.
+    """Whether ranks of the world, including `rank`, share a host: the same answer on each.
 
-    torchrun says which ranks a host has. Without it hosts are taken to have one a GPU and equally many, counted through
-    one after another, as torch's meshes take them to.
+    torchrun gives the ranks of a host. Without torchrun each host is assumed to have a rank for each GPU, equally many,
+    in consecutive order, as torch's meshes assume.
     """
     if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         first, num = rank - int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -323,9 +324,9 @@ def _is_one_host(ranks: Sequence[int], rank: int) -> bool:
 
 
 def copy_missing(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Copy tensors to where they do not lie already.
+    """Copy tensors into their destinations, except tensors already in place.
 
-    Effects: one multi-tensor copy at most, on the current stream.
+    Effects: a multi-tensor copy at most, on the current stream.
     """
     moves = [(a, b) for a, b in zip(into, source, strict=True) if a.data_ptr() != b.data_ptr() and a.numel() > 0]
     if moves:

@@ -1,4 +1,4 @@
-"""Memory that every rank of a host reaches, and lends to one buffer at a time."""
+"""Windows: memory mapped by every rank of a host, lent to a single buffer at a time."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ import torch.distributed as dist
 from lamella_buffers import _driver as driver
 from lamella_buffers._allocator import CachingAllocator
 
-SMALL = 1 << 20  # bytes: up to here the caching allocator takes blocks from segments of their own
-_ALIGNMENT = 2 << 20  # bytes: what it rounds larger ones to
-_UNROUNDED = 10 << 20  # bytes: below, but for the small ones, it takes a segment of twice as many
+# Sizes of the caching allocator. With other sizes a buffer would not fit its window's block, and the pool would grow by
+# a segment unknown to the peers.
+SMALL = 1 << 20  # bytes: the largest block from a segment for small blocks
+_ALIGNMENT = 2 << 20  # bytes: larger segments are rounded to multiples
+_UNROUNDED = 10 << 20  # bytes: smaller blocks, except small ones, come from a segment of twice as many bytes
 
 
 class Window(Protocol):
-    """Memory of a fixed size, for one buffer at a time, that peers reach."""
+    """Memory of a fixed size, for a single buffer at a time, within reach of peers."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The window's size."""
         ...
 
     def lending(self) -> AbstractContextManager[None]:
-        """Make torch's caching allocator take what is allocated meanwhile from here, and what is freed go back."""
+        """Route torch's caching allocator to this window within the context, for allocations and frees."""
         ...
 
 
 class WindowAllocator(CachingAllocator):
-    """Gives each buffer a window of its own while it has bytes; windows stay for the next one.
+    """Lends a window to each buffer with bytes; freed windows stay for the next buffer.
 
-    Ranks that make the same calls in the same order make and use the same windows: which one a buffer gets depends on
-    nothing else. When a buffer dies with its bytes is a rank's own affair, so its window is used again only after ranks
-    have told one another, which they do before they make a new one.
+    The choice of a window depends on the sequence of calls alone: ranks with the same calls make and use the same
+    windows. A buffer may die with its bytes at a different time on each rank, so its window is used again only after
+    the ranks have agreed, which they do before making a new window.
 
     Args:
-        new_window: Makes one of at least that many bytes, on the current stream. It is called on all ranks alike, and
-            may be collective.
-        agree: Of windows whose buffers died here, by index, gives those whose buffers died on every rank and are read
-            by nobody. It is called on all ranks alike, and may be collective. None: no such window is used again.
+        new_window: Makes a window of at least the given bytes, on the current stream. Called on all ranks alike; may be
+            collective.
+        agree: Takes the indices of windows with dead buffers on this rank; returns the windows with dead buffers on
+            every rank and no reader left. Called on all ranks alike; may be collective. None: such windows stay unused.
     """
 
     def __init__(
@@ -52,21 +54,22 @@ class WindowAllocator(CachingAllocator):
         self._new_window = new_window
         self._agree = agree
         self._places: list[_Place] = []
+        # Weak keys: a strong reference would keep a deleted model's memory.
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, _Place] = weakref.WeakKeyDictionary()
-        # The caching allocator keeps blocks a stream. All of these belong to one, whoever uses them.
+        # The caching allocator keeps blocks by stream. Every window's block belongs to this stream: a request on a
+        # different stream would not find the block, and the pool would allocate memory unknown to the peers.
         self._home = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     @property
     def reserved_nbytes(self) -> int:
-        """What all windows weigh, in use or not."""
+        """Bytes of all windows, in use or not."""
         return sum(place.window.nbytes for place in self._places)
 
     def allocate(self, buffer: torch.Tensor) -> None:
-        """Give the buffer the bytes of the smallest free window that is large enough, or of a new one.
+        """Give the buffer the bytes of the smallest sufficient free window, or of a new window.
 
-        Effects: the current stream waits for the one that the window was last allocated on, if that was another. The
-            first time that so many buffers have bytes at once a window is made: collective on the group, and the host
-            waits for the device.
+        Effects: the current stream waits for the stream of the window's last allocation, if different. Where no free
+            window suffices a window is made: collective on the group, and the host waits for the device.
         """
         storage = buffer.untyped_storage()
         if buffer.nbytes == 0 or storage.nbytes() != 0:
@@ -75,6 +78,8 @@ class WindowAllocator(CachingAllocator):
         place = self._free_place(buffer.nbytes)
         if buffer.is_cuda:
             stream = torch.cuda.current_stream(buffer.device)
+            # `free` ordered the last readers before `last_stream` only. Without the wait this stream would overwrite
+            # bytes still being read.
             if place.last_stream not in (None, stream):
                 stream.wait_stream(place.last_stream)
             place.last_stream = stream
@@ -88,12 +93,13 @@ class WindowAllocator(CachingAllocator):
 
         Effects: none on a stream.
         """
+        # On the host: readers may still be running. The next `allocate` orders its stream after them by `last_stream`.
         super().free(buffer)
         if (place := self._held.pop(buffer.untyped_storage(), None)) is not None:
             place.is_free = True
 
     def window_of(self, buffer: torch.Tensor) -> Window | None:
-        """The window that a buffer, or a view of one, lies in; None if it lies elsewhere."""
+        """The window around a buffer, or around a view of a buffer; None if outside all windows."""
         place = self._held.get(buffer.untyped_storage())
         return None if place is None else place.window
 
@@ -101,6 +107,7 @@ class WindowAllocator(CachingAllocator):
         nbytes = SMALL if nbytes <= SMALL else -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         fitting = self._fitting(nbytes)
         if not fitting:
+            # Only here, where every rank arrives alike: the agreement is collective.
             self._take_back()
             fitting = self._fitting(nbytes)
         if fitting:
@@ -113,12 +120,13 @@ class WindowAllocator(CachingAllocator):
         return [place for place in self._places if place.is_free and place.serves(nbytes)]
 
     def _take_back(self) -> None:
-        """Let windows be used again whose buffers died with their bytes: with models that were deleted unsharded."""
+        """Reclaim the windows of buffers that died with bytes, with models deleted while unsharded."""
         if self._agree is None:
             return
         held = {id(place) for place in self._held.values()}
         lost = {i for i, place in enumerate(self._places) if not place.is_free and id(place) not in held}
         for i in self._agree(lost):
+            # No stream to wait for: the agreement waited for every device.
             self._places[i].is_free, self._places[i].last_stream = True, None
 
     def _at_home(self) -> AbstractContextManager[None]:
@@ -127,7 +135,7 @@ class WindowAllocator(CachingAllocator):
 
 @dataclass
 class _Place:
-    """A window, and whether somebody has it."""
+    """A window, free or lent, and the stream of its last allocation."""
 
     window: Window
     is_free: bool = True
@@ -139,12 +147,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class PeerWindow:
-    """A window on a GPU: a memory pool with one block, and where that block is on every rank.
+    """A window on a GPU: a memory pool with a single block, and the block's address on every rank.
 
     Attributes:
-        pool: Lends the block; it never grows, as nothing larger is asked of it.
-        addresses: Of the block on each rank, mapped in this process.
-        number: The same on every rank, and no other window's of the group.
+        pool: Lends the block; never grows, since requests never exceed the block. The block lives as long as the pool.
+        addresses: The block's address on each rank, mapped in this process.
+        number: Same on every rank, unique in the group.
     """
 
     nbytes: int
@@ -153,17 +161,17 @@ class PeerWindow:
     number: int
 
     def lending(self) -> AbstractContextManager[None]:
-        """Take memory from the pool, on the device that is current."""
+        """Take memory from the pool, on the current device."""
         entered: AbstractContextManager[None] = torch.cuda.use_mem_pool(self.pool)
         return entered
 
 
 def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> PeerWindow:
-    """Make a window of at least so many bytes on the current device of every rank.
+    """Make a window of at least `nbytes` on the current device of every rank.
 
     Raises:
         RuntimeError: On every rank alike. Some rank has no memory left, or its memory cannot be shared, or mapped by
-            some other.
+            a peer.
 
     Effects: collective on the group; allocates the block for the current stream; the host waits for the device.
     """
@@ -174,7 +182,9 @@ def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> P
     def new_block() -> driver.Shared:
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool):
+            # The tensor dies at once; its block stays in the pool, which allocates from the block later.
             address = torch.zeros(nbytes, dtype=torch.uint8, device="cuda").data_ptr()
+        # Peers may write as soon as they know the address: zeros in flight would erase their first flags.
         torch.cuda.synchronize()
         made.append((pool, address))
         return driver.share(address)
@@ -190,16 +200,16 @@ def new_peer_window(group: dist.ProcessGroup, nbytes: int, number: int = 0) -> P
 
 
 def over_ranks(group: dist.ProcessGroup, action: Callable[[], Any]) -> list[Any]:
-    """What an action gives on every rank.
+    """Run an action on every rank, and gather the results in rank order.
 
     Raises:
-        Exception: What the action raised on this rank.
-        RuntimeError: It raised on another one: a `DriverError`.
+        Exception: The action's own error on this rank.
+        RuntimeError: The action raised on another rank: a `DriverError`.
     """
     mine, failure = None, None
     try:
         mine = action()
-    except Exception as error:  # noqa: BLE001  Peers wait for whatever it is.
+    except Exception as error:  # noqa: BLE001  Raised here, before the gather, any error would leave the peers waiting.
         failure = error
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, (mine, None if failure is None else str(failure)), group=group)

@@ -1,4 +1,4 @@
-"""Conformance tests of the two seams: run them against your own allocator or transport."""
+"""Conformance tests for allocators and transports of your own."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lamella_buffers._transport import Transport
 
 
 def check_allocator(allocator: Allocator, device: torch.device | str = "cpu", *, seed: int = 0) -> None:
-    """Assert what an engine relies on in an allocator.
+    """Assert an engine's requirements of an allocator.
 
-    Views made once, and graphs that saved them, read what was written after any later allocation; buffers that are
-    alive together never share bytes, and keep their contents while others come and go; addresses are aligned;
-    allocating twice and freeing twice are refused; a freed buffer has no bytes; an order of calls that was never seen
-    before (a validation pass, a skipped layer) works, after one that was seen many times too. On a GPU: the bytes of a
-    buffer that was freed go to no other stream.
+    Views made once, and graphs with saved views, read the bytes written after any later allocation; live buffers never
+    share bytes, and keep their contents while further buffers come and go; addresses are aligned; allocating twice and
+    freeing twice are refused; a freed buffer has no bytes; a new order of calls (a validation pass, a skipped layer)
+    works, even after many repetitions of an earlier order. On a GPU: the bytes of a freed buffer stay with their
+    stream.
 
     Args:
-        allocator: What to test; nothing else may be using it.
-        device: Where to test.
-        seed: Of the random order of calls.
+        allocator: The allocator, without any concurrent user.
+        device: Device of the tests.
+        seed: Seed of the random order of calls.
 
     Raises:
         AssertionError: A property does not hold; the message says which.
@@ -52,7 +52,7 @@ def _check_views_follow(allocator: Allocator, device: torch.device) -> None:
     allocator.free(buffer)
     for value in (1.0, 2.0, 3.0, 4.0):
         allocator.allocate(buffer)
-        # Asked before it is read: a view that kept a freed storage reads memory that is not there.
+        # Checked before reading: a view left on a freed storage would read unmapped memory.
         assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), "a view must follow its buffer"
         buffer.fill_(value)
         assert bool((view == value).all()), "a view made at creation must read every later allocation"
@@ -60,7 +60,7 @@ def _check_views_follow(allocator: Allocator, device: torch.device) -> None:
 
 
 def _check_graphs_follow(allocator: Allocator, device: torch.device) -> None:
-    """Backward reads a weight that was freed and filled again after forward."""
+    """Backward reads a weight freed and filled again after forward."""
     buffer = allocator.create(1024, torch.float32, device)
     weight = torch.nn.Parameter(buffer[256:512].view(16, 16))
     allocator.free(buffer)
@@ -89,7 +89,7 @@ def _check_misuse_is_refused(allocator: Allocator, device: torch.device) -> None
 
 
 class _Stamped:
-    """Seven buffers that are filled with a number when they are allocated, and asked for it when they are freed."""
+    """Seven buffers, each filled with a number at allocation; the number is checked at the free."""
 
     count = 7
 
@@ -113,7 +113,7 @@ class _Stamped:
         self._allocator.allocate(buffer)
         address = buffer.data_ptr()
         assert address % self._alignment == 0, f"an address must be a multiple of {self._alignment}, got {address:#x}"
-        self._num_stamps = self._num_stamps % 200 + 1  # all of them exact in each of the dtypes
+        self._num_stamps = self._num_stamps % 200 + 1  # exact in every dtype used
         self._stamps[i] = self._num_stamps
         buffer.fill_(self._num_stamps)
 
@@ -129,7 +129,7 @@ def _check_any_order(buffers: _Stamped, order: random.Random) -> None:
 
 
 def _check_orders_that_repeat(buffers: _Stamped) -> None:
-    """Training steps with other passes between: whoever learned the first must still serve the others, and it again."""
+    """Training steps with other passes in between: after a learned order, new orders and the learned must both work."""
     last = buffers.count - 1
     inner = range(1, buffers.count)
     step = [0, *_two_alive(inner), *_two_alive(reversed(inner)), 0]
@@ -147,7 +147,7 @@ def _check_orders_that_repeat(buffers: _Stamped) -> None:
 
 
 def _two_alive(order: Iterable[int]) -> list[int]:
-    """Toggles that allocate each before the one before it is freed."""
+    """Toggles: each buffer is allocated before its predecessor is freed."""
     ordered = list(order)
     between = [i for pair in zip(ordered[1:], ordered[:-1], strict=True) for i in pair]
     return [ordered[0], *between, ordered[-1]]
@@ -163,7 +163,7 @@ def _check_freed_is_empty(allocator: Allocator, device: torch.device) -> None:
 
 
 def _check_streams_are_apart(allocator: Allocator, device: torch.device) -> None:
-    """A stream that is late writes to a buffer that was freed, while another fills its own."""
+    """A late stream writes to a freed buffer, while a second stream fills a second buffer."""
     accelerator = torch.get_device_module(device)
     late, other = accelerator.Stream(device), accelerator.Stream(device)
     buffers = [allocator.create(1 << 18, torch.float32, device) for _ in range(2)]
@@ -175,7 +175,7 @@ def _check_streams_are_apart(allocator: Allocator, device: torch.device) -> None
             allocator.allocate(buffers[0])
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             buffers[0].fill_(1)
-        allocator.free(buffers[0])  # with another stream current, as a buffer's last user may be on one
+        allocator.free(buffers[0])  # on a different stream, as with a last user on a different stream
         with accelerator.stream(other):
             allocator.allocate(buffers[1])
             buffers[1].fill_(2)
@@ -186,15 +186,15 @@ def _check_streams_are_apart(allocator: Allocator, device: torch.device) -> None
 
 
 def check_transport(transport: Transport, device: torch.device | str = "cpu") -> None:
-    """Assert what an engine relies on in a transport. A collective: every rank of the axis must call it.
+    """Assert an engine's requirements of a transport. A collective: every rank of the axis must call.
 
-    Several payloads of different sizes, shapes and dtypes go in one call; a gather in place equals one that is not;
-    several gathers may be in flight at once; sums and means over the ranks are right, and as precise as the dtype that
-    they are asked for in; every rank agrees.
+    Several payloads of different sizes, shapes and dtypes share a call; in-place and out-of-place gathers agree;
+    several gathers may be in flight at once; sums and means over the ranks are right, and as precise as the requested
+    dtype; every rank agrees.
 
     Args:
-        transport: What to test.
-        device: Where its tensors lie.
+        transport: The transport.
+        device: Device of the transport's tensors.
 
     Raises:
         AssertionError: A property does not hold; the message says which.
@@ -214,14 +214,14 @@ def check_transport(transport: Transport, device: torch.device | str = "cpu") ->
         _check_all_reduce(transport, where, op)
 
 
-# Sizes and dtypes of the payloads of one call: a weight, 1-byte data, its scales, and integers.
+# Sizes and dtypes of a call's payloads: a weight, 1-byte data, scales, and integers.
 _PAYLOADS = ((5, torch.float32), (16, torch.uint8), (3, torch.bfloat16), (3, torch.int64))
 
 
 def _start_all_gather(
     transport: Transport, device: torch.device, kinds: Sequence[tuple[int, torch.dtype]], *, in_place: bool
 ) -> Callable[[], None]:
-    """Start a gather; what is returned waits for it and asserts what it brought."""
+    """Start a gather; the returned function waits for the gather and checks the result."""
     ranks, me = transport.num_ranks, transport.rank
     payloads = []
     for numel, dtype in kinds:
@@ -253,16 +253,16 @@ def _check_reduce_scatter(transport: Transport, device: torch.device, op: dist.R
         numel = shard.numel()
         mean = torch.arange(me * numel, (me + 1) * numel, device=device) + (ranks - 1) / 2
         expected = mean if op == dist.ReduceOp.AVG else mean * ranks
-        # NCCL multiplies by 1 / num_ranks, which is not exact for three ranks in bf16.
+        # NCCL multiplies by 1 / num_ranks, inexact for three ranks in bf16.
         assert torch.allclose(shard.float(), expected.float(), rtol=2**-7), (
             f"rank {me}: {op} gave {shard.tolist()}, expected {expected.tolist()}"
         )
 
 
 def _check_wider_sums(transport: Transport, device: torch.device, op: dist.ReduceOp.RedOpType) -> None:
-    """Gradients in bf16 and fp16 whose sum only a wider dtype holds, beside one that is as wide as its sum."""
+    """Gradients in bf16 and fp16 with a sum that needs a wider dtype, beside a gradient as wide as its sum."""
     ranks, me = transport.num_ranks, transport.rank
-    mine = 2.0**11 if me == 0 else 1.0  # in bf16 and in fp16 this and one more is this
+    mine = 2.0**11 if me == 0 else 1.0  # in bf16 and in fp16, adding 1 does not change 2048
     memory = torch.full((3 * 256,), torch.nan, device=device)
     shards = [memory[:256], memory[256:512], memory[512:517], torch.empty(3, device=device)]  # the first three touch
     kinds = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)

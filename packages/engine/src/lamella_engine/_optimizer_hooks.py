@@ -1,7 +1,7 @@
 """The engine's part in every `torch.optim` step: one hook before the step and one after it, in a written order.
 
 Hooks registered module by module would run in the order of imports, and so in the order of file names. The two mappings
-below are the order instead. A package above the engine replaces entries by name (`replace_step_hook`), at their places.
+below fix the order. A package above the engine replaces entries by name (`replace_step_hook`), in place.
 """
 
 from __future__ import annotations
@@ -9,24 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lamella_engine._context import finish_left, refuse_before_finalization, wait_for_offloaded_shards
-from lamella_engine._delayed import refuse_without_delayed_gradients
-from lamella_engine._ragged import dtensor_over
-from lamella_engine._sharded_parameter import sharded_originals
-from lamella_engine._sharding import local_of
-from lamella_engine._staleness import note_step
-from lamella_engine._step_hooks import held_by, is_compiled
+from lamella_engine._parameters.sharded_parameter import is_sharded, sharded_originals
+from lamella_engine._parameters.sharding import local_of
+from lamella_engine._ragged.dtensor import dtensor_over
+from lamella_engine._tree.tree import finish_left, living_trees
 
-# Their kernels take the address of a DTensor's shard and the size of the whole, and write past the shard's end.
+# Kernels of these libraries take the address of a DTensor's shard and the size of the whole, and write past the shard.
 _LIBRARIES_OF_KERNELS = {"apex", "transformer_engine"}
 
 StepHook = Callable[[Optimizer, Any, Any], tuple[Any, Any] | None]
 """A function of a hook's arguments (optimizer, args, kwargs), which may return other arguments for the step."""
+
+
+def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_compiled() -> bool:
+    """Whether a compiler traces the caller, or will trace the step after. Not for calls with Dynamo disabled."""
+    # Dynamo answers the first question while tracing. A frame without operators is left out of the trace, and Dynamo's
+    # callback is still set for the frame of the step.
+    return is_dynamo_compiling() or get_eval_frame_callback() is not None
 
 
 @_disable_dynamo
@@ -62,6 +75,67 @@ def refuse_kernels_on_dtensors(optimizer: Optimizer, *_: object) -> None:
 
 
 @_disable_dynamo
+def refuse_before_finalization(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step whose gradients wait for `finalize_backward`.
+
+    Raises:
+        RuntimeError: A backward was not finalized, of units with some of the optimizer's parameters.
+    """
+    unfinalized = [tree for tree in living_trees() if tree.awaits_finalization]
+    held = set(map(id, held_by(optimizer))) if unfinalized else ()
+    for tree in unfinalized:
+        if any(id(parameter) in held for unit in tree.units for parameter in unit.parameters.trained):
+            raise RuntimeError(
+                "Expected finalize_backward() before the optimizer's step, got none since the last backward: "
+                "set_manual_backward_finalization(True) leaves gradients unreduced until then. Call it on the "
+                "outermost unit, or reset_iter_state() after an exception."
+            )
+
+
+@_disable_dynamo
+def refuse_without_delayed_gradients(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step while delayed gradients of the optimizer's parameters are missing.
+
+    Raises:
+        RuntimeError: Delayed gradients are missing.
+    """
+    late = [unit.gradients.delayed for tree in living_trees() for unit in tree.units if unit.gradients.delayed.num_due]
+    held = set(map(id, held_by(optimizer))) if late else ()
+    missing = [name for each in late if any(id(p.sharded) in held for p in each.parameters) for name in each.missing]
+    if missing:
+        raise RuntimeError(
+            f"Expected every delayed gradient before the optimizer's step, got none yet for {sorted(missing)}. Compute "
+            "them, and call the callback that `delay_gradient` gave for each."
+        )
+
+
+@_disable_dynamo
+def wait_for_offloaded_shards(optimizer: Optimizer, *_: object) -> None:
+    """Let the host wait for gathers that read shards on the CPU: a forward may have come after the last backward.
+
+    Effects: a host sync if the optimizer holds parameters on the CPU, gathered since the last host sync.
+    """
+    reading = [tree for tree in living_trees() if tree.streams.reads_shards]
+    if reading and any(isinstance(p, DTensor) and p.device.type == "cpu" for p in held_by(optimizer)):
+        for tree in reading:
+            tree.streams.wait_for_shards()
+
+
+@_disable_dynamo
+def note_step(optimizer: Optimizer, *_: object) -> None:
+    """Make every unit with some of the optimizer's parameters stale: the step may have changed main weights."""
+    updated = {id(p): p for p in held_by(optimizer) if isinstance(p, DTensor)}
+    if not updated:
+        return
+    # An unknown DTensor may share memory with a unit's DTensor: then every unit counts as written.
+    is_known = all([isinstance(parameter, nn.Parameter) and is_sharded(parameter) for parameter in updated.values()])
+    for tree in living_trees():
+        for unit in tree.units:
+            if not is_known or unit.parameters.holds_any(updated):
+                unit.weights.note_update()
+
+
+@_disable_dynamo
 def finish_reductions(optimizer: Optimizer, *_: object) -> None:
     """Order the current stream after all reductions still under way."""
     finish_left()
@@ -86,7 +160,7 @@ def step_on_dtensors(optimizer: Optimizer, *_: object) -> None:
 
 
 BEFORE_STEP: dict[str, StepHook] = {
-    # All later entries look the optimizer's parameters up among the sharded ones, and miss originals.
+    # Later entries look the optimizer's parameters up among sharded parameters, and would miss originals.
     "originals": refuse_originals,
     # An error must leave gradients, streams and the step's arguments unchanged.
     "kernels": refuse_kernels_on_dtensors,
@@ -113,7 +187,7 @@ def replace_step_hook(name: str, hook: StepHook) -> None:
         hook: Called with a hook's arguments (optimizer, args, kwargs) at every step of every `torch.optim` optimizer.
 
     Raises:
-        ValueError: No entry has this name, or it is the engine's own.
+        ValueError: No entry has the name, or the engine keeps the entry.
     """
     if name not in _REPLACEABLE:
         raise ValueError(f"Expected the name of a step hook that may be replaced, {_REPLACEABLE}, got {name!r}.")
@@ -128,8 +202,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]
         The arguments that the step is called with, if one of the functions returned some.
 
     Raises:
-        RuntimeError: The optimizer was built before `fully_shard`; or gradients of its parameters are still to come:
-            delayed ones, or those of a backward that is finalized by hand.
+        RuntimeError: The optimizer was built before `fully_shard`; or gradients of its parameters are missing: delayed
+            gradients, or gradients of a backward not finalized by hand yet.
         TypeError: The optimizer's kernels write beside the shards of DTensors.
 
     Effects: the current stream, and the host for shards on the CPU, wait for gradients and gathers in flight.

@@ -8,36 +8,39 @@ change with any version.
 - Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.
 - Parameters: `is_sharded`, `sharded_originals`, and tensors with a parameter's placements (`shard_like`,
   `dtensor_over`).
+- Placements: `MeshInfo`, the mesh of a single parameter in the result of a `shard_placement_fn`.
 - Norms over all ranks: `groups_that_share`, `all_reduce_anywhere`.
 - Nests of tensors, as modules take and return: `map_tensors`, `tensors_in`, `hides_tensors`.
 """
 
-from lamella_engine._context import Context as Tree
-from lamella_engine._context import Listener as Listener
-from lamella_engine._context import Member as Unit
-from lamella_engine._context import finish_left as finish_left
-from lamella_engine._context import living_trees as living_trees
+from lamella_engine._common.tensors import hides_tensors as hides_tensors
+from lamella_engine._common.tensors import map_tensors as map_tensors
+from lamella_engine._common.tensors import tensors_in as tensors_in
 from lamella_engine._optimizer_hooks import StepHook as StepHook
 from lamella_engine._optimizer_hooks import before_step as before_step
+from lamella_engine._optimizer_hooks import held_by as held_by
+from lamella_engine._optimizer_hooks import is_compiled as is_compiled
+from lamella_engine._optimizer_hooks import note_step as note_step
 from lamella_engine._optimizer_hooks import refuse_kernels_on_dtensors as refuse_kernels_on_dtensors
 from lamella_engine._optimizer_hooks import replace_step_hook as replace_step_hook
-from lamella_engine._ragged import dtensor_over as dtensor_over
-from lamella_engine._sharded_parameter import ShardedParameter as ShardedParameter
-from lamella_engine._sharded_parameter import is_sharded as is_sharded
-from lamella_engine._sharded_parameter import shard_like as shard_like
-from lamella_engine._sharded_parameter import sharded_originals as sharded_originals
-from lamella_engine._sharding import all_reduce_anywhere as all_reduce_anywhere
-from lamella_engine._sharding import groups_that_share as groups_that_share
-from lamella_engine._sharding import local_of as local_of
-from lamella_engine._staleness import note_step as note_step
-from lamella_engine._step_hooks import held_by as held_by
-from lamella_engine._step_hooks import is_compiled as is_compiled
-from lamella_engine._tensors import hides_tensors as hides_tensors
-from lamella_engine._tensors import map_tensors as map_tensors
-from lamella_engine._tensors import tensors_in as tensors_in
+from lamella_engine._parameters.sharded_parameter import ShardedParameter as ShardedParameter
+from lamella_engine._parameters.sharded_parameter import is_sharded as is_sharded
+from lamella_engine._parameters.sharded_parameter import shard_like as shard_like
+from lamella_engine._parameters.sharded_parameter import sharded_originals as sharded_originals
+from lamella_engine._parameters.sharding import MeshInfo as MeshInfo
+from lamella_engine._parameters.sharding import all_reduce_anywhere as all_reduce_anywhere
+from lamella_engine._parameters.sharding import groups_that_share as groups_that_share
+from lamella_engine._parameters.sharding import local_of as local_of
+from lamella_engine._ragged.dtensor import dtensor_over as dtensor_over
+from lamella_engine._tree.tree import Listener as Listener
+from lamella_engine._tree.tree import Tree as Tree
+from lamella_engine._tree.tree import finish_left as finish_left
+from lamella_engine._tree.tree import living_trees as living_trees
+from lamella_engine._unit.unit import Unit as Unit
 
 __all__ = [
     "Listener",
+    "MeshInfo",
     "ShardedParameter",
     "StepHook",
     "Tree",

@@ -99,7 +99,7 @@ class OverlapOptimizer(Listener):
         Effects: those of `FSDPModule.reshard`.
         """
         for unit in list(self._early):
-            unit.drop_early()
+            unit.weights.drop_early()
 
     # -- moments of a step -------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class OverlapOptimizer(Listener):
         if tree not in self._ended:
             self._ended[tree] = self.waits_late and self._holds_some_of(tree)
         # After every microbatch: a loop need not announce a further one, whose forward finishes the reductions.
-        tree.leaves_reductions |= self._ended[tree]
+        tree.streams.leaves_reductions |= self._ended[tree]
 
     def gradients_reduced(self, tree: Tree, unit: Unit, streams: Iterable[torch.Stream]) -> None:
         """Note the events behind a unit's gradients, for a step that waits for some units only."""
@@ -127,21 +127,21 @@ class OverlapOptimizer(Listener):
         Trees sharded after the call of `overlap_optimizer` are heard from their second step on.
         """
         for tree in living_trees():
-            if self not in tree.listeners and any(unit.holds_any(held) for unit in tree.states):
+            if self not in tree.listeners and any(unit.parameters.holds_any(held) for unit in tree.units):
                 tree.listen(self)
 
     def _holds_some_of(self, tree: Tree) -> bool:
         optimizer = self._optimizer()
         held = set() if optimizer is None else _ids_of(optimizer)
-        return any(id(p) in held for unit in tree.states for p in unit.trained)
+        return any(id(p) in held for unit in tree.units for p in unit.parameters.trained)
 
     def _reduced_first(self, tree: Tree, without: Container[Unit]) -> list[Unit]:
         """The first half, by bytes, of the units with noted gradients, in the order of their reductions."""
         units = [unit for unit in self._reduced.get(tree, ()) if unit not in without]
-        left = sum(unit.unsharded_nbytes for unit in units) // 2
+        left = sum(unit.parameters.unsharded_nbytes for unit in units) // 2
         chosen = []
         for unit in units:
-            left -= unit.unsharded_nbytes
+            left -= unit.parameters.unsharded_nbytes
             if left < 0:
                 break
             chosen.append(unit)
@@ -152,7 +152,7 @@ class OverlapOptimizer(Listener):
         noted = self._reduced.get(tree, _Events())
         for unit in units:
             for event in noted.get(unit, {}).values():
-                tree.compute_stream.wait_event(event)
+                tree.streams.compute_stream.wait_event(event)
 
     # -- the optimizer's hooks ---------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class OverlapOptimizer(Listener):
         held = _ids_of(optimizer)
         self._listen_to(held)
         first = {tree: _gathered_first(tree, held) for tree in trees}
-        early = {tree: self._reduced_first(tree, first[tree]) for tree in trees if tree.is_left}
+        early = {tree: self._reduced_first(tree, first[tree]) for tree in trees if tree.streams.is_left}
         *parts, rest = _split(optimizer, [_ids(early), _ids(first)])
         if not any(rest) or not any(map(any, parts)):
             finish_left()
@@ -280,13 +280,13 @@ def drop_early(optimizer: Optimizer) -> None:
 def _gathered_first(tree: Tree, held: Container[int]) -> list[Unit]:
     """The units to gather inside a step: see Note [Units gathered inside a step]."""
     chosen: list[Unit] = []
-    if tree.is_captured:
+    if tree.streams.is_captured:
         return chosen
-    for unit in tree.begins_next_forward():
-        if not unit.may_be_early or any(id(p) not in held for p in unit.trained):
+    for unit in tree.first_of_next_forward():
+        if not unit.weights.may_be_early or any(id(p) not in held for p in unit.parameters.trained):
             break
         chosen.append(unit)
-    return chosen if any(unit.trained for unit in chosen) else []
+    return chosen if any(unit.parameters.trained for unit in chosen) else []
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:
@@ -294,7 +294,7 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
 
 
 def _ids(units: Mapping[Tree, Iterable[Unit]]) -> set[int]:
-    return {id(p) for each in units.values() for unit in each for p in unit.trained}
+    return {id(p) for each in units.values() for unit in each for p in unit.parameters.trained}
 
 
 def _split(optimizer: Optimizer, kinds: Sequence[Container[int]]) -> list[Parts]:

@@ -1,4 +1,4 @@
-"""Number formats of sharded training: the frozen policy, and the recipes that put weights on the wire."""
+"""Number formats of sharded training: the frozen policy, and the recipes for weights on the wire."""
 
 from lamella_precision._policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from lamella_precision._recipe import Direction as Direction

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from lamella_precision._recipe import PlainRecipe, Recipe
 
-# FSDP2 reduced in the compute dtype before, where `reduce_dtype` is None.
+# With `reduce_dtype` None, FSDP2 reduces in the main dtype since 2.15, and in the compute dtype before.
 _REDUCES_IN_MAIN_DTYPE = torch.__version__ >= "2.15"
 
 
@@ -21,23 +21,22 @@ class MixedPrecisionPolicy:
     All fields but `main_dtype` and `recipe` are FSDP2's, in FSDP2's order and meaning.
 
     Args:
-        param_dtype: Dtype of the unsharded parameters: what is gathered and what computes.
-            None keeps each parameter's own dtype.
-        reduce_dtype: Dtype that gradients are added up in. None means what it means to FSDP2 of the torch that runs:
-            the main weights' dtype since 2.15, and before the dtype in which backward made them (`param_dtype`, if
-            given), in which they travel too. A wider dtype here does not widen the wire, but
-            where they were added up before they travel (microbatches that were not reduced, layers that write
-            `main_grad`) or go from host to host. Where adding up in the main weights' dtype is faster, as where copy
-            engines push gradients, a narrower dtype here says only what they travel in.
-        output_dtype: Floating-point outputs of the unit's forward are cast to it. None leaves them.
+        param_dtype: Dtype of the unsharded parameters, for gathers and compute. None keeps each parameter's own dtype.
+        reduce_dtype: Dtype of gradient sums. None follows FSDP2 of the installed torch: the main weights' dtype since
+            2.15; before, the gradients' dtype in backward (`param_dtype`, if given), also the communication dtype. A
+            wider dtype here widens the wire only between hosts, and for gradients already accumulated (microbatches
+            without reduction, layers with `main_grad`). Where sums in the main weights' dtype are faster, as with
+            copy-engine exchanges, a narrower dtype here sets the communication dtype only.
+        output_dtype: Dtype of the unit's floating-point outputs. None leaves outputs unchanged.
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
-        param_dtype_override_fn: Asked once of each parameter when it is sharded; must say the same on every rank. Its
-            own dtype keeps it in that, None or `param_dtype` does not. Inputs are cast to `param_dtype` all the same.
-        recipe: The format in which a floating-point parameter travels and computes: a `Recipe`, or a function that is
-            asked once of each parameter, gives one or None, and must say the same on every rank
+        param_dtype_override_fn: Called once for each parameter at sharding; every rank must return the same. The
+            parameter's own dtype exempts it from `param_dtype`; None or `param_dtype` does not. Inputs are cast to
+            `param_dtype` regardless.
+        recipe: The communication and compute format of floating-point parameters: a `Recipe`, or a function called once
+            for each parameter, with a `Recipe` or None as the result, the same on every rank
             (`lambda p: recipe if p.ndim == 2 else None`). None casts to `param_dtype`.
-        main_dtype: Dtype of the sharded parameters that the optimizer updates. None keeps each
-            parameter's own; torch.float32 gives a model built in bf16 the main weights it should train with.
+        main_dtype: Dtype of the sharded parameters, updated by the optimizer. None keeps each parameter's own;
+            torch.float32 gives fp32 main weights to a model built in bf16, as training should have.
 
     Raises:
         TypeError: A field is not a `torch.dtype`; `recipe` is neither a recipe nor a function.
@@ -68,8 +67,8 @@ class MixedPrecisionPolicy:
         """The policy of one parameter: the answers of `param_dtype_override_fn` and of a function as `recipe`.
 
         Raises:
-            TypeError: The function returned something else than a recipe or None.
-            ValueError: The function returned something else than the parameter's dtype, `param_dtype` or None.
+            TypeError: The function returned neither a recipe nor None.
+            ValueError: The function returned none of the parameter's dtype, `param_dtype` and None.
         """
         policy = self
         if self.param_dtype_override_fn is not None:
@@ -100,21 +99,21 @@ class MixedPrecisionPolicy:
         return given
 
     def recipe_of(self, main_dtype: torch.dtype) -> Recipe:
-        """The recipe of a parameter whose main weight has `main_dtype`, by a policy that was resolved for it."""
+        """The recipe of a parameter with a main weight in `main_dtype`; the policy must be resolved beforehand."""
         if isinstance(self.recipe, Recipe):
             return self.recipe
         return PlainRecipe(self.param_dtype if main_dtype.is_floating_point else None)
 
     def main_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter built in `dtype` is stored sharded."""
+        """The sharded dtype of a parameter built in `dtype`."""
         return self.main_dtype or dtype
 
     def compute_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter built in `dtype` is gathered and used."""
+        """The gather and compute dtype of a parameter built in `dtype`."""
         return self.param_dtype or self.main_dtype_of(dtype)
 
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient of a parameter built in `dtype` is reduced."""
+        """The reduce dtype of the gradient of a parameter built in `dtype`."""
         if self.reduce_dtype is None and _REDUCES_IN_MAIN_DTYPE:
             return self.main_dtype_of(dtype)
         return self.reduce_dtype or self.compute_dtype_of(dtype)

@@ -1,4 +1,4 @@
-"""The conformance test of the recipe protocol: run it against your own recipe."""
+"""A conformance test for recipes of your own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def check_recipe(
     device: torch.device | str = "cpu",
     relative_error: float = 2**-8,
 ) -> None:
-    """Assert what an engine relies on in a recipe.
+    """Assert an engine's requirements of a recipe.
 
-    Encoding shard by shard and gathering equals encoding the whole, and encoding the payloads of one direction equals
-    encoding all; decoding gives the weight back to within the format; the decoded tensor follows its payloads' storage
-    when that is refilled; encoding writes every element of its destination and leaves the shard alone.
+    Encoding shard by shard and gathering equals encoding the whole, and encoding a single direction's payloads equals
+    encoding all; decoding returns the weight within the format's error; the decoded tensor follows refills of the
+    payloads' storage; encoding writes every element of its destination and leaves the shard unchanged.
 
     Args:
         recipe: The recipe to test.
@@ -75,7 +75,7 @@ def check_recipe(
 def _encode(
     recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], decoded: torch.Tensor
 ) -> None:
-    """Encode twice, into memory that held other bytes before."""
+    """Encode twice, into memory with different earlier bytes."""
     found = []
     for before in (1, 2):
         for each in payloads:

@@ -1,0 +1,1 @@
+"""`fully_shard`, `FSDPModule` and the other calls of a user."""

@@ -1,0 +1,168 @@
+"""A unit's parameters: the search, the checks, and the first move to a device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lamella_engine._modules.attached import find_state
+from lamella_engine._options.options import KeepFn, checked_keep
+from lamella_engine._parameters.extended_group import is_extended
+from lamella_engine._parameters.group import dtypes_of
+from lamella_engine._parameters.sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
+from lamella_engine._parameters.sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of
+from lamella_layout import Rows
+from lamella_precision import MixedPrecisionPolicy, Recipe
+
+
+def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules, and all modules below outside inner units, with dotted prefixes; each once.
+
+    Names begin in the module; of several modules, names begin with the module's place in the list.
+    """
+    seen: set[int] = set()
+
+    def walk(inner: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(inner) in seen or find_state(inner) is not None:
+            return
+        seen.add(id(inner))
+        yield prefix, inner
+        for name, child in inner.named_children():
+            yield from walk(child, f"{prefix}{name}.")
+
+    for i, module in enumerate(modules):
+        yield from walk(module, f"{i}." if len(modules) > 1 else "")
+
+
+def candidates_of(
+    modules: list[nn.Module],
+    ignored: set[nn.Parameter],
+    axes: DataAxes,
+    placement_fn: PlacementFn | None,
+    keep_fn: KeepFn,
+    policy: MixedPrecisionPolicy,
+) -> list[Candidate]:
+    """The unit's parameters, each once with all modules that hold the parameter."""
+    found: dict[int, Candidate] = {}
+    ignored_ids = {id(parameter) for parameter in ignored}
+    for prefix, inner in own_modules(modules):
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in ignored_ids:
+                continue
+            if getattr(inner, "sparse", False):
+                raise ValueError(
+                    f"Expected {prefix + name!r} to have dense gradients, got {type(inner).__name__}(sparse=True). "
+                    "Make it with sparse=False."
+                )
+            if id(parameter) not in found:
+                _check_parameter(prefix + name, parameter)
+                kept = checked_keep(prefix + name, keep_fn(parameter))
+                own = policy.resolved_for(parameter)
+                sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
+                if isinstance(own.recipe, Recipe) and _cuts_blocks(prefix + name, parameter, sharding, own.recipe):
+                    kept = Rows(own.recipe.block_rows)
+                    sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
+                found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, own)
+            found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
+    return list(found.values())
+
+
+def _cuts_blocks(name: str, parameter: nn.Parameter, sharding: Sharding, recipe: Recipe) -> bool:
+    """Whether torch's chunks would split a recipe's block of rows between ranks.
+
+    Raises:
+        ValueError: `keep_together` lets a block be cut.
+        NotImplementedError: The parameter is not sharded along dim 0.
+    """
+    num, keep = recipe.block_rows, sharding.keep
+    if isinstance(keep, Rows) and keep.num_rows % num:
+        raise ValueError(
+            f"Expected `keep_together` to keep blocks of a multiple of {num} rows of {name!r} together, as {recipe!r} "
+            f"does, got {keep}. Return Rows({num}), or None for it."
+        )
+    if sharding.dim != 0:
+        raise NotImplementedError(
+            f"Expected `shard_placement_fn` to leave {name!r} at dim 0, as `recipe` gives {recipe!r} for it, got dim "
+            f"{sharding.dim}. Return None for it from one of the two."
+        )
+    axes, num_rows = sharding.axes, local_of(parameter).shape[0]
+    cuts = {axes.num_shards, axes.num_shards * axes.num_outer_shards} - {1}
+    return keep is None and any(-(-num_rows // num_ranks) % num for num_ranks in cuts)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    before = "" if (original := name_of_sharded_original(parameter)) is None else f" as {original!r}"
+    if is_sharded(parameter) or before:
+        raise ValueError(
+            f"Expected {name!r} to be in one unit only, got a parameter that is shared with a parameter already "
+            f"managed by another FSDP group{before}. Tied parameters must share a unit: leave both modules to the unit "
+            "around them, or use fully_shard([module_a, module_b]) to place them in the same FSDP group. Shard inner "
+            "modules before outer ones."
+        )
+    if parameter.ndim == 0:
+        raise ValueError(
+            f"Expected {name!r} to have at least one dim, got a 0-D parameter: fully_shard doesn't support scalar "
+            f"parameters. Change {name} to a 1D tensor with numel equal to 1."
+        )
+    # FSDP2 of torch 2.15 installs gradients in `grad_dtype`; earlier versions overlook the attribute.
+    if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:
+        raise NotImplementedError(
+            f"Expected the gradient of {name!r} to have its dtype, {parameter.dtype}, got "
+            f"grad_dtype={parameter.grad_dtype}. Leave it unset, and say `main_dtype` in `mp_policy` for main weights "
+            "and gradients in a wider one."
+        )
+    if not local_of(parameter).is_contiguous():
+        raise NotImplementedError(
+            f"Expected {name!r} to be contiguous, got strides {parameter.stride()} of shape {tuple(parameter.shape)}. "
+            "FSDP does not support non-contiguous parameters: assign parameter.contiguous() first."
+        )
+
+
+def by_kind(candidates: list[Candidate]) -> list[list[Candidate]]:
+    """Group parameters that can share buffers: equal axes and dtypes, and trained apart from frozen."""
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        parameter, policy = candidate.parameter, candidate.policy
+        kind = (parameter.requires_grad, parameter.device.type == "meta", is_extended(local_of(parameter)))
+        lies = (candidate.sharding.keep is None, candidate.sharding.axes)
+        groups.setdefault((*lies, policy, *dtypes_of(parameter, policy), *kind), []).append(candidate)
+    return list(groups.values())
+
+
+def move_to(modules: list[nn.Module], device: torch.device, rest: torch.device, ignored: set[nn.Parameter]) -> None:
+    """Move the unit's own buffers to the device, and its parameters to their place of rest, but tensors on meta.
+
+    Raises:
+        ValueError: A DTensor that would move lies on a mesh of another kind of device.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    for _, inner in own_modules(modules):
+        parameters = [(parameter, rest) for parameter in inner._parameters.values()]
+        buffers = [(buffer, device) for buffer in inner._buffers.values()]
+        for tensor, to in parameters + buffers:
+            if tensor is None or id(tensor) in ignored_ids or tensor.device == to or tensor.is_meta:
+                continue
+            if isinstance(tensor, DTensor):
+                if (kind := tensor.device_mesh.device_type) != device.type:
+                    raise ValueError(
+                        f"Expected DTensors of {type(inner).__name__} on a mesh of {device.type} devices, as `mesh`. "
+                        f"Requires DTensor to have mesh of the same type as the FSDP mesh but got {kind} for "
+                        f"DTensor and {device.type} for FSDP. Distribute it over an axis of the mesh that `mesh` is of."
+                    )
+                tensor._local_tensor = local_of(tensor).to(to)
+            elif _is_wrapper(tensor):
+                moved = tensor.detach().to(to)
+                moved = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+                torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
+            else:
+                tensor.data = tensor.data.to(to)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are in inner tensors, which an assignment to `data` leaves alone."""
+    return is_traceable_wrapper_subclass(tensor)

@@ -1,0 +1,327 @@
+"""The entry: checks the arguments, shards a module's parameters, and makes the module a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lamella_buffers import Transport, transport_for
+from lamella_engine._api.candidates import by_kind, candidates_of, move_to, own_modules
+from lamella_engine._api.module import FSDPModule
+from lamella_engine._api.outside_holders import refuse_outside_holders
+from lamella_engine._api.reads import explain_undeclared, note_in_unit, units_read
+from lamella_engine._common.errors import MisuseError
+from lamella_engine._modules.attached import attach_state, find_state, is_torchs_unit, view_of
+from lamella_engine._modules.hooks import register_hooks
+from lamella_engine._modules.private_view import StateView
+from lamella_engine._modules.state import FSDPState
+from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions, as_keep_fn
+from lamella_engine._options.placements import Strategy
+from lamella_engine._options.policies import DataParallelMeshDims, OffloadPolicy
+from lamella_engine._parameters.extended_group import new_group
+from lamella_engine._parameters.offload import CPU, Offload
+from lamella_engine._parameters.sharded_parameter import Candidate
+from lamella_engine._parameters.sharding import DataAxes, PlacementFn
+from lamella_engine._parameters.strategy import strategy_of
+from lamella_engine._tree.tree import Tree
+from lamella_engine._unit.unit import Unit
+from lamella_precision import MixedPrecisionPolicy
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+
+# Bound here: a program may rebind torch's names.
+_TorchsPolicy = fsdp2.MixedPrecisionPolicy
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    options: ShardingOptions = DEFAULT_OPTIONS,
+) -> M:
+    """Shard a module's parameters, gradients and optimizer state over a mesh axis, and gather them when they are used.
+
+    The module is changed in place: its parameters become DTensors (chunks along dim 0), its class becomes
+    `FSDP<Class>`, a subclass of `FSDPModule` and of its own class. Apply `fully_shard` to inner modules first: each
+    call makes one unit of all parameters that no inner unit owns, and a unit is gathered, used and freed as a whole.
+    One unit a transformer block and one for the rest is the usual choice.
+
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())     # after sharding
+
+    A unit's parameters are gathered before forward and freed after; in backward again, and then the unit's gradients
+    are averaged over the ranks into the shards. From the second step on, each unit is gathered while the unit before
+    computes.
+
+    Args:
+        module: The module to shard. Containers without a forward are refused: their hooks would never fire. Several
+            modules in a list or tuple make one unit: gathered before the first of them runs, and freed after the last.
+            Of modules nested in one another the outer one counts. If a forward runs only some of the modules (`[norm,
+            head]`, with the head called on chunks later), the unit is freed at the end of the outermost unit's forward.
+        mesh: 1-D: parameters are sharded over the axis. 2-D with names: replicated over the first axis and sharded over
+            the second (HSDP). None makes a 1-D mesh over all ranks. Parameters may come as DTensors on other axes of
+            the same root mesh (tensor or expert parallel).
+        reshard_after_forward: True frees the parameters between forward and backward; False keeps them, for memory
+            against a second gather. None means True but for the outermost unit, whose backward comes next. A number, a
+            factor of the ranks that share a parameter, keeps 1 / number of each parameter: in backward only so many
+            neighbours gather from each other.
+        shard_placement_fn: Returns for each parameter the dim to shard along (None means dim 0; another dim must
+            divide, and costs a staging copy each way), and with FSDP2's `ShardPlacementResult` a mesh of the
+            parameter's own.
+        mp_policy: Number formats; torch's own policy is taken too. None keeps the parameters' own.
+        offload_policy: `CPUOffloadPolicy` lets shards, gradients and optimizer state rest on the CPU, in pinned memory
+            unless the policy turns pinning off; the optimizer steps on the CPU. Each gather copies this rank's shards
+            to the device, each reduction the gradients back, and the host waits for the gradients at the end of
+            backward.
+        ignored_params: Parameters that are left alone: not sharded, moved or reduced.
+        dp_mesh_dims: Names the data axes of `mesh`, which is then the whole mesh: every parameter must be a DTensor on
+            the mesh, replicated over the data axes.
+        options: lamella's own choices: the ZeRO stage, an allocator, the flat layout, budgets of bytes, a check of the
+            order (`ShardingOptions`). The defaults are FSDP2's behaviour. FSDP2 has no such argument.
+
+    Returns:
+        `module`, changed; every module of a list is a unit's module then, and the modules share one state.
+
+    Raises:
+        ValueError: No modules, or one twice; a module has no forward, was sharded before, or a part of the module by
+            torch's own FSDP2; the module is inside a unit already, or shares a parameter with another unit; a
+            parameter is 0-D, its gradient would be sparse, or an object that is no module keeps the parameter too;
+            the mesh or `dp_mesh_dims` name no data axes; `shard_placement_fn` returns an unknown value; `placements`
+            do not fit the mesh or `reshard_after_forward`; a unit below has another value in a field of `options`
+            that belongs to the tree; a parameter's class defines only one of `fsdp_pre_all_gather` and
+            `fsdp_post_all_gather`, or takes other arguments; a parameter that a module reads directly
+            (`declare_reads`) is missing, or cannot be gathered with the module.
+        TypeError: An argument is of the wrong type.
+        NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous or has a
+            `grad_dtype` of its own, or a parameter whose class defines the gather has an unsupported placement.
+        RuntimeError: A unit below is in the middle of a step.
+
+    Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. On GPUs
+        the first call on a mesh axis without an allocator is a collective on the axis, after which the host waits for
+        the device (`lamella_buffers.copy_engines_of`). Else not a collective: every rank must hold the same values.
+        Moves the unit's parameters and buffers to the mesh's device; with `CPUOffloadPolicy` parameters to the CPU.
+
+    Source: the signature and its meaning are torch.distributed.fsdp.fully_shard's.
+    """
+    modules = _outer_modules(module)
+    _check_arguments(modules, reshard_after_forward, offload_policy, options)
+    inner = _inner_units(modules)
+    for below, name in inner.items():
+        below.tree.options.check_inside(options, name)
+    axes = DataAxes.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    axes, strategy = strategy_of(options.placements, axes)
+    _check_stage(strategy, reshard_after_forward)
+    policy = as_policy(mp_policy)
+    owners = [inner for _, inner in own_modules(modules)]
+    device = _device_of(axes.mesh)
+    keep_fn = as_keep_fn(options.keep_together)
+    candidates = candidates_of(modules, ignored_params or set(), axes, shard_placement_fn, keep_fn, policy)
+    refuse_outside_holders(own_modules(modules), {id(each.parameter): each.name for each in candidates})
+    for below, name in inner.items():
+        _check_resting(name, below)
+    read = units_read(
+        own_modules(modules),
+        inner,
+        inside={id(each) for module in modules for each in module.modules()},
+        strategy=strategy,
+        num_neighbours=None if isinstance(reshard_after_forward, bool) else reshard_after_forward,
+    )
+    neighbours = _neighbours(candidates, reshard_after_forward)
+    offload = Offload.of(offload_policy, device)
+    move_to(modules, device, CPU if offload else device, ignored_params or set())
+
+    tree = Tree(device, options)
+    groups = [
+        new_group(members, options.allocator, neighbours=neighbours.get(members[0].sharding.axes), offload=offload)
+        for members in by_kind(candidates)
+    ]
+    del candidates  # they hold the originals, whose bytes must go before the unsharded buffers are allocated
+    for group in groups:
+        group.build_unsharded()
+    unit = Unit(groups, tree.context, _as_flag(reshard_after_forward), strategy)
+    state = FSDPState(unit, tree, policy, options)
+    taken = [each for below in read for each in _modules_of(below, modules)]
+    _put_inside(state, inner, read)
+    for each in modules:
+        each.__class__ = _unit_class(type(each))  # type: ignore[arg-type]
+        state.hooks_of_outermost.append(each.register_forward_hook(explain_undeclared, always_call=True))
+    hooks = register_hooks(modules, owners, state)
+    attach_state(modules, state, StateView(state, modules, policy, hooks), besides=taken)
+    note_in_unit(owners)
+    return module
+
+
+fully_shard.state = view_of  # type: ignore[attr-defined]  # as FSDP2's function has one
+
+
+def _outer_modules(module: object) -> list[nn.Module]:
+    """The module, or the modules of a list outside all other modules of the list."""
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    if not modules:
+        raise ValueError("Expected `module` to be a module or several, got an empty list.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"Expected `module` to be an nn.Module or a list of them, got {type(each).__name__}.")
+    if len(set(modules)) < len(modules):
+        raise ValueError("Expected different modules in `module`, got one of them twice. Name each once.")
+    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def _inner_units(modules: list[nn.Module]) -> dict[FSDPState, str]:
+    """The units below, each once, with the names of their modules."""
+    names: dict[FSDPState, list[str]] = {}
+    for module in modules:
+        for name, inner in module.named_modules():
+            if (state := find_state(inner)) is not None and id(inner) in state.unit.parameters.module_ids:
+                names.setdefault(state, []).append(name)
+    return {state: ", ".join(found) for state, found in names.items()}
+
+
+def _put_inside(outer: FSDPState, inner: dict[FSDPState, str], read: Collection[FSDPState]) -> None:
+    """Make units inner units of `outer`, under their names; the outer unit takes over the units in `read`."""
+    for below, name in inner.items():
+        below.put_inside(outer, name)
+        if below not in read:
+            outer.tree.add(below.unit)
+    for below in read:
+        outer.take_over(below)
+
+
+def _modules_of(state: FSDPState, modules: list[nn.Module]) -> list[nn.Module]:
+    return [inner for module in modules for inner in module.modules() if find_state(inner) is state]
+
+
+def _check_arguments(
+    modules: list[nn.Module],
+    reshard_after_forward: object,
+    offload_policy: object | None,
+    options: object,
+) -> None:
+    for module in modules:
+        _check_module(module)
+    is_count = isinstance(reshard_after_forward, int) and reshard_after_forward >= 1
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool) or is_count):
+        raise ValueError(
+            f"Expected `reshard_after_forward` to be a bool, a number of ranks or None, got {reshard_after_forward!r}: "
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward}."
+        )
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(
+            f"Expected `offload_policy` to be an OffloadPolicy or None, got {type(offload_policy).__name__}."
+        )
+    if not isinstance(options, ShardingOptions):
+        raise TypeError(
+            f"Expected `options` to be ShardingOptions, got {type(options).__name__}. Write "
+            "options=ShardingOptions(...)."
+        )
+
+
+def _check_stage(strategy: Strategy, reshard_after_forward: bool | int | None) -> None:
+    if strategy.keeps_copy and reshard_after_forward:
+        raise ValueError(
+            f"Expected no `reshard_after_forward` with `placements` that keep parameters whole, got "
+            f"{reshard_after_forward!r}. Choose ZERO3 to free them after forward."
+        )
+
+
+def _check_module(module: nn.Module) -> None:
+    if find_state(module) is not None:
+        raise MisuseError(
+            f"Expected a module that is not a unit yet, got {type(module).__name__}: apply fully_shard once. Each "
+            "distinct composable distributed API can only be applied to a module once."
+        )
+    for name, inner in module.named_modules():
+        if is_torchs_unit(inner):
+            raise MisuseError(
+                "Expected a module with no units of torch's own FSDP2 in it, got "
+                f"{repr(name) if name else 'the module itself'} sharded by that. Shard all of a model with one of the "
+                "two: import lamella's fully_shard everywhere, or call lamella_engine.install() before anything is "
+                "sharded."
+            )
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"Expected a module with a forward, got {type(module).__name__}, whose hooks would never fire. Shard the "
+            "modules inside, one by one: fully_shard does not support containers that do not implement forward."
+        )
+
+
+def as_policy(policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """A policy of this package's; None keeps every parameter's own dtype.
+
+    Raises:
+        TypeError: The policy is neither this package's nor torch's.
+    """
+    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+        return policy or MixedPrecisionPolicy()
+    if isinstance(policy, _TorchsPolicy):
+        return MixedPrecisionPolicy(
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.output_dtype,
+            policy.cast_forward_inputs,
+            param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),  # torch 2.15
+        )
+    raise TypeError(f"Expected `mp_policy` to be a MixedPrecisionPolicy or None, got {type(policy).__name__}.")
+
+
+def _as_flag(reshard_after_forward: bool | int | None) -> bool | None:
+    """Whether parameters go after forward; False for a factor of 1, where each rank keeps whole parameters."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    return reshard_after_forward != 1
+
+
+def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int | None) -> dict[DataAxes, Transport]:
+    """The ranks that share larger parts between forward and backward, for each mesh; none without a number."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return {}
+    all_axes = dict.fromkeys(candidate.sharding.axes for candidate in candidates)
+    groups = {axes: axes.group_of(reshard_after_forward) for axes in all_axes}
+    # As many neighbours as ranks is True, and one is False.
+    return {axes: transport_for(group, axes.mesh.device_type) for axes, group in groups.items() if group is not None}
+
+
+def _check_resting(name: str, state: FSDPState) -> None:
+    if not state.tree.context.is_resting or state.tree.awaits_finalization:
+        raise RuntimeError(
+            f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
+            "steps, or reset_iter_state() after an exception."
+        )
+    state.unit.weights.check_not_held()
+    state.unit.weights.reshard()
+
+
+def _default_mesh() -> DeviceMesh:
+    device_type = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return init_device_mesh(device_type.type if device_type else "cpu", (dist.get_world_size(),))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+@cache
+def _unit_class(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {})

@@ -1,0 +1,576 @@
+"""FSDP2's methods, which a module gains by becoming a unit: calls of the unit's verbs."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, Self, cast, overload
+
+import torch
+import torch.distributed.fsdp as fsdp2
+import torch.nn as nn
+
+from lamella_engine._api.transports import (
+    check_one_mesh,
+    check_shares_memory,
+    check_takes_group_memory,
+    gather_by,
+    reduce_by,
+    separate_reductions,
+)
+from lamella_engine._common.errors import MisuseError
+from lamella_engine._modules.attached import state_of, unit_state_of, units_of, view_of
+from lamella_engine._modules.handles import GradientReductionHandle, Hold, UnshardHandle
+from lamella_engine._modules.state import FSDPState
+from lamella_engine._options.options import ShardingOptions
+from lamella_engine._parameters.custom_collectives import AllGather, ReduceScatter
+from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import UnitWeights
+
+_TorchsModule = fsdp2.FSDPModule  # bound here: a program may rebind torch's name
+
+
+class FSDPModule(_TorchsModule):
+    """Mixed into a module's class by `fully_shard`; never made by itself.
+
+    A subclass of torch's class, so that programs which look for FSDP2's modules find lamella's. Nothing of torch's is
+    used: every method is defined here. Methods with `recurse=True` reach the units below too. Meanings are FSDP2's.
+    lamella adds a few verbs (`hold`, `reduce_gradients`, `wait_for_gradients`, `mark_updated`) and `set_options`.
+    """
+
+    _orig_cls_mro_index = 3  # torch's: the place of the module's earlier class
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # Slicing a container makes a new one of the same class: it is no unit, so it gets the class it had before.
+        original: Any = cls.__mro__[cls._orig_cls_mro_index]
+        takes_arguments = original.__new__ is not object.__new__
+        made = original.__new__(original, *args, **kwargs) if takes_arguments else original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return cast(Self, made)
+
+    # -- lamella's own knobs -----------------------------------------------------------------------------------------
+
+    @property
+    def sharding_options(self) -> ShardingOptions:
+        """The options that count for this unit; fields of the tree are the outermost unit's."""
+        state = state_of(self)
+        return state.options.in_tree_of(state.tree.options)
+
+    def set_options(self, **changes: object) -> None:
+        """Change fields of `sharding_options` that belong to the tree, for all units of the tree.
+
+            model.set_options(prefetch_budget=2 << 30, keep_budget=12 << 30)
+            model.set_options(order_check=True)
+
+        Args:
+            changes: Names and new values, equal on every rank.
+
+        Raises:
+            RuntimeError: The unit is not the outermost.
+            TypeError: A name is no field, or a value is of the wrong kind.
+            ValueError: A field belongs to the unit, or a value is out of range.
+        """
+        tree = _outermost(self, "set_options").tree
+        tree.follow(tree.options.changed(changes))
+
+    # -- verbs -------------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; not the parameters of units below.
+
+        The parameters stay until one `reshard()`, after any number of calls: a schedule of several microbatches takes a
+        `hold()` for each instead. Parameters that are unsharded already are gathered again only if main weights changed
+        between passes.
+
+        Args:
+            async_op: Return a handle at once. The module holds the parameters when the caller, or the unit's next
+                forward, waits for the handle.
+
+        Returns:
+            The handle, if `async_op`.
+
+        Raises:
+            RuntimeError: Parameters are on the meta device.
+
+        Effects: collective on the unit's axis; allocates the unsharded parameters, on the gather stream, which between
+            passes waits for the current stream; no host sync on CUDA.
+        """
+        weights = _fresh_weights(self)
+        weights.unshard()
+        handle = UnshardHandle(weights)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters, and hold the DTensors again; not for units below.
+
+        Parameters under a `hold()` stay until the last hold is released. Call it on a stream that is ordered after
+        every reader of the parameters. Views that autograd saved of the parameters are good again after the next
+        unshard.
+
+        Effects: not a collective; the gather stream waits for the current stream; no host sync on CUDA.
+        """
+        state_of(self).unit.weights.reshard()
+
+    def hold(self) -> Hold:
+        """Start gathering this unit's parameters, and keep them until the hold is released; not those of units below.
+
+        For a schedule with several microbatches in a unit at a time: one hold for each microbatch, from before the
+        forward (or backward) to after the end of it. The first hold gathers, the last release reshards, and hooks that
+        run in between free nothing. Hooks count as one more holder.
+
+        Returns:
+            The hold. Call `wait()` before the parameters are used, and `release()` after; or use the hold in a `with`
+            statement.
+
+        Raises:
+            RuntimeError: Parameters are on the meta device.
+
+        Effects: as `unshard(async_op=True)`, if nobody holds the parameters yet.
+        """
+        return Hold(_fresh_weights(self))
+
+    def reduce_gradients(self) -> None:
+        """End this unit's backward: reduce its unsharded gradients into its sharded parameters; not for units below.
+
+        Hooks do so at the end of the unit's backward; a schedule that runs without hooks calls the method once after
+        each backward of the unit. As after hooks, gradients are kept for a later microbatch if
+        `set_requires_gradient_sync(False)` or, with ZeRO-1 and DDP, `set_is_last_backward(False)` was called. With
+        delayed gradients (`delay_gradient`) everything happens when the last delayed gradient has come. Call it on a
+        stream that is ordered after the streams that made gradients.
+
+        Raises:
+            RuntimeError: There are no gradients, or a hook is going to end this backward.
+
+        Effects: collective on the unit's axis, on the reduce stream; the current stream waits for the unit reduced
+            before, and `wait_for_gradients()` for the gradients. No host sync on CUDA.
+        """
+        state = state_of(self)
+        state.tree.end_backward_by_hand(state.unit)
+
+    def wait_for_gradients(self) -> None:
+        """End the backward of the whole tree where no hook ends it, and make the current stream wait for gradients.
+
+        A schedule that runs without hooks calls the method before the optimizer steps, and may call it after each
+        microbatch too, with `set_is_last_backward(False)` before every microbatch but the last. Units with gradients
+        are reduced, and units that were unsharded without a hold are resharded. After a backward that hooks ended, only
+        late gradients are waited for (`overlap_optimizer`).
+
+        Raises:
+            RuntimeError: The unit is not the outermost; hooks are running a pass; or the last backward is over, and a
+                hold was not released, or a delayed gradient has not come. The message names them.
+
+        Effects: as `reduce_gradients` for gradients that are left; with the last backward the current stream waits for
+            all reductions, and copies of the parameters are stale. No host sync on CUDA, unless shards rest on the CPU:
+            then the host waits for their gradients.
+        """
+        _outermost(self, "wait_for_gradients").tree.end_step()
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End a step's backward, where `set_manual_backward_finalization(True)` has left the end to the caller.
+
+        As `wait_for_gradients()` for a schedule without hooks: kept gradients are reduced, if
+        `set_requires_gradient_sync(True)` counts by now; units are resharded if `set_reshard_after_backward(True)`
+        counts; and reductions of once a step are made. If no unit was reached, nothing happens.
+
+        Args:
+            async_op: Do not wait for the reductions. A reader of `.grad` must wait for the handle before, on the same
+                stream. The next forward, the model's `zero_grad`, lamella-optim's `clip_grad_norm_` and steps of
+                `torch.optim`'s optimizers wait by themselves.
+
+        Returns:
+            The handle, if `async_op`.
+
+        Raises:
+            RuntimeError: The unit is not the outermost; backwards are not finalized by hand, or one is under way; a
+                hold was not released, or a delayed gradient has not come.
+
+        Effects: as `wait_for_gradients`; with `async_op` the current stream waits for all reductions but the last,
+            whose unreduced gradients are held.
+        """
+        tree = _outermost(self, "finalize_backward").tree
+        tree.finalize(leaves=async_op)
+        return GradientReductionHandle(tree) if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """Return the whole tree to rest after an exception in forward or backward; gradients of the step are lost.
+
+        Raises:
+            RuntimeError: The unit is not the outermost.
+
+        Effects: waits for all gathers and reductions in flight; not a collective.
+        """
+        _outermost(self, "reset_iter_state").tree.reset()
+
+    def mark_updated(self) -> None:
+        """Note that main weights of the whole tree were written other than by a `torch.optim` optimizer.
+
+        For example by swapping an average in, or by a copy through `.data`. Needed only for weights that outlive a
+        pass: units that stay unsharded, and copies that `placements` keep (DDP, ZERO1, ZERO2, and HFSDP's shards in the
+        compute dtype). All other weights are gathered anew each time.
+        """
+        for unit in state_of(self).tree.units:
+            unit.weights.note_update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients of the sharded parameters, and gradients kept unreduced, of this unit and all units below."""
+        state_of(self).tree.finish_left()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in units_of(self, recurse=True):
+            unit.gradients.drop()
+            for parameter in (p.sharded for group in unit.parameters.groups for p in group.parameters):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    # -- when units gather, reshard and reduce -------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Choose whether the next backward is the step's last: only then the compute stream waits for all reductions.
+
+        With late gradients (`overlap_optimizer`) the optimizer's step waits instead. With
+        `set_manual_backward_finalization(True)` `finalize_backward()` ends the step, and the value has no effect.
+        """
+        state_of(self).tree.say_last_backward(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose whether the caller ends each step's backward by `finalize_backward()`, instead of autograd.
+
+        For schedules in which the reduction of gradients is an action of its own: no backward is the step's last then,
+        also after `set_is_last_backward(True)`. Until the end gradients may be reduced or not, so an optimizer of
+        `torch.optim` that holds some of the parameters does not step before.
+
+        Args:
+            enabled: For the whole tree, from the next backward on.
+
+        Raises:
+            RuntimeError: The unit is not the outermost; or the mode would change within a backward, or after a backward
+                that was not finalized.
+        """
+        tree = _outermost(self, "set_manual_backward_finalization").tree
+        if enabled != tree.finalizes_by_hand and (tree.context.is_in_backward or tree.awaits_finalization):
+            raise RuntimeError(
+                "Expected the mode to stay until the backward is finalized, got a change: "
+                "set_manual_backward_finalization cannot change mode during backward, or after backward starts. Call "
+                "finalize_backward() before, or reset_iter_state() after an exception."
+            )
+        tree.finalize_by_hand(enabled)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward reduces gradients, or keeps them unsharded for a later microbatch.
+
+        Kept gradients are summed in the reduce dtype, and cost a whole unsharded gradient a parameter.
+        """
+        for unit in units_of(self, recurse):
+            unit.gradients.requires_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether the parameters go after forward and are gathered again for backward, from all ranks.
+
+        Raises:
+            ValueError: Not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"Expected `reshard_after_forward` to be a bool, got {reshard_after_forward!r}: reshard_after_forward "
+                f"should be a bool, got {type(reshard_after_forward)}. Give a number of ranks to fully_shard."
+            )
+        for unit in units_of(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            for group in unit.parameters.groups:
+                group.neighbours = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether the parameters go after backward.
+
+        Parameters may stay between microbatches, but not over an optimizer step.
+        """
+        for unit in units_of(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether unsharded parameters keep their memory, at a fixed address, when they go.
+
+        For captured work that has the addresses in it. The parameters are gathered anew all the same. Memory is then
+        the sum of all these units, unsharded.
+
+        Effects: False frees kept memory that is not in use, after all work on the current stream.
+        """
+        for unit in units_of(self, recurse):
+            unit.weights.keep_bytes(keep)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether backward needs this unit's parameters; not for units below.
+
+        An embedding's backward makes a gradient without looking at the weight. A forward that is recomputed inside
+        backward gathers the parameters all the same.
+        """
+        state_of(self).unit.unshards_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
+        """Name the units to gather ahead when this unit's forward begins, instead of the next in the learned order.
+
+        Args:
+            modules: Units, in the order to gather them; their unsharded parameters are alive together. An empty list
+                restores the learned order. Lists that differ between ranks are a deadlock.
+
+        Raises:
+            ValueError: A module is no unit.
+        """
+        state_of(self).unit.forward_prefetch = _references(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
+        """Name the units to gather ahead when this unit's backward begins, instead of the next in the learned order.
+
+        Args:
+            modules: As for `set_modules_to_forward_prefetch`.
+
+        Raises:
+            ValueError: A module is no unit.
+        """
+        state_of(self).unit.backward_prefetch = _references(modules)
+
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Let the next forward's gathers wait for an event, not for all work on the compute stream before.
+
+        Args:
+            event: Recorded after all writes to the parameters. The event serves one forward of the whole tree. None, as
+                CPU streams give, changes nothing.
+
+        Raises:
+            ValueError: Not an event.
+        """
+        if event is not None and not hasattr(event, "record"):
+            raise ValueError(f"Expected `event` to be a recorded torch.Event, got {type(event).__name__}.")
+        state_of(self).tree.streams.post_optim_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many units' reductions may be in flight before the compute stream waits for the oldest.
+
+        Args:
+            max_input_buffers: 1 is the default. Each more keeps another unit's unreduced gradients alive, and helps if
+                reductions take longer than the backward that should hide them.
+            recurse: For units below too. The largest number in the tree counts for all units, from the next backward
+                on.
+
+        Raises:
+            TypeError: Not an int.
+            ValueError: Less than one.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"Expected `max_input_buffers` to be an int, got {max_input_buffers!r}: max_input_buffers must be an "
+                f"int, got {type(max_input_buffers).__name__}."
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"Expected `max_input_buffers` to be at least 1, got {max_input_buffers}: max_input_buffers must be a "
+                f"positive int, got {max_input_buffers}."
+            )
+        for unit in units_of(self, recurse):
+            unit.max_reductions_in_flight = max_input_buffers
+
+    # -- how gradients are reduced -------------------------------------------------------------------------------------
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by `factor` instead of by their number; not for units below.
+
+        Raises:
+            ValueError: Not a positive number.
+        """
+        if not factor > 0:
+            raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
+        for group in state_of(self).unit.parameters.groups:
+            group.divisor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce with sums only and divide after, at the cost of a pass over the shards; not for units below."""
+        for group in state_of(self).unit.parameters.groups:
+            group.sums_only = enable
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward reduces gradients over the replicas (HSDP) too, or keeps each replica's own sum.
+
+        A kept sum costs a sharded gradient in the reduce dtype, and is added to the next reduced gradient.
+        """
+        for unit in units_of(self, recurse):
+            unit.gradients.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook` on this unit's reduced gradients before they are installed; not for units below.
+
+        One call for each group of parameters: parameters of another dtype, and parameters whose class defines the
+        gather, are groups of their own.
+
+        Args:
+            hook: Given this rank's shards of a group of parameters as one flat tensor, to change in place: in the order
+                of the parameters, in the reduce dtype, after the all-reduce over replicas. A shard with fewer rows than
+                rank 0's ends in zeros, so that every rank's tensor has as many elements, and a parameter without a
+                gradient here counts with zeros. The tensor holds the mean, or the sum with
+                `set_force_sum_reduction_for_comms`.
+            stream: The hook's stream. None means the stream of the all-reduces.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes, or the unit has replicas and a stream was given.
+        """
+        unit = state_of(self).unit
+        check_one_mesh(unit.parameters, "set_all_reduce_hook", "the hook's argument")
+        if stream is not None and any(group.replicas or group.outer for group in unit.parameters.groups):
+            error = ValueError("stream cannot be set when using native HSDP")  # callers compare with FSDP2's words
+            error.add_note("Expected no `stream` for a unit with replicas, got one. Leave it out.")
+            raise error
+        unit.gradients.all_reduce_hook, unit.gradients.all_reduce_hook_stream = hook, stream
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Choose whether a parameter without a gradient here gets the other ranks' gradient.
+
+        False (the default) is right when every rank uses the same parameters: `.grad` stays None as without sharding.
+        If use differs between ranks, True installs the sum with zeros from the ranks that did not use the parameter.
+        With False parts of a weight would then train and parts not: an error on CPU, unnoticed on a GPU. The unit
+        itself must run and take part in backward on every rank all the same.
+        """
+        for unit in units_of(self, recurse):
+            unit.gradients.reduces_unused_parameters = reduce_scatter_unused_params
+
+    # -- the collectives -----------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Let `comm` do this unit's gathers, in memory that `comm` allocates; not for units below.
+
+        Costs a copy of the parameters on both sides, which the gathers of this package do not make.
+
+        Args:
+            comm: FSDP2's `AllGather`. Given one flat tensor for all parameters, and this rank's part of the tensor;
+                bytes if dtypes differ. `async_op` is False, the current stream keeps the order: a Work that `comm`
+                returns all the same is waited for at once. Not called if a single rank holds the parameters.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes.
+            TypeError: `comm` is not callable, or has no `allocate`.
+        """
+        gather_by(state_of(self).unit.parameters, comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Let `comm` do this unit's gradient reductions, in memory that `comm` allocates; not for units below.
+
+        Costs a copy of the gradients before, and of the shards after. Reductions over replicas are not `comm`'s.
+
+        Args:
+            comm: FSDP2's `ReduceScatter`, called once a reduce dtype; else as for `set_custom_all_gather`.
+
+        Raises:
+            ValueError: The unit's parameters lie on several meshes.
+            TypeError: `comm` is not callable, or has no `allocate`.
+        """
+        reduce_by(state_of(self).unit.parameters, comm)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give gradient reductions a communicator of their own, so that they need not take turns with gathers.
+
+        NCCL runs the collectives of one communicator one after another, on any streams.
+
+        Args:
+            enable: False goes back to the shared communicator.
+            recurse: For units below too. Units on the same ranks share a communicator.
+
+        Effects: creates a process group for each set of ranks that has none, which is a collective on the ranks.
+        """
+        separate_reductions((unit.parameters for unit in units_of(self, recurse)), enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Taken and not used: no staging buffers exist that the process group could allocate.
+
+        Collectives read and write the memory of parameters and gradients, which comes from torch's allocator.
+
+        Raises:
+            MisuseError: `enable` is True, and the unit has custom collectives, which allocate memory themselves.
+        """
+        if enable:
+            check_takes_group_memory(state_of(self).unit.parameters)
+
+    def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
+        """Make sure that gathers go through memory which the ranks of a host share.
+
+        Gathers do by default wherever they can (`lamella_buffers.copy_engines_of`), and then nothing changes. The
+        backend's name is not used: lamella has a single way.
+
+        Raises:
+            MisuseError: The ranks are not on one host, or not on GPUs over NCCL; torch's allocator or NCCL's settings
+                prevent shared memory (`copy_engines_of` tells which); the unit has an `allocator` or custom
+                collectives; or the class of a parameter defines the gather. Nothing has changed.
+        """
+        if backend is not None:
+            check_shares_memory(state_of(self).unit.parameters, backend)
+
+    # -- names that torch calls, or called before ----------------------------------------------------------------------
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        warnings.warn("Call set_gradient_divide_factor(factor) instead.", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Taken and not used.
+
+        FSDP2 chooses between streams of its own, which fragment memory, and no gathering ahead. Here unsharded
+        parameters are allocated on the gather stream, and nothing is copied out of the gathered bytes.
+        """
+
+    def _get_fsdp_state(self) -> Any:
+        """The object that torch's methods begin with: a method of a later torch finds nothing to set."""
+        return view_of(self)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
+        state = state_of(self)
+        state.tree.leave_nothing_but_shards(state.unit)
+        module: nn.Module = super(_TorchsModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        state.unit.weights.adopt_replaced_shards(keep_parameters=True)
+        return module
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise MisuseError(
+            f"Expected to copy a module before it is sharded, got {type(self).__name__}: FSDP does not support "
+            "deepcopy. Copy first, then call fully_shard on each copy; or copy the state dict."
+        )
+
+
+def _fresh_weights(module: object) -> UnitWeights:
+    """A unit's weights, without unsharded parameters from before the last update: a verb may come between passes."""
+    weights = state_of(module).unit.weights
+    if weights.parameters.context.is_resting and not weights.num_holds:
+        weights.drop_stale_weights()
+    return weights
+
+
+def _references(modules: Sequence[object]) -> tuple[Callable[[], Unit | None], ...]:
+    return tuple(_reference(unit_state_of(module)) for module in modules)
+
+
+def _reference(state: FSDPState) -> Callable[[], Unit | None]:
+    # Weak: two units that name each other would keep a deleted model's memory until the cyclic collector runs.
+    ref = weakref.ref(state)
+    return lambda: None if (state := ref()) is None else state.acting.unit
+
+
+def _outermost(module: object, method: str) -> FSDPState:
+    state = state_of(module)
+    if not state.unit.is_outermost:
+        raise RuntimeError(
+            f"Expected the outermost unit, got {state.unit.parameters.name!r}. Call {method}() on the module that "
+            f"was given to the last fully_shard: {method} must be called on the root FSDP module."
+        )
+    return state

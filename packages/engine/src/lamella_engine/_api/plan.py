@@ -1,0 +1,93 @@
+"""A plan of units, written down before sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from lamella_engine._common.text import range_text, size_text, table
+from lamella_layout import EvenLayout
+
+_NUMBERS = ("parameters", "unsharded", "a rank")
+
+
+class PlannedParameter(NamedTuple):
+    """One parameter of a planned unit: the name below the unit, the whole shape, the dtypes at rest and in compute."""
+
+    name: str
+    shape: tuple[int, ...]
+    main_dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUnit:
+    """A planned unit: a module for `fully_shard`.
+
+    Attributes:
+        name: Of the module in the model; "" is the model itself.
+        class_name: Of the module.
+        parameters: The parameters of the unit, each once.
+    """
+
+    name: str
+    class_name: str
+    parameters: tuple[PlannedParameter, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(prod(parameter.shape) for parameter in self.parameters)
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded parameters, in their compute dtypes, without padding."""
+        return sum(prod(parameter.shape) * parameter.compute_dtype.itemsize for parameter in self.parameters)
+
+    def shard_nbytes(self, num_ranks: int) -> int:
+        """Bytes of rank 0's shards, which are the largest, in their main dtypes, without padding."""
+        layout = EvenLayout.build([parameter.shape or (1,) for parameter in self.parameters], num_ranks)
+        itemsizes = [parameter.main_dtype.itemsize for parameter in self.parameters]
+        return sum(layout.slot_numel(i) * itemsize for i, itemsize in enumerate(itemsizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """The units that `fully_shard_model` makes of a model, for `print`.
+
+    Attributes:
+        units: In the order of sharding; the model itself is the last.
+        notes: Departures of the plan from the request, with reasons.
+        num_ranks: The number of ranks that share each parameter; None if unknown.
+    """
+
+    units: tuple[PlannedUnit, ...]
+    notes: tuple[str, ...] = ()
+    num_ranks: int | None = None
+
+    def __str__(self) -> str:
+        """A table of units, equal units in one row; numbers are one unit's, in the last row the whole model's."""
+        header = ("unit", "class", *_NUMBERS)
+        rows = [header, *self._rows()]
+        if self.num_ranks is None:
+            rows = [row[:-1] for row in rows]
+        return "\n".join([table(rows, right=_NUMBERS), *(f"Note: {note}" for note in self.notes)])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        alike: dict[tuple[object, ...], list[PlannedUnit]] = {}
+        for unit in self.units:
+            alike.setdefault((unit.name == "", unit.class_name, unit.parameters), []).append(unit)
+        for units in alike.values():
+            names = [unit.name or "(the model)" for unit in units]
+            count = f"{len(units)} x " if len(units) > 1 else ""
+            yield (range_text(names), f"{count}{units[0].class_name}", *self._numbers(units[:1]))
+        yield ("all", f"{len(self.units)} unit{'s' * (len(self.units) != 1)}", *self._numbers(self.units))
+
+    def _numbers(self, units: tuple[PlannedUnit, ...] | list[PlannedUnit]) -> Iterator[str]:
+        yield f"{sum(unit.numel for unit in units):,}"
+        yield size_text(sum(unit.unsharded_nbytes for unit in units))
+        yield size_text(sum(unit.shard_nbytes(self.num_ranks or 1) for unit in units))

@@ -1,0 +1,190 @@
+"""Parameters that a module reads without calling the modules that hold them: declared, and gathered with the reader.
+
+Note [Takeover]. A fused kernel is given `conv1d.weight`; the forward of `conv1d` never runs. With both modules in one
+unit nothing special is needed. With `conv1d` as a separate unit, the hooks of `conv1d` do not fire, so the unit around
+the reader takes over the whole inner unit: `fully_shard` makes inner units first. From then on the two units are a
+single unit: one gather, one reduction, one place in the order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from weakref import WeakSet
+
+import torch.nn as nn
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+
+from lamella_engine._common.text import clean_name
+from lamella_engine._modules.attached import find_state
+from lamella_engine._modules.state import FSDPState
+from lamella_engine._options.placements import Strategy
+from lamella_engine._parameters.sharded_parameter import is_sharded
+from lamella_engine._unit.parameters import UnitParameters
+
+_READS = "_lamella_reads"
+_READS_OF_TORCHS = {nn.MultiheadAttention: ("out_proj.*",)}  # handed to one function with the reader's own
+_NUM_SUGGESTIONS = 6
+_modules_in_units: WeakSet[nn.Module] = WeakSet()  # weak: the set must not keep deleted models
+
+
+def declare_reads(reader: nn.Module, *names: str) -> None:
+    """Declare the parameters below a module that its code reads without calling the modules that hold them.
+
+        declare_reads(mixer, "conv1d.*")
+
+    The parameters are gathered, freed and reduced with the unit around the reader, forward and backward. An inner unit
+    with declared parameters becomes part of the outer unit as a whole: the inner modules then answer for the outer
+    unit, whose settings count; only casts of inputs and outputs stay the inner unit's. Names in checkpoints stay.
+    `fully_shard_model` makes no unit of a module whose parameters are read from outside.
+
+    Args:
+        reader: A module in no unit yet. The reader may become a unit or stay a part of a unit.
+        names: Of parameters, from the reader on; or patterns (`fnmatch`). `fully_shard` looks the names up again.
+
+    Raises:
+        TypeError: Not a module, no names, or a name is no string.
+        ValueError: A name matches no parameter below a child, or the reader is in a unit already.
+
+    Effects: a note on the module.
+    """
+    if not isinstance(reader, nn.Module):
+        raise TypeError(f"Expected `reader` to be an nn.Module, got {type(reader).__name__}.")
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"Expected `names` to be names of parameters below {type(reader).__name__}, got {names!r}.")
+    for name in names:
+        _check_name(reader, name)
+    if reader in _modules_in_units:
+        raise ValueError(
+            f"Expected a {type(reader).__name__} that is in no unit yet, got one in a unit: which parameters are "
+            "gathered with it is settled. Declare its reads before fully_shard of the module around it."
+        )
+    declared = reader.__dict__.get(_READS, ())
+    reader.__dict__[_READS] = (*declared, *(name for name in names if name not in declared))
+
+
+def note_in_unit(modules: Iterable[nn.Module]) -> None:
+    """Remember modules of a new unit."""
+    _modules_in_units.update(modules)
+
+
+def reads_of(reader: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters below a module that its code reads directly, by name from the module on.
+
+    Raises:
+        ValueError: A declared name matches no parameter any more.
+    """
+    declared = reader.__dict__.get(_READS, ())
+    for name in declared:
+        _check_name(reader, name)
+    known = [name for cls, names in _READS_OF_TORCHS.items() if isinstance(reader, cls) for name in names]
+    patterns = (*declared, *known)
+    if not patterns:
+        return {}
+    return {name: p for name, p in _parameters_below(reader) if any(_matches(name, each) for each in patterns)}
+
+
+def _parameters_below(reader: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in reader.named_parameters(remove_duplicate=False) if "." in name)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(clean_name(name), pattern)
+
+
+def _check_name(reader: nn.Module, pattern: str) -> None:
+    names = [name for name, _ in _parameters_below(reader)]
+    if not any(_matches(name, pattern) for name in names):
+        inside = [name for name in names if name.startswith(f"{pattern}.")]
+        near = inside or difflib.get_close_matches(pattern, names, n=_NUM_SUGGESTIONS, cutoff=0.4) or names
+        raise ValueError(
+            f"Expected {pattern!r} to name a parameter below a child of {type(reader).__name__}, got none. There are "
+            f"{', '.join(map(repr, near[:_NUM_SUGGESTIONS])) or 'none'}."
+        )
+
+
+# -- takeover of inner units ----------------------------------------------------------------------------------------
+
+
+def units_read(
+    modules: Iterable[tuple[str, nn.Module]],
+    inner: Mapping[FSDPState, str],
+    *,
+    inside: set[int],
+    strategy: Strategy,
+    num_neighbours: int | None,
+) -> list[FSDPState]:
+    """The inner units whose parameters some modules of a new unit read directly.
+
+    Args:
+        modules: Of the new unit, with dotted prefixes.
+        inner: The inner units, at rest, and their names.
+        inside: Ids of all modules in the new unit.
+        strategy: The new unit's ZeRO stage.
+        num_neighbours: The new unit's number in `reshard_after_forward`, or None.
+
+    Raises:
+        ValueError: An inner unit cannot become a part of the new unit.
+    """
+    holders = {id(p.sharded): each for each in inner for g in each.unit.parameters.groups for p in g.parameters}
+    read: dict[FSDPState, None] = {}
+    for prefix, reader in modules:
+        for name, parameter in reads_of(reader).items():
+            state = holders.get(id(parameter))
+            if is_sharded(parameter) and (state is None or not state.unit.parameters.module_ids <= inside):
+                raise ValueError(
+                    f"Expected {prefix + name!r}, which {type(reader).__name__} reads without calling its module, in "
+                    "the same unit or in one inside it, got one that is gathered with modules elsewhere. Declare it on "
+                    "a module around all that use it, and not on this one."
+                )
+            if state is not None and state not in read:
+                _check_alike(prefix + name, state.unit.parameters, strategy, num_neighbours)
+                read[state] = None
+    return list(read)
+
+
+def _check_alike(name: str, read: UnitParameters, strategy: Strategy, num_neighbours: int | None) -> None:
+    for group in read.groups:
+        is_factor = num_neighbours not in (None, 1, group.axes.num_shards)
+        wanted = num_neighbours if is_factor else None
+        got = None if group.neighbours is None else group.neighbours.num_ranks
+        if read.strategy != strategy or wanted != got:
+            raise ValueError(
+                f"Expected the unit of {name!r}, which is read without calling its module, to have the `placements` "
+                "and the number in `reshard_after_forward` of the unit that reads it, got others. Give both calls the "
+                "same."
+            )
+
+
+# -- undeclared reads -----------------------------------------------------------------------------------------------
+
+
+@_disable_dynamo
+def explain_undeclared(module: nn.Module, *_: object) -> None:
+    """Add the sharded parameters below the failing module to an exception on its way out of the outermost unit.
+
+    A forward hook of outermost units, which torch calls after an exception too.
+    """
+    error, state = sys.exc_info()[1], find_state(module)
+    if error is None or state is None or "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    reader = _innermost_module(error)
+    below = [] if reader is None else list(_parameters_below(reader))
+    names = [clean_name(name) for name, p in below if is_sharded(p) and isinstance(p, DTensor)]
+    if names:
+        error.add_note(
+            f"{type(reader).__name__}'s forward was running, and below it these parameters were sharded: "
+            f"{', '.join(names[:_NUM_SUGGESTIONS])}{', ...' * (len(names) > _NUM_SUGGESTIONS)}. They are in units of "
+            "their own, which are gathered when their modules are called. One that is read without that has to be "
+            f"declared, before fully_shard: lamella_engine.declare_reads(module, {names[0]!r})."
+        )
+
+
+def _innermost_module(error: BaseException) -> nn.Module | None:
+    """The innermost module with a method running at the raise."""
+    selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((each for each in reversed(selves) if isinstance(each, nn.Module)), None)

@@ -1,0 +1,1 @@
+"""Helpers below all units: errors, labels of profiles, nests of tensors, texts."""

@@ -1,0 +1,102 @@
+"""The tensors in a module's arguments and outputs: in nested containers, in dataclasses, hidden in other objects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
+    """Replace every tensor of a nest by the result of `fn`.
+
+    Containers are the classes in torch's pytree registry (a library's output classes register themselves) and
+    dataclasses. Tuples, lists and dicts, which every forward takes and returns, do not go through pytree, which takes
+    several times as long.
+
+    Returns:
+        The nest with the results. A dataclass with unchanged tensors is the same object, else a shallow copy.
+
+    Effects: as `fn`.
+    """
+    return cast(T, _map(fn, tree))
+
+
+def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return fn(node)
+    kind = type(node)
+    if kind is tuple or kind is list:
+        return kind([fn(each) if isinstance(each, torch.Tensor) else _map(fn, each) for each in node])
+    if kind is dict:
+        return {key: _map(fn, each) for key, each in node.items()} if node else node
+    if not pytree.tree_is_leaf(node):
+        return pytree.tree_map(lambda each: _map(fn, each), node, is_leaf=lambda each: each is not node)
+    return _map_fields(fn, node) if _is_record(node) else node
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    """The tensors of a nest, in the order in which `map_tensors` visits them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def hides_tensors(tree: object) -> bool:
+    """Whether a nest holds an object that may hide tensors from `tensors_in`."""
+    return any(not isinstance(leaf, _PLAIN) for leaf in _leaves(tree))
+
+
+def _leaves(tree: object) -> list[object]:
+    found: list[object] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(node: Any, found: list[object]) -> None:
+    kind = type(node)
+    if kind is tuple or kind is list:
+        for each in node:
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            else:
+                _collect(each, found)
+    elif kind is dict:
+        for each in node.values():
+            _collect(each, found)
+    elif isinstance(node, _PLAIN):
+        found.append(node)
+    elif not pytree.tree_is_leaf(node):
+        for each in pytree.tree_leaves(node, is_leaf=lambda each: each is not node):
+            _collect(each, found)
+    elif _is_record(node):
+        _collect(_fields(node), found)
+    else:
+        found.append(node)
+
+
+def _is_record(leaf: object) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _fields(record: Any) -> dict[str, object]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _map_fields(fn: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+    before = _fields(record)
+    after = map_tensors(fn, before)
+    if all(a is b for a, b in zip(_leaves(before), _leaves(after), strict=True)):
+        return record
+    changed = copy.copy(record)
+    for name, value in after.items():
+        object.__setattr__(changed, name, value)  # past a frozen dataclass's own __setattr__
+    return changed

@@ -1,0 +1,1 @@
+"""Reports on a sharded model: text, norms, non-finite values."""

@@ -1,0 +1,215 @@
+"""The hooks at a unit's boundaries: each is a few calls of the state's verbs.
+
+    forward   pre_forward    unshard, gather the next unit ahead, cast inputs, watch them for the end of backward
+              post_forward   reshard, watch the outputs for the beginning of backward, cast them
+    backward  an output's gradient arrives     FSDPState.begin_backward
+              all inputs' gradients are made   FSDPState.end_backward
+              autograd is done                 the tree's callback, for units that neither hook reached
+
+A compiler traces none of the forward hooks: its graph ends at a hook.
+
+Note [Recomputed forwards]. Activation checkpointing runs forward again inside backward. The unit stays unsharded until
+its backward ends: a recomputed forward unshards if needed, prefetches nothing and does not reshard. Both kinds of
+checkpointing recompute inside a graph task of autograd, which tells a recomputed forward from a first one.
+
+Note [Units of several modules]. Hooks run for each module of the unit. Every output is watched, but only the inputs of
+the first module to run: autograd's work for the other modules comes before. A module called again while other modules
+have not run is part of the same forward; a call after all modules have run begins a new forward.
+
+Note [Units that another reads]. An outer unit that reads an inner unit's parameters without calling the inner modules
+takes the parameters over. The inner hooks then drive the outer unit, `state.acting`; only casts of inputs and outputs
+follow the inner policy. Inside the outer unit's forward and backward the hooks find everything unsharded and do
+nothing. Called anywhere else, an inner module is a forward of the outer unit by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import _MultiHandle
+from torch.utils.hooks import RemovableHandle
+
+from lamella_engine._common.labels import label
+from lamella_engine._common.tensors import hides_tensors, map_tensors, tensors_in
+from lamella_engine._modules.state import FSDPState
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+T = TypeVar("T")
+
+_graph_task = torch._C._current_graph_task_id
+_NO_GRAPH_TASK = -1  # autograd is not running
+
+
+def register_hooks(
+    modules: Sequence[nn.Module], owners: Iterable[nn.Module], state: FSDPState
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Make the modules of a unit drive its state.
+
+    Args:
+        modules: The unit's modules: one module as a rule.
+        owners: The modules, and all below outside inner units: asked for a state dict, each must hold DTensors.
+        state: The unit's state, which the hooks call.
+
+    Returns:
+        Handles that remove the hooks before forward, and the hooks after forward.
+
+    Effects: registers forward hooks on the modules, and state-dict hooks on the owners.
+    """
+
+    def leave_nothing_but_shards(*_: object) -> None:
+        acting = state.acting
+        acting.tree.leave_nothing_but_shards(acting.unit)
+
+    def adopt(*_: object) -> None:
+        state.acting.unit.weights.adopt_replaced_shards(keep_parameters=True)
+
+    state.unit.parameters.module_ids = frozenset(id(module) for module in modules)
+    # Partials of functions that a compiler skips: a closure would be traced, and refused with `fullgraph=True`.
+    # Modules hold the state by these hooks, so the state refers to modules weakly or by id.
+    before, after = partial(pre_forward, state), partial(post_forward, state)
+    # Before the user's hooks, which may read parameters.
+    handles = (
+        _MultiHandle(tuple(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for each in modules)),
+        _MultiHandle(tuple(each.register_forward_hook(after) for each in modules)),
+    )
+    for owner in state.unit.parameters.modules_with_directions():
+        owner.register_forward_pre_hook(partial(_pre_recompute, state), prepend=True)
+    for owner in owners:
+        owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
+    return handles
+
+
+@_disable_dynamo
+def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Unshard, and prepare the inputs."""
+    acting = state.acting
+    unit, tree = acting.unit, acting.tree
+    with label("pre_forward", unit.parameters.name):
+        begins = tree.begin_forward(unit, id(module), is_recomputed=_graph_task() != _NO_GRAPH_TASK)
+    if tree.is_forward_root(unit):
+        args, kwargs = _move((args, kwargs), tree.streams.device)
+    args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")
+    return _watch_inputs(acting, args, kwargs) if begins else (args, kwargs)
+
+
+def _pre_recompute(state: FSDPState, *_: object) -> None:
+    """Gather forward's payloads for a module inside the unit that runs again in backward, without the unit's hooks.
+
+    A compiled graph that recomputes calls no module: the recipe must make payloads for both directions.
+    """
+    if not torch.compiler.is_compiling() and _graph_task() != _NO_GRAPH_TASK:
+        state.acting.unit.recompute_forward()
+
+
+@_disable_dynamo
+def post_forward(state: FSDPState, module: nn.Module, _: Args, output: object) -> object:
+    """Reshard, and prepare the outputs."""
+    acting = state.acting
+    unit = acting.unit
+    output = _cast(output, state.output_dtype, "cast_forward_outputs")
+    with label("post_forward", unit.parameters.name):
+        is_watched = _watch_outputs(acting, output)
+        acting.tree.end_forward(unit, id(module), is_watched=is_watched, is_recomputed=_graph_task() != _NO_GRAPH_TASK)
+    return output
+
+
+def _watch_outputs(state: FSDPState, output: object) -> bool:
+    """Begin the unit's backward when the gradient of any output arrives.
+
+    Returns:
+        Whether a hook will see backward begin. Without, as with all outputs inside an object of unknown kind, the unit
+        must stay unsharded until autograd is done.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    tensors = tensors_in(output)
+    if torch._C._are_functorch_transforms_active():
+        tensors = [_innermost(tensor) for tensor in tensors]
+    outputs = [tensor for tensor in tensors if tensor.requires_grad]
+    for tensor in outputs:  # by these hooks the graph holds the state: a reference back would keep activations
+        tensor.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
+    return bool(outputs) or not hides_tensors(output)
+
+
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside `torch.func`'s wrappers, which autograd records: a batched wrapper requires no gradient."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """End the unit's backward when the gradients of all inputs have been made."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    if not inputs:
+        return args, kwargs
+    is_transformed = torch._C._are_functorch_transforms_active()
+    passes = _EndTransformedBackward if is_transformed else _EndBackward
+    # The graph holds the state for as long as an output lives: the state must not hold the graph.
+    passed = iter(passes.apply(state.end_backward, *inputs))  # type: ignore[no-untyped-call]
+    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
+
+
+class _EndBackward(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward runs after all of the unit's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.end = end
+        ctx.set_materialize_grads(False)  # an unused input gets no gradient, as without sharding; not zeros
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.end()
+        return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Forward returns inputs as they are: torch refuses tangents that are no views.
+        return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+class _EndTransformedBackward(_EndBackward):
+    """The same in the form for transforms of `torch.func`, whose calls cost the host more."""
+
+    @staticmethod
+    def forward(end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.end = inputs[0]
+        ctx.set_materialize_grads(False)
+
+
+def _move(tree: T, device: torch.device) -> T:
+    """Move the tensors of a nest; nothing to move on CPU."""
+    if device.type == "cpu":
+        return tree
+    with label("inputs_to_device"):
+        return map_tensors(lambda tensor: tensor.to(device), tree)
+
+
+def _cast(tree: T, dtype: torch.dtype | None, phase: str) -> T:
+    """Cast the floating-point tensors of a nest; None casts nothing."""
+    if dtype is None:
+        return tree
+
+    def is_other(tensor: torch.Tensor) -> bool:
+        return tensor.dtype != dtype and tensor.is_floating_point()
+
+    with label(phase):
+        if not any(is_other(tensor) for tensor in tensors_in(tree)):
+            return tree
+        return map_tensors(lambda tensor: tensor.to(dtype) if is_other(tensor) else tensor, tree)

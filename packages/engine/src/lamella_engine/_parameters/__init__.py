@@ -1,0 +1,1 @@
+"""Groups of parameters communicated together, and their places on the mesh."""

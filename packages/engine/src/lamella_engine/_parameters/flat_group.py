@@ -1,0 +1,72 @@
+"""Parameters of a unit packed into one buffer, cut only between parts to be kept together: the flat layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from lamella_buffers import Allocator
+from lamella_engine._parameters.group import ParameterGroup
+from lamella_engine._parameters.offload import Offload
+from lamella_engine._parameters.sharded_parameter import Candidate
+from lamella_engine._parameters.sharding import DataAxes, Sharding, local_of
+from lamella_layout import FlatLayout
+
+# Elements. Starts and cuts are multiples, as even slots are: one layout then serves all dtypes.
+ALIGNMENT = 256
+
+
+class FlatGroup(ParameterGroup):
+    """Parameters of one unit in the flat layout: gathered as one payload, in place, and reduced as one payload.
+
+    Gradients are copied once, into the reduction's buffer: autograd makes each in separate memory.
+
+    Args:
+        candidates: As for `ParameterGroup`, each with a `keep`.
+        allocator: As for `ParameterGroup`.
+        offload: As for `ParameterGroup`.
+
+    Effects: as `ParameterGroup`.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        allocator: Allocator | None,
+        offload: Offload | None = None,
+    ) -> None:
+        axes = candidates[0].sharding.axes
+        self._packed = _pack(candidates, axes)
+        placed = [
+            candidate._replace(sharding=_placed(candidate.sharding, self._packed, i))
+            for i, candidate in enumerate(candidates)
+        ]
+        super().__init__(placed, allocator, offload)
+
+    def _lay_out(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
+        self.main_layout = self._packed
+        # Neighbouring parts of the main weights together are a rank's shard in compute.
+        self.layout = self._packed.merge_shards(self.axes.num_outer_shards)
+
+
+def _pack(candidates: Sequence[Candidate], axes: DataAxes) -> FlatLayout:
+    return FlatLayout.build(
+        [local_of(candidate.parameter).shape for candidate in candidates],
+        axes.num_shards * axes.num_outer_shards,
+        keep=[keep for candidate in candidates if (keep := candidate.sharding.keep) is not None],
+        alignment=ALIGNMENT * max(_num_per_element(candidate) for candidate in candidates),
+    )
+
+
+def _num_per_element(candidate: Candidate) -> int:
+    """The most parameter elements for an element of a payload: starts are aligned in every payload's buffer."""
+    parameter, policy = candidate.parameter, candidate.policy
+    shape = local_of(parameter).shape
+    formats = policy.recipe_of(policy.main_dtype_of(parameter.dtype)).payloads(shape, parameter.dtype)
+    return max(-(-prod(shape) // max(1, prod(each.shape))) for each in formats)
+
+
+def _placed(sharding: Sharding, layout: FlatLayout, index: int) -> Sharding:
+    """A parameter's sharding, with placements from the group's packing."""
+    return replace(sharding, placements=sharding.axes.flat_placements(layout, index))

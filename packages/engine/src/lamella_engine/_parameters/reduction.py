@@ -1,0 +1,197 @@
+"""The gradients of a parameter group: taken from backward, reduced, and installed on the sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from lamella_buffers import CopyEngineTransport, Payload, ShardedBuffer, all_reduce
+from lamella_engine._parameters.group import MEAN, ParameterGroup, Reduced
+from lamella_engine._parameters.sharded_parameter import ShardedParameter, gradient_over
+from lamella_engine._parameters.sharding import local_of
+from lamella_layout import EvenLayout, FlatLayout
+
+# The dtype in which autograd makes a parameter's gradient; None for any. Some versions of torch lack the attribute.
+_GRAD_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
+
+
+def accumulate_gradients(group: ParameterGroup) -> None:
+    """Keep a microbatch's gradients unreduced."""
+    for parameter in group.parameters:
+        parameter.accumulate(group.reduce_dtype)
+
+
+def take_gradients(group: ParameterGroup) -> dict[int, torch.Tensor | None]:
+    """The gradients of trainable members, by index; None if backward made no gradient."""
+    return {i: p.take_gradient() for i, p in enumerate(group.parameters) if p.trains or p.has_gradient}
+
+
+def wire_dtype(group: ParameterGroup) -> torch.dtype:
+    """The communication dtype of gradients.
+
+    Autograd's dtype for gradients if the reduce dtype holds all its values, else the reduce dtype. Derived from the
+    parameters alone: ranks agree, even with different gradients present.
+    """
+    own, *others = {getattr(p.unsharded, _GRAD_DTYPE) for p in group.parameters}
+    if own is None or others or own == group.reduce_dtype:
+        return group.reduce_dtype
+    return own if torch.promote_types(own, group.reduce_dtype) == group.reduce_dtype else group.reduce_dtype
+
+
+def gradient_nbytes(group: ParameterGroup, members: Iterable[int], wire: torch.dtype) -> int:
+    """Bytes in a reduction of some members' gradients, by index; a flat layout travels whole."""
+    layout = group.layout
+    if isinstance(layout, FlatLayout):
+        return layout.full_numel * wire.itemsize
+    return sum(layout.full_slot(i).numel for i in members) * wire.itemsize
+
+
+def sum_dtype(group: ParameterGroup) -> torch.dtype:
+    """The dtype of sums over the shard axis: the reduce dtype, or the main weights' if wider sums cost less.
+
+    Copy engines leave the sum to a kernel. The kernel may as well write the main weights' dtype: no cast follows.
+    """
+    pushes = isinstance(group.reduce_transport or group.transport, CopyEngineTransport)
+    main = group.main_weight.dtype
+    is_last = group.replicas is None and group.outer is None  # a second axis would carry the wider dtype
+    widens = pushes and is_last and torch.promote_types(group.reduce_dtype, main) == main
+    return main if widens else group.reduce_dtype
+
+
+def new_reduced(
+    group: ParameterGroup,
+    gradients: Mapping[int, torch.Tensor | None],
+    dtype: torch.dtype,
+    *,
+    installs_all: bool,
+    without_gaps: bool = False,
+) -> Reduced:
+    """A buffer for reduced gradients.
+
+    Args:
+        gradients: Of the members in the reduction, by index.
+        dtype: Of the sums.
+        installs_all: Install a gradient also for members in the reduction without a gradient here.
+        without_gaps: Leave out the unwritten alignment between slots: a hook gets the whole buffer.
+
+    Effects: allocates the buffer on the current stream; zeroes the buffer if some member takes no part.
+    """
+    layout = _without_gaps(group.layout) if without_gaps else group.layout
+    shards = ShardedBuffer.empty(layout, group.rank, dtype, group.device)
+    members = range(len(group.parameters))
+    if len(gradients) < len(members):
+        shards.flat.zero_()  # no reduction writes these members' slots, but hooks and second reductions read them
+    if installs_all:
+        return Reduced(shards, [i in gradients for i in members])
+    return Reduced(shards, [gradients.get(i) is not None for i in members])
+
+
+def add_partial(group: ParameterGroup, reduced: Reduced) -> Reduced:
+    """Add `partial`, the gradients that earlier microbatches left unreduced over the outer axes.
+
+    Effects: on the current stream, which must have allocated `partial`, freed at return: one add.
+    """
+    assert group.partial is not None
+    earlier, group.partial = group.partial, None
+    if reduced.shards.layout is earlier.shards.layout:
+        reduced.shards.flat.add_(earlier.shards.flat)
+    else:  # a hook was set or removed in between
+        torch._foreach_add_(list(reduced.shards.slots), list(earlier.shards.slots))
+    return Reduced(reduced.shards, [a or b for a, b in zip(reduced.present, earlier.present, strict=True)])
+
+
+def reduce_over_outer(group: ParameterGroup, reduced: Reduced) -> Reduced:
+    """Reduce over the replicate and outer axes, if present.
+
+    Effects: a collective on the replicate axis, in place, or on the outer axis, into a new buffer; on the current
+        stream. The caller keeps `reduced` alive until the reduce stream, which allocated it, has waited.
+    """
+    if group.replicas is not None:
+        all_reduce([reduced.shards.flat], group.replicas, group.reduce_op).wait()
+    if group.outer is None:
+        return reduced
+    is_dense = reduced.shards.layout is not group.layout
+    layout = _without_gaps(group.main_layout) if is_dense else group.main_layout
+    parts = ShardedBuffer.empty(layout, group.axes.main_rank, group.reduce_dtype, group.device)
+    moves = zip(parts.slots, reduced.shards.slots, strict=True)
+    group.outer.reduce_scatter([Payload(a, b) for a, b in moves if b.numel() > 0], group.reduce_op).wait()
+    return Reduced(parts, reduced.present)
+
+
+def show_gradients(group: ParameterGroup, reduced: Reduced, hook: Callable[[torch.Tensor], None]) -> bool:
+    """Call a hook on reduced gradients, which the hook may change: the mean, or the sum if `sums_only`.
+
+    Returns:
+        Whether this call divided the gradients.
+
+    Effects: the hook's, on the current stream; one division before, unless the collective divided.
+    """
+    divides = group.reduce_op is not MEAN and not group.sums_only
+    if divides:
+        reduced.shards.flat.div_(group.divisor)
+    hook(reduced.shards.flat)
+    return divides
+
+
+def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: bool = False) -> None:
+    """Set or add to `.grad` of the sharded parameters, in the main weights' dtype.
+
+    Args:
+        reduced: All ranks' gradients after `reduce_op`. Members that are not present keep their `.grad`.
+        are_divided: Whether a sum was divided already.
+
+    Effects: on the current stream: one cast of the shards if the dtypes differ, one add to earlier gradients. With
+        shards on the CPU, one copy to the CPU, or one each way for earlier gradients: the host must wait for the
+        stream before reading `.grad`.
+    """
+    shards, present = reduced
+    if group.reduce_op is not MEAN and not are_divided:
+        shards.flat.div_(group.divisor)
+    if shards.dtype != group.main_weight.dtype:
+        shards = shards.cast_to(group.main_weight.dtype)
+    fresh, totals = [], {}
+    for i, (parameter, wanted) in enumerate(zip(group.parameters, present, strict=True)):
+        if not wanted:
+            _check_absent_everywhere(parameter, shards.shards[i])
+        elif (grad := parameter.sharded.grad) is None:
+            fresh.append(i)
+        else:
+            totals[i] = local_of(grad)
+    if totals:
+        add = torch._foreach_add_ if group.offload is None else group.offload.add_
+        add(list(totals.values()), [shards.shards[i] for i in totals])
+    if fresh and group.offload is not None:
+        shards = ShardedBuffer(shards.layout, shards.rank, group.offload.to_host(shards.flat))
+    # Views of one buffer: the memory stays until the last gradient of the group is gone.
+    for i in fresh:
+        group.parameters[i].sharded.grad = gradient_over(group.parameters[i], shards.shards[i])
+
+
+def hooks_of(group: ParameterGroup, present: Sequence[bool]) -> list[Callable[[], None]]:
+    """Callables that run the hooks of members with a new gradient and with hooks."""
+    return [
+        parameter.run_hooks
+        for parameter, wanted in zip(group.parameters, present, strict=True)
+        if wanted and parameter.sharded._post_accumulate_grad_hooks
+    ]
+
+
+@lru_cache(maxsize=4096)  # called in every reduction with a hook
+def _without_gaps(layout: EvenLayout | FlatLayout) -> EvenLayout | FlatLayout:
+    """The layout with adjacent slots. A flat layout's gaps are zeros, since all of the buffer travels, and stay."""
+    return replace(layout, alignment=1) if isinstance(layout, EvenLayout) else layout
+
+
+def _check_absent_everywhere(parameter: ShardedParameter, shard: torch.Tensor) -> None:
+    """Refuse a gradient that only other ranks have: a part of the weight would train, and a part not.
+
+    On CPU only: on a GPU the check would be a host sync.
+    """
+    if shard.device.type == "cpu" and bool(shard.any()):
+        raise RuntimeError(
+            f"Expected no rank to have a gradient for {parameter.name!r}, as this one has none, got one from another "
+            "rank. Where ranks use different parameters, call set_reduce_scatter_unused_params(True)."
+        )

@@ -1,0 +1,321 @@
+"""A parameter of a unit, in two forms held by modules in turn: sharded and unsharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lamella_buffers import plain_values
+from lamella_engine._parameters.sharding import Sharding, local_of
+from lamella_engine._ragged.dtensor import dtensor_over, lie_alike
+from lamella_precision import MixedPrecisionPolicy
+
+# Original parameters, to name and sharded parameter. An original found in a module later was tied to the parameter; an
+# original found in an optimizer no longer trains. Keys and values are weak: the table keeps no original's memory alive.
+# Sharded tensors are no keys: torch cannot swap the contents of a tensor with weak references.
+_sharded_originals = WeakIdKeyDictionary()
+_living: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
+_MARK = "_is_lamella_shard"
+
+
+class Owner(NamedTuple):
+    """A place of a parameter: a module's dict of parameters, and the name. Tied parameters have several places."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    module: weakref.ref[nn.Module]  # weak: the module holds the unit, and a cycle would delay freeing the model
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardedParameter:
+    """A parameter in two forms, held by the owners in turn.
+
+    Attributes:
+        name: Full name below the unit, by the first owner.
+        prefix: The unit's name, with a dot.
+        owners: Every place of the parameter.
+        sharded: The resting form, updated by the optimizer: a DTensor over `shard`.
+        shard: This rank's part, a view of the group's `main_weight`.
+        sharding: The parameter's place on the mesh.
+        trains: Whether the parameter takes a gradient, as last seen on both forms.
+        marks: Attributes set by libraries (`sequence_parallel`, `allreduce`, ...), on both forms.
+        unsharded: The computing form: a view of the unsharded buffer. Autograd leaves the gradient here.
+        accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
+        keeps_grad_clear: Move earlier microbatches' gradients out of `.grad` in any dtype: a layer may write over
+            `.grad`.
+    """
+
+    name: str
+    owners: list[Owner]
+    sharded: nn.Parameter
+    shard: torch.Tensor
+    sharding: Sharding
+    trains: bool
+    marks: dict[str, object]
+    unsharded: nn.Parameter
+    accumulated: torch.Tensor | None = None
+    keeps_grad_clear: bool = False
+    prefix: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The name below the outermost unit, for errors."""
+        return self.prefix + self.name
+
+    def adopt(self, form: torch.Tensor) -> None:
+        """Make `form` the sharded form, if `form` is a Parameter."""
+        if isinstance(form, nn.Parameter):
+            self.sharded = form
+            self.trains = form.requires_grad
+            setattr(form, _MARK, True)
+
+    def in_places(self) -> list[torch.Tensor | None]:
+        """The owners' tensors now; None for an owner without the name."""
+        return [parameters.get(name) for parameters, name, _ in self.owners]
+
+    def is_in_place(self, form: torch.Tensor | None) -> bool:
+        """Whether an owner holds a tensor; for the sharded form, also if an owner holds the unsharded form."""
+        held = self.in_places()
+        return any(each is form for each in held) or (
+            form is self.sharded and any(each is self.unsharded for each in held)
+        )
+
+    def held(self) -> torch.Tensor | None:
+        """The tensor assigned in place of the sharded form, or the sharded form.
+
+        Raises:
+            RuntimeError: The owners hold different new tensors.
+        """
+        others = {id(each): each for each in self.in_places() if each is not self.sharded}
+        if len(others) > 1:
+            raise RuntimeError(
+                f"Expected the {len(self.owners)} places that hold {self.name!r} to be given one tensor, got "
+                f"{len(others)} different ones. Assign the tied parameter under one name, or one tensor under all."
+            )
+        return next(iter(others.values()), self.sharded)
+
+    def replacement(self) -> torch.Tensor:
+        """The DTensor assigned in place of the sharded form, or the sharded form.
+
+        Raises:
+            TypeError: An owner holds something else than a shard of the parameter.
+            RuntimeError: The owners hold different new tensors.
+        """
+        held = self.held()
+        if held is None or held.shape != self.sharded.shape or not hasattr(held, "_local_tensor"):
+            raise TypeError(
+                f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
+                f"{type(held).__name__} of shape {None if held is None else tuple(held.shape)}. Only a DTensor can "
+                "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
+            )
+        if not lie_alike(held, self.sharded) or local_of(held).shape != self.shard.shape:
+            before, now = (tensor.placements for tensor in (self.sharded, held))  # type: ignore[attr-defined]
+            raise TypeError(
+                f"Expected parameter {self.name!r} to lie as before, {before}, got {now}. Copy into it "
+                "(`load_state_dict` without `assign`), which moves the rows."
+            )
+        return held
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Add a microbatch's gradient to earlier gradients in `dtype`; in the gradient's own dtype autograd adds."""
+        gradient = self.unsharded.grad
+        if gradient is None or (gradient.dtype == dtype and not self.keeps_grad_clear):
+            return
+        if self.accumulated is None:
+            self.accumulated = gradient.to(dtype)
+        else:
+            add_gradient(self.accumulated, gradient)
+        self.unsharded.grad = None
+
+    def run_hooks(self) -> None:
+        """Call the sharded form's hooks from `register_post_accumulate_grad_hook`."""
+        for hook in self.sharded._post_accumulate_grad_hooks.values():
+            hook(self.sharded)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient of all microbatches since the last reduction; the parameter keeps nothing."""
+        # The caller gets the last reference, and must hold it (`Reduction`) until the collective has read the memory.
+        gradient = self.unsharded.grad
+        if gradient is not None:
+            self.unsharded.grad = None
+        if self.accumulated is not None:
+            if gradient is not None:
+                add_gradient(self.accumulated, gradient)
+            gradient, self.accumulated = self.accumulated, None
+        return None if gradient is None else self.sharding.unwrap(gradient)
+
+    def drop_gradient(self) -> None:
+        """Drop unreduced gradients."""
+        self.unsharded.grad = None
+        self.accumulated = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the parameter has an unreduced gradient."""
+        return self.unsharded.grad is not None or self.accumulated is not None
+
+
+def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to a sum of earlier gradients; to a plain sum, add the gradient's plain values.
+
+    A wrapper that runs operators part by part would add every part to the same sum.
+
+    Effects: one add on the current stream, after a copy of a tensor subclass.
+    """
+    total.add_(plain_values(gradient) if type(total) is torch.Tensor else gradient)
+
+
+# Called several times a step, for every parameter: one call for all parameters, which allocates nothing.
+
+
+def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list[str]:
+    """Put one form into every owner; the form takes over `requires_grad` from the form visible before.
+
+    Returns:
+        The names of parameters with a third tensor in an owner; the third tensor is dropped.
+    """
+    displaced: list[str] = []
+    for parameter in parameters:
+        if is_sharded:
+            form, other = parameter.sharded, parameter.unsharded
+        else:
+            form, other = parameter.unsharded, parameter.sharded
+        parameter.trains = trains = other.requires_grad
+        if form.requires_grad is not trains:
+            form.requires_grad_(trains)
+        for held, name, _ in parameter.owners:
+            if name not in held or (held[name] is not other and held[name] is not form):
+                displaced.append(parameter.name)
+            held[name] = form
+    return displaced
+
+
+def refuse_displaced(names: Sequence[str]) -> None:
+    """Report tensors dropped by `install`.
+
+    Raises:
+        RuntimeError: In any case.
+    """
+    raise RuntimeError(
+        f"Expected {names} to be replaced or tied while their unit is sharded, between steps, got another tensor in "
+        "place of each since the unit was gathered. Those tensors were dropped. Call reshard() first."
+    )
+
+
+def put(parameters: Iterable[ShardedParameter]) -> None:
+    """Put the sharded form into every owner, over any other tensor."""
+    for parameter in parameters:
+        for held, name, _ in parameter.owners:
+            held[name] = parameter.sharded
+
+
+def any_replaced(parameters: Iterable[ShardedParameter]) -> bool:
+    """Whether an owner holds a new Parameter, or a shard got new storage (`to_empty`, `.to()`, `assign=True`)."""
+    try:
+        for parameter in parameters:
+            sharded = parameter.sharded
+            if sharded._local_tensor is not parameter.shard:  # type: ignore[attr-defined]
+                return True
+            for held, name, _ in parameter.owners:
+                if held[name] is not sharded:
+                    return True
+    except KeyError:  # a deleted name; `get` would cost a call for each owner
+        return True
+    return False
+
+
+class Candidate(NamedTuple):
+    """A parameter about to be sharded."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[Owner]
+    sharding: Sharding
+    policy: MixedPrecisionPolicy
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a unit's sharded form."""
+    return bool(getattr(parameter, _MARK, False))
+
+
+def name_of_sharded_original(parameter: nn.Parameter) -> str | None:
+    """The name under which a parameter object was sharded before, or None."""
+    name, _ = _sharded_originals.get(parameter, (None, None))  # type: ignore[no-untyped-call]
+    return cast("str | None", name)
+
+
+def sharded_originals(held: Iterable[torch.Tensor]) -> dict[torch.Tensor, ShardedParameter]:
+    """The originals among some tensors, each with the sharded parameter; without originals of deleted units."""
+    if not _sharded_originals:
+        return {}
+    return {original: parameter for original in held if (parameter := _sharded_from(original)) is not None}
+
+
+def _sharded_from(original: torch.Tensor) -> ShardedParameter | None:
+    if isinstance(original, nn.Parameter) and is_sharded(original):
+        return None  # the quick answer: asked of every parameter at every step
+    _, became = _sharded_originals.get(original, (None, lambda: None))  # type: ignore[no-untyped-call]
+    return cast("ShardedParameter | None", became())
+
+
+def sharded_parameter(candidate: Candidate, shard: torch.Tensor) -> ShardedParameter:
+    """A parameter in the sharded form, over `shard`, not yet in any module."""
+    original = candidate.parameter
+    sharded = nn.Parameter(dtensor_for(shard, original, candidate.sharding), requires_grad=original.requires_grad)
+    # A subclass's own attributes are on every tensor of the subclass, also on unmarked tensors.
+    own = vars(original.detach())
+    marks = {name: mark for name, mark in vars(original).items() if name not in own} | {_MARK: True}
+    vars(sharded).update(marks)
+    parameter = ShardedParameter(
+        name=candidate.name,
+        owners=candidate.owners,
+        sharded=sharded,
+        shard=local_of(sharded),
+        sharding=candidate.sharding,
+        trains=original.requires_grad,
+        marks=marks,
+        unsharded=sharded,
+    )
+    _sharded_originals[original] = (candidate.name, weakref.ref(parameter))
+    _living.add(parameter)
+    return parameter
+
+
+def living_parameters() -> Iterable[ShardedParameter]:
+    """The sharded parameters of all living units."""
+    return list(_living)
+
+
+def shard_like(parameter: ShardedParameter, whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    """This rank's part of a tensor of the parameter's shape, placed as the parameter.
+
+    Effects: allocates the part, on the parameter's device and the current stream; not a collective.
+    """
+    own = parameter.sharding.own_part(local_of(whole)).to(parameter.shard.device, dtype, copy=True).contiguous()
+    return dtensor_for(own, whole, parameter.sharding)
+
+
+def dtensor_for(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) -> DTensor:
+    """A DTensor over `shard`, on any device: `DTensor.from_local` would move the shard to the mesh's device."""
+    meta = torch.empty(whole.shape, dtype=shard.dtype, device="meta")
+    tensor_meta = TensorMeta(meta.shape, meta.stride(), meta.dtype)
+    return dtensor_over(shard, DTensorSpec(sharding.mesh, tuple(sharding.placements), tensor_meta=tensor_meta))
+
+
+def gradient_over(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local`, placed as the parameter. `DTensor.from_local` does the same ten times slower."""
+    sharded: Any = parameter.sharded
+    # Made over the shard and then pointed at the gradient: made over a view, a DTensor takes over the view's offset
+    # (`standalone`). Without `__init__`, which does nothing and takes as long.
+    gradient: DTensor = DTensor.__new__(type(sharded), parameter.shard, sharded._spec, requires_grad=False)
+    gradient._local_tensor = local
+    return gradient

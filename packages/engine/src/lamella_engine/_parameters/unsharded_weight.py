@@ -1,0 +1,168 @@
+"""A group's unsharded parameters: a buffer for each payload of the recipe, and the gathers that fill the buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lamella_buffers import (
+    Allocator,
+    GatherPlan,
+    Payload,
+    ShardedBuffer,
+    Transport,
+    UnshardedBuffer,
+    shards_in,
+)
+from lamella_layout import EvenLayout, FlatLayout
+from lamella_precision import Direction, PayloadFormat, Recipe
+
+Layout = EvenLayout | FlatLayout
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """A recipe's `encode` with a gather's argument order. Equal for equal recipes, whose weights one call encodes."""
+
+    recipe: Recipe
+
+    def __call__(
+        self,
+        shards: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        *payloads: Sequence[torch.Tensor] | None,
+    ) -> None:
+        self.recipe.encode(shards, payloads, weights)
+
+
+class PayloadLayouts:
+    """The payloads of a group of parameters, and their layouts.
+
+    Args:
+        recipe: Of all of the parameters.
+        layout: Of the parameters.
+        main_dtype: Of their main weights.
+
+    Attributes:
+        formats: Of the payloads; a format's shape is the first parameter's.
+        layouts: Of the payloads, in the unsharded buffers.
+
+    Raises:
+        ValueError: The layout cuts a block of rows apart.
+    """
+
+    def __init__(self, recipe: Recipe, layout: Layout, main_dtype: torch.dtype) -> None:
+        self.recipe = recipe
+        of_each = [recipe.payloads(shape, main_dtype) for shape in layout.shapes]
+        self.formats: Sequence[PayloadFormat] = of_each[0]
+        self._shapes = [[formats[p].shape for formats in of_each] for p in range(len(self.formats))]
+        self.layouts = self.like(layout)
+
+    def like(self, layout: Layout) -> list[Layout]:
+        """The payloads' layouts where the parameters lie as in `layout`."""
+        return [layout.with_shapes(shapes) for shapes in self._shapes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads, unsharded."""
+        pairs = zip(self.formats, self.layouts, strict=True)
+        return sum(layout.full_numel * payload.dtype.itemsize for payload, layout in pairs)
+
+    def chosen(self, direction: Direction, there: Direction | None) -> tuple[int, ...]:
+        """Indices of the payloads that a direction needs and `there` does not."""
+        needed = [each.direction for each in self.formats]
+        return tuple(p for p, each in enumerate(needed) if each.meets(direction) and not each.meets(there))
+
+
+class UnshardedWeight:
+    """The payloads of a group's parameters on this rank, and over them the weights for modules.
+
+    Args:
+        payloads: The formats and layouts.
+        layout: Of gathered shards.
+        main_layout: Of the main weights.
+        ranks: This rank's places in the two layouts.
+        device: Of the buffers.
+        allocator: Gives the buffers their bytes.
+        sharded: The sharded forms of the parameters.
+
+    Attributes:
+        buffers: One a payload.
+        weights: From the recipe's `decode`, one a parameter.
+
+    Effects: allocates the buffers, on the current stream; the caller frees the buffers when Parameters are made.
+    """
+
+    def __init__(
+        self,
+        payloads: PayloadLayouts,
+        layout: Layout,
+        main_layout: Layout,
+        ranks: tuple[int, int],
+        device: torch.device,
+        allocator: Allocator,
+        sharded: Sequence[torch.Tensor],
+    ) -> None:
+        self._payloads = payloads
+        self._main_layouts = payloads.like(main_layout)
+        self._rank, self._main_rank = ranks
+        self._encode = _Encode(payloads.recipe)
+        pairs = list(zip(payloads.formats, payloads.layouts, strict=True))
+        self.buffers = tuple(UnshardedBuffer(lies, ranks[0], each.dtype, device, allocator) for each, lies in pairs)
+        for buffer in self.buffers:
+            buffer.allocate()
+        # Decoded once, over views of the buffers: autograd holds the weights while the bytes come and go.
+        decode = payloads.recipe.decode
+        wholes = zip(*(buffer.tensors for buffer in self.buffers), strict=True)
+        of_each = zip(wholes, layout.shapes, sharded, strict=True)
+        self.weights = [decode(own, torch.Size(shape), main) for own, shape, main in of_each]
+
+    def plan(self, chosen: Sequence[int], main_weight: ShardedBuffer) -> GatherPlan:
+        """A gather of some payloads from main weights on the device: sent in place, or encoded first.
+
+        The plan keeps the main weights alive.
+        """
+        formats, buffers = self._payloads.formats, self.buffers
+        moves = [(main_weight.slots if formats[p].is_main_weight else buffers[p].own, buffers[p]) for p in chosen]
+        encoded = [p for p in chosen if not formats[p].is_main_weight]
+        if not encoded:
+            return GatherPlan(moves)
+        own = {p: shards_in(buffers[p].own, self._payloads.layouts[p], self._rank) for p in encoded}
+        tensors, columns = self._columns(main_weight, own)
+        return GatherPlan(moves, self._encode, columns, tensors)
+
+    def _columns(
+        self, main_weight: ShardedBuffer, into: dict[int, list[torch.Tensor]]
+    ) -> tuple[list[int], tuple[list[torch.Tensor] | None, ...]]:
+        """The parameters with rows on this rank, and the arguments of `_Encode` for them."""
+        shards = main_weight.shards
+        owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
+        payloads = [[into[p][i] for i in owned] if p in into else None for p in range(len(self.buffers))]
+        return owned, ([shards[i] for i in owned], [self.weights[i] for i in owned], *payloads)
+
+    def plan_from(self, shards: dict[int, ShardedBuffer], chosen: Sequence[int]) -> GatherPlan:
+        """A gather of some payloads from encoded shards."""
+        return GatherPlan([(shards[p].slots, self.buffers[p]) for p in chosen])
+
+    def gather_shards(
+        self, chosen: Sequence[int], main_weight: ShardedBuffer, outer: Transport
+    ) -> dict[int, ShardedBuffer]:
+        """This rank's shards of some payloads, gathered from parts that each rank of the outer axis encodes.
+
+        Effects: allocates the shards on the current stream; a collective on the outer axis; blocks the host on gloo.
+        """
+        made = {}
+        for p in chosen:
+            buffer = self.buffers[p]
+            made[p] = ShardedBuffer.empty(self._payloads.layouts[p], self._rank, buffer.dtype, buffer.device)
+        # Views of `made`: encoded in place, and gathered in place.
+        parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in made[p].slots] for p in chosen}
+        own = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
+        _, columns = self._columns(main_weight, own)
+        if columns[0]:
+            self._encode(*columns)  # type: ignore[arg-type]
+        pieces = [each for p in chosen for each in zip(parts[p], made[p].slots, strict=True)]
+        outer.all_gather([Payload(part, whole) for part, whole in pieces if whole.numel() > 0]).wait()
+        return made

@@ -1,0 +1,1 @@
+"""DTensors whose ranks own any number of rows."""

@@ -1,0 +1,1 @@
+"""The units under one outermost unit: order, prefetch, passes."""

@@ -1,0 +1,511 @@
+"""A tree of units: the passes through it, from the first unit's forward to the end of a step's last backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch.autograd import Variable
+
+from lamella_engine._common.labels import label
+from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
+from lamella_engine._parameters.sharded_parameter import ShardedParameter
+from lamella_engine._streams.context import Context, Phase
+from lamella_engine._streams.order_check import OrderCheck
+from lamella_engine._tree.prefetch import Prefetch
+from lamella_engine._unit.gradients import Ended
+from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import Residency
+from lamella_precision import Direction
+
+# Weak: modules own the trees. A step hook is called for every optimizer, and looks for trees with its parameters here.
+_living: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
+class Listener:
+    """Called at moments of a tree's step; each method does nothing unless a subclass overrides it.
+
+    The engine names no listener: optional features subclass `Listener` and call `Tree.listen`. Listeners are called on
+    every rank, at the same points of the program, on the thread of the moment. A listener's collectives must start on
+    every rank alike.
+    """
+
+    def gradients_final(self, tree: Tree) -> None:
+        """A unit has started the last reduction of its gradients in a step, or has no gradients: a step is likely next.
+
+        A unit may announce its end more than once.
+        """
+
+    def gradients_reduced(self, tree: Tree, unit: Unit, streams: Iterable[torch.Stream]) -> None:
+        """A unit's gradients were installed on its parameters, by kernels queued on `streams`."""
+
+    def reductions_finished(self, tree: Tree) -> None:
+        """The compute stream was ordered after every reduction of the tree."""
+
+
+class Tree:
+    """All units under one outermost `fully_shard`; a new outer unit takes over its children's units.
+
+    Hooks and schedules begin and end units' forwards and backwards here; the first unit starts a pass of the whole
+    tree.
+
+    Args:
+        device: Of the tree's parameters while they are used.
+        options: The first unit's.
+
+    Attributes:
+        context: Shared with the units.
+        streams: The context's.
+        options: The outermost unit's; only the fields of the tree count here.
+        finalizes_by_hand: Whether the user ends a step's backward (`finalize`), and no hook.
+        awaits_finalization: Whether a backward still has to be finalized by hand.
+        num_resets: The number of passes or steps dropped by `reset`.
+    """
+
+    def __init__(self, device: torch.device, options: ShardingOptions = DEFAULT_OPTIONS) -> None:
+        self.context = Context(device)
+        self.streams = self.context.streams
+        self.finalizes_by_hand = False
+        self.awaits_finalization = False
+        self.num_resets = 0
+        # Weak: modules own their units. A strong reference back would keep a deleted model's memory until the cyclic
+        # collector runs. A dead unit's place in the list stays, since indices name units in the learned orders.
+        self._units: list[weakref.ref[Unit]] = []
+        # Weak: an optimizer's hooks own its listener, which must not be called after the optimizer is gone.
+        self._listeners: list[weakref.ref[Listener]] = []
+        self._prefetch = Prefetch(self._units)
+        self._forward_root: int | None = None
+        # Until all reductions are waited for: a delayed gradient may come on a stream other than the backward's.
+        self._last_backward_ended_on: torch.Stream | None = None
+        self._says_last_backward = True
+        self.follow(options)
+        _living.add(self)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The living units, in the order of their `fully_shard` calls: equal on every rank."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def follow(self, options: ShardingOptions) -> None:
+        """Take the tree's fields from `options` from now on."""
+        self.options = options
+        self._prefetch.follow(options)
+        check = self.context.order_check
+        timeout_s = options.order_check_timeout_s if options.checks_order else None
+        if timeout_s != (check and check.timeout_s):  # else the check keeps its notes
+            self.context.order_check = None if timeout_s is None else OrderCheck(timeout_s)
+
+    def add(self, unit: Unit) -> None:
+        """Add a unit to the tree."""
+        unit.parameters.context = self.context
+        unit.index = len(self._units)
+        self._units.append(weakref.ref(unit))
+
+    def share_communication(self, other: Tree) -> None:
+        """Use another tree's streams from now on, with one limit on reductions in flight for both trees.
+
+        Effects: the compute stream waits for this tree's reductions in flight.
+        """
+        self.finish_reductions()
+        for unit in self.units:  # their bytes belong to the gather stream left behind
+            unit.weights.drop_early()
+        self.streams.use_streams_of(other.streams)
+
+    # -- listeners --------------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """Call a listener from now on, after earlier listeners; the tree holds a weak reference."""
+        if listener not in self.listeners:
+            self._listeners.append(weakref.ref(listener, self._listeners.remove))
+
+    def ignore(self, listener: Listener) -> None:
+        """Stop calling a listener; nothing if it was not called."""
+        self._listeners[:] = [ref for ref in self._listeners if ref() is not listener]
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """The listeners, in the order of `listen`."""
+        return [listener for ref in self._listeners if (listener := ref()) is not None]
+
+    def _note_end(self, unit: Unit, ended: Ended) -> None:
+        """Tell listeners of a unit's gradients; after the final ones, renew weight copies at the next use."""
+        for listener in self.listeners if ended.installed_on and self._listeners else ():
+            listener.gradients_reduced(self, unit, ended.installed_on)
+        if ended.is_final:
+            if unit.parameters.keeps_copies:
+                unit.weights.expect_update()
+            for listener in self.listeners if self._listeners else ():
+                listener.gradients_final(self)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit, module_id: int, *, is_recomputed: bool) -> bool:
+        """Unshard a unit for the forward of one of its modules, and gather units ahead.
+
+        Args:
+            unit: The module's.
+            module_id: The module whose forward begins: of the unit, or with parameters that the unit took over.
+            is_recomputed: The module runs again inside backward: no prefetch.
+
+        Returns:
+            Whether the unit's forward begins here. In a unit of several modules, forward begins with the first module
+            to run, and is over when each module has run.
+        """
+        weights = unit.weights
+        if module_id not in unit.parameters.module_ids and weights.may_be_read(is_recomputed=is_recomputed):
+            if is_recomputed:
+                unit.recompute_forward()
+            return False
+        begins = not unit.awaited or len(unit.parameters.module_ids) == 1
+        ahead: list[Unit] = []
+        if begins and not is_recomputed:
+            if self.context.phase is not Phase.FORWARD or self._forward_root == unit.index:
+                self._begin_pass(unit)
+            if (check := self.context.order_check) is not None:
+                check.note(self._place_of(unit))
+            ahead = self._prefetch.before_forward_of(unit)
+            weights.drop_stale_weights()
+        if begins:
+            unit.begin_forward(module_id)
+        if is_recomputed:
+            unit.direction_in_backward = Direction.BOTH
+        weights.unshard(Direction.BOTH if is_recomputed else Direction.FORWARD)
+        for other in ahead:
+            with label(f"forward_prefetch for {other.parameters.name}"):
+                other.weights.unshard(Direction.FORWARD)
+        # Last: the prefetches are queued behind this unit's gather before the host blocks on it (gloo).
+        weights.wait_for_unshard()
+        return begins
+
+    def _begin_pass(self, root: Unit) -> None:
+        with label("root_pre_forward"):
+            self.finish_left()
+            self.context.phase = Phase.FORWARD
+            self._forward_root = root.index
+            self._prefetch.begin_forward(root)
+            for unit in self.units:
+                unit.begin_pass()
+            # The optimizer wrote shards on the compute stream: a gather without the wait reads half-written weights.
+            self.streams.order_gathers_after_updates()
+
+    def is_forward_root(self, unit: Unit) -> bool:
+        """Whether the pass under way is a forward which began with `unit`."""
+        return self.context.phase is Phase.FORWARD and self._forward_root == unit.index
+
+    def end_forward(self, unit: Unit, module_id: int, *, is_watched: bool, is_recomputed: bool) -> None:
+        """Reshard a unit, if all of its modules have run; the end of the first unit's forward ends the pass.
+
+        A pass that began with one of several modules ends with the module. A pass with gradients keeps the parameters,
+        since backward is likely next.
+
+        Args:
+            unit: The module's.
+            module_id: The module whose forward ended.
+            is_watched: Whether output hooks will begin the unit's backward; else the parameters must stay.
+            is_recomputed: The module ran again inside backward, whose end reshards.
+        """
+        awaited = unit.awaited
+        if module_id not in awaited and module_id not in unit.parameters.module_ids:
+            return  # a module whose parameters were taken over, inside the unit's own forward
+        unit.end_forward(module_id, is_watched=is_watched)
+        if is_recomputed:
+            return
+        is_root = self.is_forward_root(unit)
+        if awaited and not is_root:
+            return
+        if not (awaited and torch.is_grad_enabled()):
+            self._reshard_after_forward(unit)
+        awaited.clear()
+        if is_root:
+            self._end_pass(unit)
+        else:
+            self._prefetch.leave(unit)
+
+    def _reshard_after_forward(self, unit: Unit) -> None:
+        if unit.may_reshard_after_forward and not self._prefetch.keeps(unit):
+            unit.weights.reshard(keep_parts=torch.is_grad_enabled())
+
+    def _end_pass(self, root: Unit) -> None:
+        for unit in self.units:
+            if unit.awaited:  # some of the unit's modules did not run
+                unit.awaited.clear()
+                self._reshard_after_forward(unit)
+                self._prefetch.leave(unit)
+        self._prefetch.leave(root)
+        self._prefetch.end_forward(root)
+        self._drop_unused_gathers()
+        self._check_order_at_end()
+        self.context.phase = Phase.RESTING
+
+    def _drop_unused_gathers(self) -> None:
+        for unit in self.units:
+            # Prefetched, and the pass took another way: kept bytes would outlive the pass, and an optimizer step.
+            if unit.weights.residency is Residency.UNSHARDING:
+                unit.weights.reshard()
+
+    def _place_of(self, running: Unit) -> str:
+        return f"{self.context.phase.value} of {running.parameters.name or 'the outermost unit'}"
+
+    def _check_order_at_end(self) -> None:
+        """Find a rank whose pass ends while other ranks go on."""
+        if (check := self.context.order_check) is not None:
+            groups = dict.fromkeys(group for unit in self.units for group in unit.parameters.process_groups)
+            check.before(f"end the {self.context.phase.value}", groups)
+
+    # -- between passes ---------------------------------------------------------------------------------------------
+
+    def first_of_next_forward(self) -> list[Unit]:
+        """Up to two units that the next forward is likely to gather first, by the last forward with a backward."""
+        return self._prefetch.first_of_next_forward()
+
+    def gather_early(self, units: Iterable[Unit]) -> None:
+        """Prefetch for the next forward, while an optimizer still updates other units.
+
+        Effects: the gather stream waits for the compute stream; those of the units' gathers.
+        """
+        self.streams.post_optim_event = None  # recorded at an earlier update
+        for unit in units:
+            with label(f"optimizer_prefetch for {unit.parameters.name}"):
+                unit.weights.gather_early()
+            self._prefetch.count_ahead(unit)
+
+    def leave_nothing_but_shards(self, unit: Unit) -> None:
+        """Return a unit to rest before main weights are read, written or replaced.
+
+        Raises:
+            RuntimeError: The unit has a holder.
+
+        Effects: those of `UnitWeights.leave_nothing_but_shards` and `finish_left`.
+        """
+        unit.weights.check_not_held()
+        self.finish_left()
+        unit.weights.leave_nothing_but_shards()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, unit: Unit) -> None:
+        """Unshard a unit for its backward, and prefetch the next unit; the first unit begins the pass.
+
+        Raises:
+            RuntimeError: A part of the unit's backward ran already, with parameters not gathered yet.
+        """
+        if unit.awaits_backward_end:
+            return  # another output of the same forward
+        unit.awaits_backward_end = True
+        weights = unit.weights
+        if weights.early is not None:
+            weights.drop_stale_weights()
+        for grads in unit.parameters.main_grads:
+            grads.offer()  # allocated and zeroed on backward's stream
+        unit.check_not_begun()
+        with label("pre_backward", unit.parameters.name):
+            if self.context.phase is not Phase.BACKWARD:
+                self._begin_backward_pass()
+            if (check := self.context.order_check) is not None:
+                check.note(self._place_of(unit))
+            ahead = self._prefetch.before_backward_of(unit)
+            if unit.unshards_in_backward:
+                weights.unshard(unit.direction_in_backward)
+            else:
+                weights.stay_for_backward()
+            for other in ahead:
+                with label(f"backward_prefetch for {other.parameters.name}"):
+                    other.weights.unshard(other.direction_in_backward)
+                other.weights.forbid_frozen()  # autograd may run kernels of the unit before its wait
+            weights.wait_for_unshard()
+
+    def _begin_backward_pass(self) -> None:
+        self.context.phase = Phase.BACKWARD
+        self._prefetch.begin_backward()
+        self._limit_reductions()
+        self.awaits_finalization |= self.finalizes_by_hand
+        # Autograd's engine holds the callback, and with it the tree, until this backward is over.
+        Variable._execution_engine.queue_callback(self._end_backward_pass)
+
+    def _limit_reductions(self) -> None:
+        self.context.max_reductions_in_flight = max([unit.max_reductions_in_flight for unit in self.units])
+
+    def end_backward(self, unit: Unit) -> None:
+        """Reshard a unit, and reduce its gradients or keep them for a later microbatch.
+
+        Effects: those of `Unit.end_backward`.
+        """
+        self._note_end(unit, unit.end_backward())
+
+    def end_backward_by_hand(self, unit: Unit) -> None:
+        """The same for a backward without hooks; the caller of the unit's verbs reshards.
+
+        Raises:
+            RuntimeError: A hook will end the backward, or the unit has no gradient.
+
+        Effects: those of `Unit.end_backward_by_hand`.
+        """
+        if self.context.phase is not Phase.BACKWARD:
+            self._limit_reductions()
+        self._note_end(unit, unit.end_backward_by_hand())
+
+    def note_gradient(self, unit: Unit, parameter: ShardedParameter) -> None:
+        """Note that a delayed gradient came, made on the current stream.
+
+        Raises:
+            RuntimeError: The gradient came before.
+
+        Effects: with the last gradient of a backward, the effects of the delayed end.
+        """
+        if self.context.phase is not Phase.BACKWARD:
+            self._limit_reductions()
+        if (ended := unit.note_gradient(parameter)) is not None:
+            self._note_end(unit, ended)
+            self._finish_awaited()
+
+    def _end_backward_pass(self) -> None:
+        with label("root_post_backward_callback"):
+            self.finish_backward()
+        self._prefetch.end_backward()
+        self._check_order_at_end()
+        self.context.phase = Phase.RESTING
+
+    def finish_backward(self, *, leaves: bool = False) -> None:
+        """Leave every unit at rest, reached by autograd or not, and reduce kept gradients that are due.
+
+        Args:
+            leaves: Leave the wait for reductions to `finish_left`.
+
+        Effects: those of `Gradients.reduce`, unit by unit; after the step's last backward, or with the last delayed
+            gradient, the compute stream waits for all reductions.
+        """
+        for unit in self.units:
+            self._note_end(unit, unit.finish_backward())
+        self._drop_unused_gathers()
+        if self.context.is_last_backward:
+            self._last_backward_ended_on = self.streams.compute_stream
+            self._finish_awaited(leaves=leaves)
+        elif self.streams.awaits_hooks:
+            self.finish_reductions()
+
+    # -- the end of a step ------------------------------------------------------------------------------------------
+
+    def _finish_awaited(self, *, leaves: bool = False) -> None:
+        """Make the last backward's stream wait for all reductions, unless delayed gradients are missing.
+
+        An optimizer step that waits itself, or the caller of `finalize`, may take the wait over.
+        """
+        stream = self._last_backward_ended_on
+        if stream is None or any([unit.gradients.delayed.num_due for unit in self.units]):
+            return
+        self._last_backward_ended_on = None
+        leaves_to_step = self.streams.leaves_reductions and not self.streams.awaits_gradients
+        if (leaves_to_step and self.context.is_in_backward) or leaves:
+            self.streams.leave_reductions()
+            return
+        self.finish_reductions()
+        if stream != self.streams.compute_stream:  # the last delayed gradient came on another stream
+            stream.wait_stream(self.streams.compute_stream)
+
+    def finish_reductions(self) -> None:
+        """Order the compute stream after every reduction, release the unreduced gradients, and tell listeners.
+
+        Effects: where gradients go to the CPU, the host waits for the compute stream.
+        """
+        self.streams.finish_reductions()
+        for listener in self.listeners:
+            listener.reductions_finished(self)
+
+    def finish_left(self) -> None:
+        """Wait for reductions that the last backward left in flight, if any.
+
+        Effects: those of `finish_reductions`.
+        """
+        if self.streams.is_left:
+            self.finish_reductions()
+
+    def end_step(self, *, leaves: bool = False) -> None:
+        """End a backward that was driven by hand, of any microbatch.
+
+        Args:
+            leaves: As for `finish_backward`.
+
+        Raises:
+            RuntimeError: A pass is under way; or, in the step's last backward, a unit has a holder or misses a delayed
+                gradient.
+
+        Effects: those of `finish_backward`.
+        """
+        if not self.context.is_resting:
+            raise RuntimeError(
+                f"Expected no pass under way, got one ({self.context.phase.value}) that hooks end. Call "
+                "wait_for_gradients() after it, or reset_iter_state() after an exception."
+            )
+        self.finish_left()
+        if self.context.is_last_backward:
+            for unit in self.units:
+                unit.check_ended()
+        self._limit_reductions()
+        self.finish_backward(leaves=leaves)
+
+    def say_last_backward(self, is_last: bool) -> None:
+        """Set whether the next backward is the step's last; counts only if hooks end backwards."""
+        self._says_last_backward = is_last
+        self.context.is_last_backward = is_last and not self.finalizes_by_hand
+
+    def finalize_by_hand(self, enabled: bool) -> None:
+        """Choose whether the caller ends steps' backwards, by `finalize`."""
+        self.finalizes_by_hand = enabled
+        self.say_last_backward(self._says_last_backward)
+
+    def finalize(self, *, leaves: bool) -> None:
+        """End a step's backwards, which hooks have left open.
+
+        Args:
+            leaves: As for `finish_backward`.
+
+        Raises:
+            RuntimeError: Hooks end backwards; or as `end_step`.
+
+        Effects: those of `end_step`.
+        """
+        if not self.finalizes_by_hand:
+            raise RuntimeError(
+                "Expected backwards that are finalized by hand, got ones that hooks end: finalize_backward requires "
+                "manual backward finalization. Call set_manual_backward_finalization(True) before forward."
+            )
+        if not self.context.is_resting:
+            raise RuntimeError(
+                f"Expected no pass under way, got one ({self.context.phase.value}): finalize_backward must be called "
+                "after backward completes. Call it after the step's last, or reset_iter_state() after an exception."
+            )
+        self.context.is_last_backward = True
+        try:
+            self.end_step(leaves=leaves)
+        finally:
+            self.context.is_last_backward = False
+        self.awaits_finalization = False
+
+    def reset(self) -> None:
+        """Return to rest after an exception."""
+        self.num_resets += 1
+        self.awaits_finalization = False
+        for unit in self.units:
+            unit.abandon()
+        self._last_backward_ended_on = None
+        self.streams.forget_arrivals()
+        # Reductions in flight still read gradients: their memory may go only behind the reductions' events.
+        self.finish_reductions()
+        if self.context.order_check is not None:
+            self.context.order_check.forget()
+        self.context.phase = Phase.RESTING
+
+
+def living_trees() -> tuple[Tree, ...]:
+    """Every living tree of units."""
+    return tuple(_living)
+
+
+def finish_left() -> None:
+    """Order the current stream after all reductions in flight, of every tree.
+
+    Effects: those of `Tree.finish_reductions`; none without reductions left in flight.
+    """
+    for tree in living_trees():
+        tree.finish_left()

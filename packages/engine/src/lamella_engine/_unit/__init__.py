@@ -1,0 +1,1 @@
+"""One unit: its parameters, their weights and gradients."""

@@ -1,0 +1,126 @@
+"""Delayed weight gradients, which come after their unit's backward, and the count of the missing gradients.
+
+A layer may delay a weight gradient, to overlap the computation with a collective. Autograd's part of the backward then
+ends without the gradient. The counts here follow from the program alone, so ranks agree when a unit's gradients are
+complete.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lamella_engine._parameters.sharded_parameter import ShardedParameter
+
+
+class DelayedGradients:
+    """A unit's parameters with delayed gradients, and the backwards that still wait for some.
+
+    Several backwards may wait: a schedule can delay weight gradients of one microbatch until after the next backward.
+    Backwards become complete in the order in which they ended.
+
+    Attributes:
+        are_expected: Whether any gradient is delayed.
+        num_due: Backwards of the unit that ended, and whose delayed gradients have not all come.
+    """
+
+    def __init__(self) -> None:
+        self.are_expected = False
+        self.num_due = 0
+        self._num_arrived: dict[ShardedParameter, int] = {}
+        self._made: list[tuple[torch.Stream, torch.Event]] = []
+        self._streams: dict[torch.Stream, None] = {}
+
+    @property
+    def parameters(self) -> tuple[ShardedParameter, ...]:
+        """The parameters with delayed gradients."""
+        return tuple(self._num_arrived)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of parameters whose gradients a backward waits for."""
+        return [p.name for p, num in self._num_arrived.items() if num == 0] if self.num_due else []
+
+    def add(self, parameter: ShardedParameter) -> None:
+        """Expect a delayed gradient of a parameter from now on."""
+        self.are_expected = True
+        self._num_arrived[parameter] = 0
+        parameter.keeps_grad_clear = True
+
+    def take_over(self, other: DelayedGradients) -> None:
+        """Expect the delayed gradients of another unit, none of which may be due."""
+        for parameter in other.parameters:
+            self.add(parameter)
+
+    def end(self, stream: torch.Stream) -> bool:
+        """Note that a backward of the unit ended on `stream`.
+
+        Returns:
+            Whether all gradients of the backward are complete.
+        """
+        self.num_due += 1
+        self._note_made_on(stream)
+        return self._complete()
+
+    def arrive(self, parameter: ShardedParameter, stream: torch.Stream) -> bool:
+        """Note that a parameter's gradient was made on `stream`.
+
+        Returns:
+            Whether the last missing gradient of a backward has come.
+
+        Raises:
+            RuntimeError: The gradient came already, for every backward that has begun.
+        """
+        if self._num_arrived[parameter] > self.num_due:
+            raise RuntimeError(
+                f"Expected one delayed gradient of {parameter.name!r} for each backward of its unit, got another. Call "
+                "reduce_gradients() after each backward that no hook ends, and the callback once for it."
+            )
+        self._num_arrived[parameter] += 1
+        self._note_made_on(stream)
+        return self._complete()
+
+    def _note_made_on(self, stream: torch.Stream) -> None:
+        if self._num_arrived:
+            # Recorded now: an event of a later moment would make the reduction wait for unrelated work of the stream.
+            self._made.append((stream, stream.record_event()))
+
+    def _complete(self) -> bool:
+        is_complete = self.num_due > 0 and all(self._num_arrived.values())
+        if is_complete:
+            self.num_due -= 1
+            for parameter in self._num_arrived:
+                self._num_arrived[parameter] -= 1
+        return is_complete
+
+    def join(self, stream: torch.Stream) -> None:
+        """Order a stream after the kernels that made gradients.
+
+        `release`, or the record of the reduction, orders the next users of the memory after the stream.
+
+        Effects: waits between streams on CUDA, none if all gradients were made on `stream`.
+        """
+        for other, event in self._made:
+            self._streams[other] = None
+            if other != stream:
+                stream.wait_event(event)
+        self._made.clear()
+
+    def release(self, stream: torch.Stream) -> None:
+        """Order the streams that made gradients after the stream that read the gradients."""
+        # A freed gradient's memory goes back to the stream that made the gradient: without the wait, the next kernel of
+        # the maker writes over gradients which `stream` still reads.
+        for other in self._streams:
+            if other != stream:
+                other.wait_stream(stream)
+
+    def take_streams(self) -> tuple[torch.Stream, ...]:
+        """The streams that `join` has waited for since the last call."""
+        streams, self._streams = tuple(self._streams), {}
+        return streams
+
+    def forget(self) -> None:
+        """Wait for no gradient: a step was dropped, or is over."""
+        self.num_due = 0
+        self._made.clear()
+        self._streams.clear()
+        self._num_arrived = dict.fromkeys(self._num_arrived, 0)

@@ -1,0 +1,127 @@
+"""The parameters of one unit, by group: the record shared by the unit's weights and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from lamella_engine._options.placements import Strategy
+from lamella_engine._parameters.group import ParameterGroup
+from lamella_engine._parameters.offload import CPU
+from lamella_engine._streams.context import Context
+from lamella_engine._unit.main_grads import MainGrads
+
+
+class UnitParameters:
+    """A unit's parameters, and the context of the tree that communicates the parameters.
+
+    Args:
+        groups: The parameters.
+        context: Shared with the rest of the tree.
+        strategy: The consequences of the unit's ZeRO stage.
+
+    Attributes:
+        name: The unit's name in the outermost unit; empty for the outermost unit.
+        module_ids: The ids of the unit's modules.
+        groups: Changed by `replace_groups`.
+        is_offloaded: Whether shards rest on the CPU.
+        keeps_copies: Whether weight copies stay between uses, beside the main weights.
+        main_grads: Buffers for gradients of fused layers.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], context: Context, strategy: Strategy) -> None:
+        self.name = ""
+        self.module_ids: frozenset[int] = frozenset()
+        self.context = context
+        self.strategy = strategy
+        self.main_grads: tuple[MainGrads, ...] = ()
+        self.replace_groups(groups)
+
+    def replace_groups(self, groups: Sequence[ParameterGroup]) -> None:
+        """Consist of these groups from now on."""
+        self.groups = tuple(groups)
+        self.is_offloaded = any(group.offload is not None for group in self.groups)
+        self.keeps_copies = self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)
+
+    def rename(self, name: str) -> None:
+        """Become an inner unit, under a name in the outer unit, which error messages use."""
+        self.name = name
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.prefix = f"{name}." if len(self.module_ids) == 1 else ""
+
+    @property
+    def title(self) -> str:
+        """The unit's name in error messages."""
+        return repr(self.name) if self.name else "the outermost unit"
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of the unit's collectives."""
+        all_axes = dict.fromkeys(group.axes for group in self.groups)
+        found = [g for axes in all_axes for g in (axes.shard_group, axes.replicate_group, axes.outer_group)]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded parameters, equal on every rank."""
+        return sum(group.unsharded_nbytes for group in self.groups)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether unsharded parameters are copies, filled by a gather, and not the main weights themselves."""
+        return any(not group.computes_with_main for group in self.groups)
+
+    def drop_parts(self) -> None:
+        """Drop the parts kept for neighbours: main weights may have been written since."""
+        for group in self.groups:
+            group.parts = None
+
+    @property
+    def home(self) -> torch.device:
+        """The device where shards rest."""
+        return CPU if self.is_offloaded else self.context.streams.device
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter takes a gradient."""
+        return any(group.is_trainable for group in self.groups)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has an unreduced gradient."""
+        for group in self.groups:
+            if group.has_gradients:
+                return True
+        return False
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The sharded parameters with `requires_grad`, or with a gradient for the next step, of a unit at rest."""
+        forms = (p.sharded for group in self.groups for p in group.parameters)
+        return [form for form in forms if form.requires_grad or form.grad is not None]
+
+    def holds_any(self, ids: Container[int]) -> bool:
+        """Whether any sharded parameter's id is in `ids`."""
+        for group in self.groups:
+            for parameter in group.parameters:
+                if id(parameter.sharded) in ids:
+                    return True
+        return False
+
+    def modules_with_directions(self) -> list[nn.Module]:
+        """The modules with a parameter whose forward and backward need different payloads."""
+        parameters = (p for group in self.groups if group.is_directional for p in group.parameters)
+        found = (owner.module() for parameter in parameters for owner in parameter.owners)
+        return list(dict.fromkeys(module for module in found if module is not None))
+
+    def check_order(self, verb: str, nbytes: Callable[[], int]) -> None:
+        """Refuse a collective that other ranks are not about to begin, if the tree checks the order.
+
+        Effects: those of `OrderCheck.before`, with an order check.
+        """
+        if (check := self.context.order_check) is not None:
+            check.before(f"{verb} {self.name or self.title}", self.process_groups, f" ({nbytes()} bytes)")

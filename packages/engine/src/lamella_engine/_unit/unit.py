@@ -1,0 +1,271 @@
+"""One unit: its parameters, their weights and gradients, and its place in the pass under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lamella_engine._common.labels import label, log
+from lamella_engine._options.placements import Strategy
+from lamella_engine._parameters.group import ParameterGroup
+from lamella_engine._parameters.sharded_parameter import ShardedParameter
+from lamella_engine._streams.context import Context
+from lamella_engine._unit.gradients import Ended, Gradients
+from lamella_engine._unit.parameters import UnitParameters
+from lamella_engine._unit.weights import Contents, Residency, UnitWeights
+from lamella_precision import Direction
+
+FSDP2_STRATEGY = Strategy()
+
+
+class Unit:
+    """A unit in the passes of its tree.
+
+    The tree (`_tree`) begins and ends the unit's forwards and backwards; `weights` gathers and frees the parameters,
+    `gradients` reduces.
+
+    Args:
+        groups: The unit's parameters.
+        context: Shared with the rest of the tree.
+        reshard_after_forward: FSDP2's flag; None means True for all units but the outermost.
+        strategy: The consequences of the unit's ZeRO stage.
+
+    Attributes:
+        parameters: Shared by the weights and the gradients.
+        weights: The unsharded form of the parameters.
+        gradients: Gradients on the way to the sharded parameters' `.grad`.
+        index: Among the units of the tree, in the order of `fully_shard` calls; equal on every rank.
+        forward_prefetch: Units that the user named for prefetch in forward; weak, as two units may name each other.
+        backward_prefetch: The same in backward.
+        direction_in_backward: Of backward's payloads: both after a forward was recomputed inside backward.
+        awaits_backward_end: Whether a backward of the unit is under way, which a hook will end.
+        awaited: Ids of modules that the forward under way has yet to run.
+        view: The unit as torch's tools see a unit; weak, as the view holds the unit.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        context: Context,
+        reshard_after_forward: bool | None,
+        strategy: Strategy = FSDP2_STRATEGY,
+    ) -> None:
+        self.parameters = UnitParameters(groups, context, strategy)
+        self.weights = UnitWeights(self.parameters)
+        self.gradients = Gradients(self.parameters)
+        self.index = -1
+        self.is_outermost = True
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.unshards_in_backward = True
+        self.max_reductions_in_flight = 1
+        self.forward_prefetch: tuple[Callable[[], Unit | None], ...] = ()
+        self.backward_prefetch: tuple[Callable[[], Unit | None], ...] = ()
+        self.direction_in_backward = Direction.BACKWARD
+        self.awaits_backward_end = False
+        self.awaited: set[int] = set()
+        self.view: Callable[[], object] = lambda: None
+        self._forward_is_watched = True
+
+    def take_over(self, other: Unit) -> None:
+        """Communicate another unit's parameters together with this unit's from now on. Both must be at rest."""
+        other.weights.drop_copy()
+        self.gradients.take_over(other.gradients)
+        mine, theirs = self.parameters, other.parameters
+        for parameter in (p for group in theirs.groups for p in group.parameters):
+            parameter.name, parameter.prefix = f"{theirs.name}.{parameter.name}", ""
+        mine.main_grads += theirs.main_grads
+        mine.replace_groups(mine.groups + theirs.groups)
+        theirs.replace_groups(())
+        theirs.main_grads = ()
+        self.weights.contents = Contents.NONE  # of the parameters that came in
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether parameters go after forward. The outermost unit's stay, since backward begins with them."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return not (self.is_outermost and torch.is_grad_enabled())
+
+    @property
+    def goes_after_forward(self) -> bool:
+        """Whether the parameters are freed after forward, and gathered again for backward."""
+        return self.reshards_after_forward and self.unshards_in_backward and not self.parameters.strategy.keeps_copy
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Prepare for another forward pass of the tree: forget a pass after an exception, take shards back.
+
+        Parts left from a forward without a backward go too: main weights may have been written since.
+
+        Effects: see `ParameterGroup.adopt_replaced_shards`.
+        """
+        self.awaited.clear()
+        weights = self.weights
+        self.parameters.drop_parts()
+        if weights.early is not None:
+            self._check_not_captured()
+            weights.drop_stale_weights()
+        weights.adopt_replaced_shards()
+
+    def _check_not_captured(self) -> None:
+        if self.parameters.context.streams.is_captured:
+            raise RuntimeError(
+                "Expected nothing to be gathered yet when a CUDA graph of a forward is captured, got "
+                f"{self.parameters.title}, which an optimizer's step has gathered before (overlap_optimizer). A "
+                "captured step cannot gather for the next one. Use capture_step(), or remove() what overlap_optimizer "
+                "returned before the capture."
+            )
+
+    def begin_forward(self, module_id: int) -> None:
+        """Note that the unit's forward begins with a module; the forward ends when each of the unit's modules has run.
+
+        Args:
+            module_id: Of a module of the unit, or of a module whose parameters were taken over.
+        """
+        module_ids = self.parameters.module_ids
+        self.awaited = set(module_ids) if module_id in module_ids else {module_id}
+        self._forward_is_watched = True
+
+    def end_forward(self, module_id: int, *, is_watched: bool) -> None:
+        """Note that a module's forward ended.
+
+        Args:
+            module_id: Of the module.
+            is_watched: Whether output hooks will begin the unit's backward; else the parameters must stay.
+        """
+        self.awaited.discard(module_id)
+        self._forward_is_watched &= is_watched
+
+    def recompute_forward(self) -> None:
+        """Gather forward's payloads for a part of the unit that runs again inside backward.
+
+        Later backwards gather both directions from the start.
+
+        Effects: none if the payloads are gathered; else those of `unshard` and `wait_for_unshard`.
+        """
+        self.direction_in_backward = Direction.BOTH
+        self.weights.recompute_forward()
+
+    @property
+    def may_reshard_after_forward(self) -> bool:
+        """Whether parameters go after the forward that ends: output hooks will gather again for backward."""
+        return self._forward_is_watched and self.reshards_after_forward
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def check_not_begun(self) -> None:
+        """Refuse a backward of which a part ran already, with parameters not gathered yet.
+
+        Raises:
+            RuntimeError: The unit has gradients while a gather is in flight.
+        """
+        is_early = self.weights.residency is Residency.UNSHARDING and not self.gradients.has_sums
+        if is_early and self.parameters.has_gradients:
+            raise RuntimeError(
+                f"Expected no gradient of {self.parameters.title} before its backward begins, got some, made with "
+                "parameters that were still being gathered. A tensor that it computed reaches the loss past its "
+                "outputs: by an object that it was given, an attribute, or a hook. Return the tensor from forward, or "
+                "shard the unit with reshard_after_forward=False. Gradients of this pass are wrong: call "
+                "reset_iter_state()."
+            )
+
+    def end_backward(self) -> Ended:
+        """Reshard, and reduce the gradients or keep them for a later microbatch, once delayed gradients came."""
+        name = self.parameters.name
+        log("post_backward", name)
+        self.awaits_backward_end = False
+        self.awaited.clear()
+        is_complete = self._note_end()
+        if self.reshard_after_backward:
+            with label("post_backward_reshard", name):
+                self.weights.reshard()
+        return self.gradients.end() if is_complete else Ended()
+
+    def end_backward_by_hand(self) -> Ended:
+        """The same for a backward without hooks; the caller of the unit's verbs reshards.
+
+        Raises:
+            RuntimeError: A hook will end the backward, or the unit has no gradient.
+
+        Effects: those of `Gradients.reduce`, unless gradients are kept or still to come.
+        """
+        title, gradients = self.parameters.title, self.gradients
+        if self.awaits_backward_end:
+            raise RuntimeError(
+                f"Expected a unit whose backward no hook ends, got {title} in the middle of one. It is reduced when "
+                "that is over."
+            )
+        gradients.settle(self.parameters.context.streams.compute_stream)
+        may_have_none = gradients.delayed.are_expected or gradients.reduces_unused_parameters
+        if self.parameters.is_trainable and not (self.parameters.has_gradients or may_have_none):
+            raise RuntimeError(
+                f"Expected gradients to reduce in {title}, got none. Run its backward first; where some ranks have "
+                "none, call set_reduce_scatter_unused_params(True)."
+            )
+        return gradients.end() if self._note_end() else Ended()
+
+    def note_gradient(self, parameter: ShardedParameter) -> Ended | None:
+        """Note that a delayed gradient came, made on the current stream.
+
+        Returns:
+            The end of the backward, if the gradient was the last missing.
+
+        Raises:
+            RuntimeError: The gradient came before.
+
+        Effects: with the last gradient of a backward, the effects of the delayed end.
+        """
+        delayed = self.gradients.delayed
+        if not delayed.arrive(parameter, self.parameters.context.streams.compute_stream):
+            return None
+        if not delayed.num_due:
+            self.weights.reshard(holder=delayed)
+        return self.gradients.end()
+
+    def _note_end(self) -> bool:
+        """Whether all gradients have come. If not, the modules hold the unsharded parameters until then."""
+        delayed = self.gradients.delayed
+        if not delayed.are_expected or delayed.end(self.parameters.context.streams.compute_stream):
+            return True
+        self.weights.keep_for(delayed)
+        return False
+
+    def finish_backward(self) -> Ended:
+        """End a backward that autograd left open: inputs without gradients, a forward with unused outputs.
+
+        The last backward also reduces sums of earlier microbatches in a unit without a use of its own. A unit with
+        holders or missing delayed gradients is left alone: its backward is not over.
+
+        Effects: those of `end_backward`; a collective on the outer axis for gradients not reduced over the axis yet.
+        """
+        ended = Ended()
+        if self.awaits_backward_end:
+            ended = self.end_backward()
+        elif self.reshard_after_backward:
+            self.weights.reshard()
+        finished = self.gradients.finish(is_held=self.weights.num_holds > 0)
+        return Ended(ended.installed_on + finished.installed_on, ended.is_final or finished.is_final)
+
+    def check_ended(self) -> None:
+        """Refuse to end a step while the unit has a holder or misses a delayed gradient.
+
+        Raises:
+            RuntimeError: A delayed gradient has not come, or the unit has a holder.
+        """
+        if missing := self.gradients.delayed.missing:
+            raise RuntimeError(
+                f"Expected every delayed gradient of {self.parameters.title} at the end of a step, got none yet for "
+                f"{missing}. Compute them, and call the callback that `delay_gradient` gave for each."
+            )
+        self.weights.check_not_held()
+
+    def abandon(self) -> None:
+        """Drop the pass under way: unreduced gradients, and the unsharded parameters."""
+        self.awaited.clear()
+        self.awaits_backward_end = False
+        self.gradients.delayed.forget()
+        self.gradients.drop()
+        self.weights.abandon()

@@ -1,0 +1,516 @@
+"""The weights of one unit: gathered, held and freed, and gathered again after changes of main weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
+
+from lamella_buffers import Done, Pending, all_gather
+from lamella_engine._common.labels import label
+from lamella_engine._parameters.extended_group import split_extended
+from lamella_engine._parameters.group import ParameterGroup, by_axes
+from lamella_engine._parameters.sharded_parameter import refuse_displaced
+from lamella_engine._parameters.ties import merge_tied
+from lamella_engine._streams.context import Phase
+from lamella_engine._unit.parameters import UnitParameters
+from lamella_precision import Direction
+
+
+class Residency(Enum):
+    """The place of a unit's parameters, and its cost in memory."""
+
+    SHARDED = "shards only"
+    UNSHARDING = "shards and the unsharded buffer, which a gather is filling; modules hold DTensors"
+    UNSHARDED = "shards and the unsharded buffer; modules hold plain tensors"
+    KEPT = "shards and the unsharded buffer, whose contents may still be used; modules hold DTensors"
+
+    __hash__ = object.__hash__  # by identity, as members are compared; an enum's own hash runs in Python
+
+
+_LEGAL = {
+    (Residency.SHARDED, Residency.UNSHARDING),
+    (Residency.UNSHARDING, Residency.UNSHARDED),
+    (Residency.UNSHARDING, Residency.SHARDED),  # gathered ahead, never used
+    (Residency.UNSHARDED, Residency.SHARDED),
+    (Residency.UNSHARDING, Residency.KEPT),
+    (Residency.UNSHARDED, Residency.KEPT),
+    (Residency.KEPT, Residency.UNSHARDING),
+    (Residency.KEPT, Residency.SHARDED),
+}
+
+
+class Contents(Enum):
+    """The age of the gathered values, against main weights.
+
+    Version counters cannot tell (fused optimizers and DTensor writes leave them alone), so the rule is explicit: a unit
+    is stale after the step of any `torch.optim` optimizer that holds one of the unit's parameters, and after
+    `FSDPModule.mark_updated()`. Both happen on every rank alike, as the gathers that follow must. Staleness matters
+    only to unsharded weights and copies that outlive a pass: all other weights are gathered anew each time.
+    """
+
+    NONE = "nothing was gathered yet"
+    CURRENT = "main weights, as far as is known"
+    DUE = "an optimizer of any kind is likely to write main weights before the next use"
+    STALE = "main weights may have changed since"
+
+
+class _Gather(NamedTuple):
+    """A gather in flight: the host waits for `pending` (gloo), a stream for `event` (CUDA)."""
+
+    pending: list[Pending]
+    event: torch.Event
+
+
+class UnitWeights:
+    """The unsharded form of a unit's parameters, from a gather to the end of its last use.
+
+    Each user of the unsharded parameters is a holder. Hooks and plain verbs count as one, and every `Hold` as another;
+    the parameters go when the last holder lets go.
+
+    Args:
+        parameters: Of the unit.
+
+    Attributes:
+        residency: The place of the parameters.
+        contents: The values of the unsharded form.
+        early: Tensor versions at a gather inside an optimizer's step, until the next forward uses the gathered weights.
+    """
+
+    def __init__(self, parameters: UnitParameters) -> None:
+        self.parameters = parameters
+        self.residency = Residency.SHARDED
+        self.contents = Contents.NONE
+        self._holders: set[object] = set()
+        # Of holders that let go on streams of their own: the buffers may not be freed before these readers are done.
+        self._readers: list[torch.Event] = []
+        self._gather: _Gather | None = None
+        self._forbidden: _unsafe_preserve_version_counter | None = None
+        self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
+        self._there: Direction | None = None  # the passes whose payloads are gathered
+        self.early: list[tuple[int, int]] | None = None
+
+    def _become(self, to: Residency) -> None:
+        assert (self.residency, to) in _LEGAL, f"{self.parameters.name}: {self.residency} -> {to}"
+        self.residency = to
+
+    @property
+    def is_unsharding(self) -> bool:
+        """Whether a gather was started and not waited for."""
+        return self.residency is Residency.UNSHARDING
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules hold unsharded parameters."""
+        return self.residency is Residency.UNSHARDED
+
+    @property
+    def num_holds(self) -> int:
+        """The holders beside hooks and plain verbs."""
+        return len(self._holders) - (None in self._holders)
+
+    def may_be_read(self, *, is_recomputed: bool) -> bool:
+        """Whether a module may run now: parameters unsharded, and current unless the module is recomputed.
+
+        Args:
+            is_recomputed: The module runs again inside backward, on the weights of its forward.
+        """
+        return self.residency is Residency.UNSHARDED and (is_recomputed or self.contents is Contents.CURRENT)
+
+    def keep_for(self, holder: object) -> None:
+        """Keep unsharded parameters until `holder` lets go too (`reshard`)."""
+        if self.residency is Residency.UNSHARDED:
+            self._holders.add(holder)
+
+    def check_not_held(self) -> None:
+        """Refuse a call that needs the modules to hold DTensors while a holder keeps the parameters unsharded.
+
+        Raises:
+            RuntimeError: The unit has a holder beside hooks and plain verbs.
+        """
+        if self.num_holds:
+            raise RuntimeError(
+                f"Expected nobody to hold {self.parameters.title}, got {self.num_holds} holds. Release each first, let "
+                "every delayed gradient come, or call reset_iter_state() after an exception."
+            )
+
+    # -- gathered ----------------------------------------------------------------------------------------------------
+
+    def unshard(self, direction: Direction = Direction.BOTH, *, holder: object = None) -> None:
+        """Start gathering the parameters; nothing if the parameters are unsharded or a gather is in flight.
+
+        Args:
+            direction: The passes that use the parameters. Payloads missing from an earlier gather are added.
+            holder: The user of the parameters. None stands for hooks and plain verbs.
+
+        Raises:
+            RuntimeError: The parameters are on the meta device, or should rest on the CPU and do not.
+
+        Effects: collective on the unit's shard axis, one for all groups on the same axes; allocates the unsharded
+            buffers and casts this rank's shards on the gather stream, after a copy to the device of shards on the CPU;
+            no host sync.
+        """
+        parameters = self.parameters
+        if self.residency in (Residency.UNSHARDING, Residency.UNSHARDED) or not parameters.groups:
+            self._holders.add(holder)
+            if self._there is not direction and self._there is not Direction.BOTH:
+                self.add_payloads(direction)
+            return
+        context = parameters.context
+        if self.contents is not Contents.CURRENT:
+            self._drop_stale()
+        if context.phase is Phase.RESTING:
+            self.adopt_replaced_shards()
+            context.streams.order_gathers_after_updates()
+        for group in parameters.groups:
+            if group.is_meta:
+                self._check_materialized()
+        if self.residency is Residency.KEPT:
+            if self.contents is Contents.CURRENT:
+                self._holders.add(holder)
+                self._become(Residency.UNSHARDING)  # still valid: only missing payloads are gathered
+                self.add_payloads(direction)
+                return
+            self.drop_copy()
+        self._start_gathers("gather", direction, None)
+        self._there = direction
+        self._holders.add(holder)
+        self.contents = Contents.CURRENT
+        self._become(Residency.UNSHARDING)
+
+    def add_payloads(self, direction: Direction) -> None:
+        """Gather the payloads that a direction needs, beside payloads gathered or in flight for another direction.
+
+        Modules keep the unsharded parameters: `wait_for_unshard` orders the compute stream.
+
+        Effects: those of `unshard`, if payloads are missing; else none.
+        """
+        there = self._there
+        if any(group.chosen(direction, there) for group in self.parameters.groups):
+            if self.contents is not Contents.CURRENT:
+                self._drop_stale()
+            self._start_gathers("gather more", direction, there)
+        self._there = direction.joined(there)
+
+    def recompute_forward(self) -> None:
+        """Add forward's payloads to backward's, for a part of the unit that runs again inside backward.
+
+        Effects: none if the payloads are gathered; else those of `unshard` and `wait_for_unshard`.
+        """
+        if self._there is Direction.BACKWARD:
+            self.add_payloads(Direction.FORWARD)
+            self.wait_for_unshard()
+
+    def stay_for_backward(self) -> None:
+        """Add backward's payloads to forward's, in a unit that stays unsharded in between."""
+        if self._there is Direction.FORWARD:
+            self.add_payloads(Direction.BACKWARD)
+
+    def _start_gathers(self, verb: str, direction: Direction, there: Direction | None) -> None:
+        """Start a gather for each set of axes; after an error no bytes stay, so that a caller may try again."""
+        parameters = self.parameters
+        context, streams = parameters.context, parameters.context.streams
+        if parameters.is_offloaded:
+            self._check_at_home()
+        if context.order_check is not None:
+            parameters.check_order(verb, lambda: parameters.unsharded_nbytes)
+        if parameters.is_offloaded:
+            streams.reads_shards = True  # the host must not write the shards before the gather stream has copied them
+        stream = streams.all_gather_stream
+        # With payloads of another direction in flight one event covers both: the gather stream runs them in order.
+        pending = [] if self._gather is None else self._gather.pending
+        with label("all_gather", parameters.name), streams.on(stream):
+            try:
+                for same in by_axes(parameters.groups):
+                    if not isinstance(started := _start_gather(same, direction, there), Done):
+                        pending.append(started)
+            except BaseException:
+                for group in parameters.groups if there is None else ():  # else modules use the earlier payloads
+                    group.free_unsharded()
+                raise
+            self._gather = _Gather(pending, stream.record_event())
+
+    def forbid_frozen(self) -> None:
+        """Let autograd refuse frozen parameters as modified in place, until a gather in flight is waited for.
+
+        Early use of trainable parameters leaves a gradient, which `Unit.check_not_begun` finds.
+        """
+        if self._gather is None or self._forbidden is not None:
+            return
+        frozen = tuple([p.unsharded for group in self.parameters.groups for p in group.parameters if not p.trains])
+        if frozen:
+            # Saves the counters now and restores them at exit: a counter left ahead would fail the right backward too.
+            self._forbidden = _unsafe_preserve_version_counter(frozen)
+            increment_version(frozen)
+
+    def wait_for_unshard(self) -> None:
+        """Order the compute stream after the gather, and make the modules hold the unsharded parameters.
+
+        Raises:
+            RuntimeError: A parameter was replaced since the gather began.
+
+        Effects: no host sync on CUDA; blocks the host on gloo.
+        """
+        if self.residency is not Residency.UNSHARDING:
+            if self._gather is not None and self.residency is Residency.UNSHARDED:
+                self._finish_gather()  # payloads of another direction, in a unit whose modules are unsharded already
+            return
+        if self._gather is not None:
+            self._finish_gather()
+        displaced: list[str] = []
+        for group in self.parameters.groups:
+            displaced += group.install_unsharded()
+        for grads in self.parameters.main_grads:
+            grads.mark()
+        self._become(Residency.UNSHARDED)
+        if displaced:
+            refuse_displaced(displaced)
+
+    def _finish_gather(self) -> None:
+        assert self._gather is not None
+        streams = self.parameters.context.streams
+        (pending, event), self._gather = self._gather, None
+        if self._forbidden is not None:
+            self._forbidden.__exit__(None, None, None)  # graphs of the forward saved the counters from before
+            self._forbidden = None
+        self.early = None
+        if pending:  # gloo copies results into place now: on the stream that allocated the memory
+            with streams.on(streams.all_gather_stream):
+                for each in pending:
+                    each.wait()
+            event = streams.all_gather_stream.record_event()
+        # A device-side wait: the host goes on, and the compute stream reads the buffers only after the gather.
+        self._gathered = event
+        streams.compute_stream.wait_event(event)
+
+    def order_after_gather(self) -> None:
+        """Order the current stream after the gather, which another stream may have waited for first."""
+        if self._gathered is not None:
+            self.parameters.context.streams.compute_stream.wait_event(self._gathered)
+
+    # -- freed -------------------------------------------------------------------------------------------------------
+
+    def reshard(self, *, keep_parts: bool = False, holder: object = None) -> None:
+        """Make the modules hold the DTensors, and free the unsharded buffers, unless the ZeRO stage keeps them.
+
+        Nothing happens while other holders are left.
+
+        Args:
+            keep_parts: Keep this rank's part for a gather among neighbours (`reshard_after_forward` is a number).
+            holder: The holder that lets go.
+
+        Raises:
+            RuntimeError: A parameter was replaced while it was unsharded. The unit is sharded then.
+
+        Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
+        """
+        for group in self.parameters.groups if not keep_parts else ():
+            group.parts = None
+        self._holders.discard(holder)
+        if self.residency in (Residency.SHARDED, Residency.KEPT):
+            return
+        streams = self.parameters.context.streams
+        if self._holders:
+            # The last holder may let go on another stream, which knows nothing of this one's kernels.
+            self._readers.append(streams.compute_stream.record_event())
+            return
+        if self.early is not None:  # freed before its forward: copies are made anew too
+            self.expect_update()
+        if self._gather is not None:
+            self._finish_gather()
+        for event in self._readers:  # the gather stream's next allocation takes the bytes
+            streams.all_gather_stream.wait_event(event)
+        self._readers.clear()
+        displaced: list[str] = []
+        if self.residency is Residency.UNSHARDED:  # else modules hold DTensors, maybe replaced by the user
+            for group in self.parameters.groups:
+                displaced += group.install_sharded()
+        if self.parameters.strategy.keeps_copy:
+            self._become(Residency.KEPT)
+        else:
+            self._free(keep_parts=keep_parts)
+        if displaced:
+            refuse_displaced(displaced)
+
+    def _free(self, *, keep_parts: bool = False) -> None:
+        """Give the unsharded buffers' bytes back."""
+        streams = self.parameters.context.streams
+        # The bytes go back to the gather stream's pool: without the wait, the next gather writes into weights which
+        # queued kernels of the compute stream still read. The storage objects stay, since autograd holds views of them.
+        streams.order_gathers_after_compute()
+        for group in self.parameters.groups:
+            if keep_parts and group.neighbours is not None:
+                # Copied on the stream that has just waited, before the bytes go.
+                with torch.no_grad(), streams.on(streams.all_gather_stream):
+                    group.keep_part()
+            group.free_unsharded()
+        if self.residency is not Residency.SHARDED:
+            self._become(Residency.SHARDED)
+            self._there = None
+
+    def keep_bytes(self, keep: bool) -> None:
+        """Choose whether unsharded buffers keep their bytes when the parameters are resharded.
+
+        Effects: False frees kept bytes of a unit at rest, after the compute stream.
+        """
+        for group in self.parameters.groups:
+            group.keeps_bytes = keep
+        if not keep and self.residency is Residency.SHARDED:
+            self._free()
+
+    def drop_copy(self) -> None:
+        """Free kept copies of the parameters: main weights may be about to change.
+
+        Effects: the gather stream waits for the compute stream; no host sync on CUDA; not a collective.
+        """
+        self._drop_stale()
+        if self.residency is Residency.KEPT:
+            self._free()
+
+    def _drop_stale(self) -> None:
+        for group in self.parameters.groups:
+            group.parts = None
+            group.model_weights.clear()
+
+    def abandon(self) -> None:
+        """Drop every holder, and reshard: a pass was dropped."""
+        self._holders.clear()
+        self.reshard()
+
+    # -- main weights that change ------------------------------------------------------------------------------------
+
+    def leave_nothing_but_shards(self) -> None:
+        """Return to rest before main weights are read, written or replaced; the unit must have no holder.
+
+        Effects: those of `reshard` and `drop_copy`. With main weights on the CPU, a host sync after a new gather.
+        """
+        self.reshard()
+        self.drop_copy()
+        # The caller writes CPU shards on the host, which no stream orders after the gathers' copies.
+        self.parameters.context.streams.wait_for_shards()
+
+    def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
+        """Take back shards whose storage or Parameter the user replaced while the unit was at rest.
+
+        Effects: see `ParameterGroup.adopt_replaced_shards` and `merge_tied`.
+        """
+        if self.residency not in (Residency.SHARDED, Residency.KEPT):
+            return
+        parameters = self.parameters
+        if is_replaced := self._is_replaced:
+            self.drop_copy()
+            parameters.context.streams.post_optim_event = None  # too early for the copies made here
+            parameters.replace_groups(merge_tied(parameters.groups, keep_parameters=keep_parameters))
+        if self.contents is Contents.NONE:
+            parameters.replace_groups(split_extended(parameters.groups))
+        for group in parameters.groups if is_replaced else ():
+            group.adopt_replaced_shards(keep_parameters=keep_parameters)
+
+    @property
+    def _is_replaced(self) -> bool:
+        for group in self.parameters.groups:
+            if group.is_replaced:
+                return True
+        return False
+
+    def drop_stale_weights(self) -> None:
+        """Reshard if main weights changed since the gather: the unsharded weights were kept over an optimizer step.
+
+        Raises:
+            RuntimeError: Shards gathered inside an optimizer's step were written since, maybe on this rank alone.
+        """
+        if self.contents is Contents.CURRENT and (self.early is None or not self._is_written_since(self.early)):
+            return
+        if self.contents is Contents.STALE:  # NONE was never gathered, and DUE only renews copies
+            self.check_not_held()
+        self.reshard()
+
+    def note_update(self) -> None:
+        """Note that main weights may have changed: earlier unsharded weights are stale."""
+        if self.contents is not Contents.NONE:
+            self.contents = Contents.STALE
+
+    def expect_update(self) -> None:
+        """Renew copies at the next use: an optimizer of any kind is likely to write main weights now."""
+        if self.contents is Contents.CURRENT:
+            self.contents = Contents.DUE
+
+    # -- gathers inside an optimizer's step --------------------------------------------------------------------------
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether a gather may begin before the next forward: unit at rest, no holders, shards on the device."""
+        at_rest = self.parameters.context.is_resting and self.residency in (Residency.SHARDED, Residency.KEPT)
+        return at_rest and not (self.num_holds or self.parameters.is_offloaded)
+
+    def gather_early(self) -> None:
+        """Start gathering for the next forward: the optimizer has updated the unit's parameters.
+
+        Effects: those of `unshard` between passes. The bytes stay until the forward.
+        """
+        self.unshard(Direction.FORWARD)
+        self.early = self._versions()
+
+    def drop_early(self) -> None:
+        """Free an early gather; nothing once a forward uses the weights.
+
+        Effects: those of `reshard`.
+        """
+        if self.early is not None:
+            self.reshard()
+
+    def _is_written_since(self, before: list[tuple[int, int]]) -> bool:
+        """Whether shards were written since an early gather, as far as torch's version counters can tell.
+
+        A DTensor is written by every rank alike, so all ranks gather again. A local shard may be written by this rank
+        alone, and a gather that other ranks do not begin would never end.
+        """
+        if self._is_replaced:
+            return True
+        now = self._versions()
+        if [of_whole for of_whole, _ in before] != [of_whole for of_whole, _ in now]:
+            return True
+        if before != now:
+            raise RuntimeError(
+                f"Expected mark_updated(), on every rank, after this rank's shards of {self.parameters.title} were "
+                "written between optimizer.step() and the next forward, got none: the step has gathered them for that "
+                "forward already (overlap_optimizer)."
+            )
+        return False
+
+    def _versions(self) -> list[tuple[int, int]]:
+        # Both, as a write to the local shard leaves the DTensor's counter alone.
+        return [(p.sharded._version, p.shard._version) for group in self.parameters.groups for p in group.parameters]
+
+    # -- parameters that cannot be gathered --------------------------------------------------------------------------
+
+    def _check_materialized(self) -> None:
+        names = [parameter.full_name for group in self.parameters.groups for parameter in group.on_meta()]
+        if names:
+            title, home = self.parameters.title, self.parameters.home
+            raise RuntimeError(
+                f"Expected the parameters of {title} on {home}. FSDP parameters should be materialized from meta "
+                f"device before training, but the following were still on meta device: {names}. Call "
+                f'`module.to_empty(device="{home.type}")`, and `module.reset_parameters()` on each module.'
+            )
+
+    def _check_at_home(self) -> None:
+        if away := [group for group in self.parameters.groups if not group.is_at_home]:
+            devices = [(p.full_name, p.shard.device) for group in away for p in group.parameters]
+            raise RuntimeError(
+                f"Expected the parameters of {self.parameters.title} on the CPU, as `offload_policy` says. FSDP "
+                "parameters should be materialized on CPU when enabling CPU offloading: load a CPU state dict, or call "
+                '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
+                f"{devices}."
+            )
+
+
+def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, there: Direction | None) -> Pending:
+    first = groups[0]
+    if first.parts is not None and first.neighbours is not None:
+        return first.neighbours.all_gather([payload for group in groups for payload in group.take_parts()])
+    return all_gather([group.prepare_gather(direction, there) for group in groups], first.transport)

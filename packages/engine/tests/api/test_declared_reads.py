@@ -1,0 +1,158 @@
+"""What may be declared to be read directly, what a plan makes of it, and how one finds what was not declared."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_models import Net, assert_trains_alike, case, fsdp, twins
+from reading_models import LOSS, Block, Mixer, Model, X, convs_of, mixers_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import (
+    DDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    ShardingOptions,
+    declare_reads,
+    fully_shard,
+    fully_shard_model,
+    plan_units,
+)
+from lamella_testing import run_ranks
+
+
+def test_a_plan_passes_over_what_is_read_from_outside_and_says_so() -> None:
+    model = Model()
+    for mixer in mixers_of(model):
+        declare_reads(mixer, "conv1d.*")
+    plan = plan_units(model, units=nn.Linear)
+    assert [each.name for each in plan.units] == ["stem", "layers.0.up", "layers.1.up", "layers.2.up", "head", ""]
+    assert plan.notes[0] == (
+        "layers.0.mixer.conv1d (Linear) is no unit: a Mixer around it reads layers.0.mixer.conv1d.weight without "
+        "calling its module. It is left to that one's unit."
+    )
+    assert "layers.0.mixer.conv1d" not in {each.name for each in plan_units(model, units=1).units}
+
+
+def test_every_budget_trains_a_model_that_declares_what_it_reads() -> None:
+    def check() -> None:
+        def apply(model: Any, budget: int) -> None:
+            for mixer in mixers_of(model):
+                declare_reads(mixer, "conv1d.*")
+            fully_shard_model(model, units=budget, verbose=False)
+
+        for budget in (1, 300, 600, 10**6):
+            with case(budget):
+                assert_trains_alike(*twins(Model, partial(apply, budget=budget)), LOSS)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (("conv1d.wieght",), ValueError, r"'conv1d\.wieght' to name a parameter.*of Mixer, got none.*'conv1d\.weight'"),
+        (("conv1d",), ValueError, r"'conv1d' to name.*There are 'conv1d\.weight', 'conv1d\.bias'"),
+        (("gate",), ValueError, r"'gate' to name a parameter below a child of Mixer"),
+        (("conv1d.weight", "up.*"), ValueError, r"'up\.\*' to name"),
+        ((), TypeError, r"`names` to be names of parameters below Mixer"),
+        ((nn.Linear,), TypeError, r"`names` to be names"),
+    ],
+)
+def test_names_that_match_nothing_are_refused_with_those_that_would(
+    names: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    mixer = Mixer(7)
+    with pytest.raises(error, match=message):
+        declare_reads(mixer, *names)
+    assert not [name for name in mixer.__dict__ if "reads" in name]
+
+
+def test_a_name_that_went_away_is_refused_by_fully_shard_before_anything_changes() -> None:
+    def check() -> None:
+        mixer = Mixer(7)
+        declare_reads(mixer, "conv1d.bias")
+        mixer.conv1d.bias = None  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"'conv1d\.bias' to name a parameter"):
+            fully_shard(mixer)
+        assert not isinstance(mixer.gate, DTensor)
+
+    run_ranks(check, 1)
+
+
+def test_a_declaration_that_comes_too_late_is_refused() -> None:
+    def check() -> None:
+        model = Model()
+        for layer in model.layers:
+            fully_shard(layer)
+        for reader in (model.layers[0], model.layers[0].get_submodule("mixer")):
+            with pytest.raises(ValueError, match=r"in no unit yet, got one in a unit.*before fully_shard"):
+                declare_reads(reader, "*conv1d.weight")
+        with pytest.raises(TypeError, match=r"`reader` to be an nn\.Module, got str"):
+            declare_reads("mixer", "conv1d.weight")  # type: ignore[arg-type]
+
+    run_ranks(check, 1)
+
+
+def test_a_unit_of_another_stage_is_not_taken_over() -> None:
+    def check() -> None:
+        cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({"options": ShardingOptions(placements=ZERO1)}, {"options": ShardingOptions(placements=ZERO2)}),
+            ({"options": ShardingOptions(placements=ZERO3)}, {"options": ShardingOptions(placements=DDP)}),
+            ({"reshard_after_forward": 2}, {"reshard_after_forward": True}),
+            ({"reshard_after_forward": True}, {"reshard_after_forward": 2}),
+        ]
+        for inner, outer in cases:
+            mixer = Mixer(7)
+            declare_reads(mixer, "conv1d.*")
+            fully_shard(mixer.conv1d, **inner)
+            with pytest.raises(ValueError, match=r"unit of 'conv1d\.\w+'.*`placements` and the number.*both calls"):
+                fully_shard(mixer, **outer)
+            assert not isinstance(mixer.gate, DTensor)
+
+    run_ranks(check, 4)
+
+
+def test_what_was_not_declared_is_named_when_it_is_met_as_a_shard() -> None:
+    class Undeclared(Mixer):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim)
+            self.project = nn.Linear(dim, dim)  # in the block's unit, which is gathered
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.project(x), self.conv1d.weight, self.conv1d.bias)
+
+    class Around(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            return Block(dim, Undeclared)
+
+    def check() -> None:
+        model = Around()
+        for conv in convs_of(model):
+            fully_shard(conv)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
+            model(X)
+        (note,) = caught.value.__notes__
+        assert "Undeclared's forward was running" in note
+        assert "these parameters were sharded: conv1d.weight, conv1d.bias. They" in note
+        assert "declare_reads(module, 'conv1d.weight')" in note
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("something else")
+
+        fsdp(model).reset_iter_state()
+        model.stem.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="something else") as caught:
+            model(X)
+        assert not getattr(caught.value, "__notes__", [])
+
+    run_ranks(check, 2)

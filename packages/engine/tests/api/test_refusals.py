@@ -1,0 +1,177 @@
+"""What cannot work is refused at the call, and the message says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp2
+from engine_models import Net, fsdp, shard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from lamella_engine import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lamella_engine._api.candidates import move_to
+from lamella_engine._parameters.sharding import local_of
+from lamella_testing import run_ranks
+
+
+def _on_one_rank(check: Callable[[], None]) -> None:
+    run_ranks(check, 1)
+
+
+def test_torchs_own_policies_are_taken() -> None:
+    def check() -> None:
+        model = fully_shard(
+            nn.Linear(2, 2),
+            mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64),
+            offload_policy=fsdp2.OffloadPolicy(),
+        )
+        assert model(torch.ones(1, 2)).dtype == torch.float64
+        fully_shard(nn.Linear(2, 2), offload_policy=OffloadPolicy())
+        with pytest.raises(TypeError, match=r"`mp_policy`.*got dtype"):
+            fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"`offload_policy`.*got bool"):
+            fully_shard(nn.Linear(2, 2), offload_policy=True)  # type: ignore[arg-type]
+
+    _on_one_rank(check)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda: nn.ModuleList([nn.Linear(2, 2)]),
+        lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}),
+        lambda: nn.ParameterList([nn.Parameter(torch.ones(2))]),
+        lambda: nn.ParameterDict({"a": nn.Parameter(torch.ones(2))}),
+    ],
+)
+def test_containers_without_a_forward_are_refused(container: Callable[[], nn.Module]) -> None:
+    def check() -> None:
+        with pytest.raises(ValueError, match=r"with a forward, got .*(List|Dict)"):
+            fully_shard(container())
+
+    _on_one_rank(check)
+
+
+def test_a_container_that_has_a_forward_is_a_unit_like_any_other() -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    def check() -> None:
+        model = fully_shard(Chain([nn.Linear(2, 2), nn.Linear(2, 2)]))
+        model(torch.ones(1, 2)).sum().backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+    _on_one_rank(check)
+
+
+def test_a_module_is_sharded_once() -> None:
+    def check() -> None:
+        model = shard(Net())
+        for module in (model, model.layers[1]):
+            with pytest.raises(ValueError, match=r"not a unit yet, got FSDP\w+: apply fully_shard once"):
+                fully_shard(module)
+
+    _on_one_rank(check)
+
+
+def test_an_inner_module_cannot_be_sharded_after_the_outer_one() -> None:
+    def check() -> None:
+        model = fully_shard(Net())
+        with pytest.raises(ValueError, match=r"'(up\.weight|gain)'.*Shard inner modules before outer ones"):
+            fully_shard(model.layers[1])
+
+    _on_one_rank(check)
+
+
+def test_a_sharded_module_is_not_copied() -> None:
+    def check() -> None:
+        model = shard(Net())
+        for module in (model, model.layers[0], model.layers, nn.Sequential(model)):
+            with pytest.raises(ValueError, match=r"Expected to copy a module before it is sharded"):
+                copy.deepcopy(module)
+
+    _on_one_rank(check)
+
+
+def test_a_parameter_without_dims_is_refused_by_name_and_nothing_was_changed() -> None:
+    def check() -> None:
+        model = Net()
+        model.head.scale = nn.Parameter(torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"'head\.scale'.*0-D.*Change head\.scale to a 1D tensor"):
+            fully_shard(model)
+        assert type(model) is Net
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    _on_one_rank(check)
+
+
+def test_a_dtensor_on_a_mesh_of_another_device_type_is_refused_before_it_moves() -> None:
+    """Without a GPU the move itself is asked for."""
+
+    def check() -> None:
+        layer = nn.Linear(2, 2)
+        mesh = init_device_mesh("cpu", (1,))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
+        gpu = torch.device("cuda", 0)
+        with pytest.raises(ValueError, match=r"mesh of cuda devices.*got cpu for DTensor and cuda for FSDP"):
+            move_to([layer], gpu, gpu, set())
+        assert local_of(layer.weight).device.type == "cpu"
+
+    _on_one_rank(check)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+        with pytest.raises(ValueError, match=r"'0\.weight'.*sparse=True"):
+            fully_shard(model)
+
+    _on_one_rank(check)
+
+
+def test_setters_check_what_they_are_given() -> None:
+    def check() -> None:
+        model = fsdp(shard(Net()))
+        with pytest.raises(ValueError, match=r"`reshard_after_forward` to be a bool, got 2"):
+            model.set_reshard_after_forward(2)  # type: ignore[arg-type]
+        for factor in (0.0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match=r"positive gradient divide factor"):
+                model.set_gradient_divide_factor(factor)
+
+    _on_one_rank(check)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    def check() -> None:
+        with pytest.raises(TypeError, match=r"`module` to be an nn\.Module or a list of them, got str"):
+            fully_shard("model")  # type: ignore[type-var]
+
+    _on_one_rank(check)
+
+
+def test_policies_are_frozen() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(AttributeError):
+        policy.param_dtype = torch.float32  # type: ignore[misc]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "_has_grad_dtype_override"), reason="torch before 2.15 does not tell")
+def test_gradients_of_a_dtype_of_their_own_are_refused_by_name() -> None:
+    def check() -> None:
+        model = nn.Linear(2, 2).bfloat16()
+        model.weight.grad_dtype = torch.bfloat16
+        model.bias.grad_dtype = torch.float32
+        with pytest.raises(NotImplementedError, match=r"gradient of 'bias'.*got grad_dtype=torch\.float32.*main_dtype"):
+            fully_shard(model)
+        model.bias.grad_dtype = torch.bfloat16
+        fully_shard(model)
+
+    _on_one_rank(check)

@@ -1,0 +1,65 @@
+"""Compiled before it is sharded, after, or as a whole, a model trains as a plain one: graphs end at hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_models import Net, assert_trains_alike, inputs, mean_square, shard, twins
+from torch._dynamo.testing import CompileCounter
+
+from lamella_testing import run_ranks
+
+# The compiler looks for `.grad` on everything that it sees.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+X = inputs()
+NUM_LAYERS = 2
+
+
+def _blocks_first(model: Net, backend: Callable[..., object]) -> None:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    shard(model)
+
+
+def _blocks_last(model: Net, backend: Callable[..., object]) -> None:
+    shard(model)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+
+
+def _all_of_it(model: Net, backend: Callable[..., object]) -> None:
+    shard(model)
+    model.compile(backend=backend)
+
+
+@pytest.mark.parametrize("compile_and_shard", [_blocks_first, _blocks_last, _all_of_it])
+def test_a_compiled_model_trains_as_a_plain_one(compile_and_shard: Callable[..., None]) -> None:
+    def on_each_rank() -> None:
+        counter = CompileCounter()
+        reference, sharded = twins(
+            lambda: Net(num_layers=NUM_LAYERS), lambda model: compile_and_shard(model, counter), seed=1
+        )
+        assert_trains_alike(reference, sharded, mean_square(lambda model: model(X)))
+        assert counter.frame_count > 0
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_what_hooks_do_is_in_no_graph() -> None:
+    def on_each_rank() -> None:
+        seen: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        model = Net(num_layers=NUM_LAYERS)
+        _all_of_it(model, backend)
+        model(X).square().mean().backward()
+        assert seen
+        assert not any("c10d" in target or "all_gather" in target for target in seen)
+
+    run_ranks(on_each_rank, 2)

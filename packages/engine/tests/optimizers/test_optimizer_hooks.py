@@ -1,0 +1,190 @@
+"""The engine's part in every optimizer's step, by itself: what it refuses, waits for, and lets others replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine_models import (
+    Net,
+    assert_weights_equal,
+    inputs,
+    mean_square,
+    rows_of_this_rank,
+    shard,
+    twins,
+)
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lamella_engine import _optimizer_hooks as hooks
+from lamella_engine import fully_shard
+from lamella_engine._modules.attached import state_of
+from lamella_engine._optimizer_hooks import note_step
+from lamella_engine.extending import Listener, Tree, replace_step_hook
+from lamella_testing import run_ranks
+
+LOSS = mean_square(lambda model: model(rows_of_this_rank(inputs())))
+# As the engine has them: another package's tests in the same process may have put theirs in place.
+OWN = {
+    "originals": hooks.refuse_originals,
+    "kernels": hooks.refuse_kernels_on_dtensors,
+    "gradients": hooks.finish_reductions,
+    "view": hooks.step_on_dtensors,
+}
+
+
+@pytest.fixture(autouse=True)
+def engine_alone() -> Iterator[None]:
+    with patch.dict(hooks.BEFORE_STEP, OWN), patch.dict(hooks.AFTER_STEP, {"staleness": note_step}):
+        yield
+
+
+def test_one_hook_of_the_engine_is_called_before_a_step_and_one_after() -> None:
+    for registered, ours in (
+        (torch_optimizer._global_optimizer_pre_hooks, hooks.before_step),
+        (torch_optimizer._global_optimizer_post_hooks, hooks.after_step),
+    ):
+        found = [hook for hook in registered.values() if hook.__module__.startswith("lamella_engine.")]
+        assert found == [ours]
+
+
+def test_a_function_that_replaces_another_is_called_in_its_place() -> None:
+    called: list[str] = []
+
+    def recorder(name: str) -> Any:
+        return lambda *_: called.append(name)
+
+    written = [*hooks.BEFORE_STEP]
+    replaced = ["view", "gradients", "originals", "kernels"]
+    for name in replaced:
+        replace_step_hook(name, recorder(name))
+    replace_step_hook("staleness", recorder("staleness"))
+    assert [*hooks.BEFORE_STEP] == written
+
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    assert called == [*sorted(replaced, key=written.index), "staleness"]
+
+
+def test_a_step_is_called_with_what_the_last_function_returned() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, other = torch.optim.SGD([parameter], lr=1.0), torch.optim.SGD([parameter], lr=0.25)
+    replace_step_hook("kernels", lambda optimizer, args, kwargs: ([other], kwargs))
+    seen = []
+    replace_step_hook("view", lambda optimizer, args, kwargs: seen.append(args))
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert seen == [[other]]
+    assert parameter.item() == 0.75
+
+
+@pytest.mark.parametrize("name", ["views", "finalization"])
+def test_a_name_that_is_unknown_or_the_engines_own_is_not_replaced(name: str) -> None:
+    before = dict(hooks.BEFORE_STEP)
+    with pytest.raises(ValueError, match=f"'originals', 'kernels', .*got '{name}'"):
+        replace_step_hook(name, hooks.step_on_dtensors)
+    assert before == hooks.BEFORE_STEP
+
+
+def _built_before(kind: Callable[..., Optimizer] = torch.optim.AdamW) -> tuple[Net, Optimizer]:
+    model = Net()
+    optimizer = kind(model.parameters())
+    return shard(model), optimizer
+
+
+def test_an_optimizer_from_before_sharding_is_refused_with_both_ways_out() -> None:
+    def check() -> None:
+        model, optimizer = _built_before()
+        LOSS(model).backward()
+        message = (
+            r"Expected AdamW to hold sharded parameters, got 16 from before fully_shard, 'stem.weight' among them\. "
+            r"Build the optimizer after fully_shard; or install lamella-optim and `import lamella_optim`"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        torch.optim.AdamW(model.parameters()).step()
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_of_a_model_that_is_gone_is_let_be() -> None:
+    def check() -> None:
+        model, optimizer = _built_before()
+        del model
+        optimizer.step()
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("library", ["transformer_engine.pytorch.optimizers", "apex.optimizers"])
+def test_kernels_that_know_no_dtensors_are_refused(library: str) -> None:
+    kind = type("FusedAdam", (torch.optim.AdamW,), {"__module__": library})
+
+    def check() -> None:
+        model = shard(Net())
+        optimizer = kind(model.parameters())
+        LOSS(model).backward()
+        with pytest.raises(TypeError, match=r"got DTensors.*lamella_optim\.step_on_local_shards\(optimizer\) once"):
+            optimizer.step()
+
+    run_ranks(check, 2)
+    kind([nn.Parameter(torch.ones(1))]).step()  # of plain tensors they may be
+
+
+class _Leaves(Listener):
+    """Leaves a backward's last reductions to the step."""
+
+    def gradients_final(self, tree: Tree) -> None:
+        tree.streams.leaves_reductions = True
+
+
+def test_a_step_waits_for_reductions_that_a_listener_has_left() -> None:
+    def check() -> None:
+        model = shard(Net())
+        tree, leaves = state_of(model).tree, _Leaves()
+        tree.listen(leaves)
+        LOSS(model).backward()
+        assert tree.streams.is_left
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # of any optimizer
+        assert not tree.streams.is_left
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_step_on_dtensors_trains_as_unsharded(name: str) -> None:
+    def check() -> None:
+        reference, sharded = twins()
+        optimizers = [getattr(torch.optim, name)(model.parameters(), lr=1e-2) for model in (reference, sharded)]
+        for _ in range(3):
+            for model, optimizer in zip((reference, sharded), optimizers, strict=True):
+                mean_square(lambda model: model(inputs()))(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_weights_equal(reference, sharded)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own, of what Dynamo imports
+def test_a_step_may_be_compiled() -> None:
+    def check() -> None:
+        reference, sharded = twins(apply=fully_shard)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.2)
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            for model in (reference, sharded):
+                model.zero_grad()
+                mean_square(lambda model: model(inputs()))(model).backward()
+            step()
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.2)
+        assert_weights_equal(reference, sharded)
+
+    run_ranks(check, 1)
