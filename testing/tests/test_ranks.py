@@ -119,11 +119,11 @@ def test_the_parent_keeps_no_process_group() -> None:
 
 
 def test_ranks_can_run_autograd_after_the_parent_has() -> None:
-    torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()
+    torch.ones(64, 64, requires_grad=True).matmul(torch.ones(64, 64)).sum().backward()  # type: ignore[no-untyped-call]
 
     def gradient() -> float:
         weight = torch.ones(64, 64, requires_grad=True)
-        weight.matmul(torch.ones(64, 64)).sum().backward()
+        weight.matmul(torch.ones(64, 64)).sum().backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
         return weight.grad[0, 0].item()
 
@@ -169,7 +169,7 @@ run_ranks(lambda: None, 1)
 """
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs gives autograd no threads")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs gives autograd no threads")  # type: ignore[no-untyped-call]
 def test_autograd_has_threads_where_there_are_gpus_real_or_fake() -> None:
     process = subprocess.run(
         [sys.executable, "-c", PASS_BACKWARD_AND_FORK], capture_output=True, text=True, check=False

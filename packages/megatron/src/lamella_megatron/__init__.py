@@ -1,3 +1,4 @@
-"""megatron-core models under fully_shard: the modules to shard as units."""
+"""megatron-core models under fully_shard: a whole model in one call, or the modules to shard as units."""
 
+from lamella_megatron._model import fully_shard_model as fully_shard_model
 from lamella_megatron._units import sharding_units as sharding_units

@@ -1,8 +1,10 @@
-"""The units of megatron-core models. Imports megatron-core inside `sharding_units`, and nowhere else."""
+"""The units of megatron-core models. megatron-core is imported when a function is called."""
 
 import importlib
 
 from torch import nn
+
+from lamella_megatron._placement import differs_between_ranks
 
 _UNIT_CLASSES = {
     "TransformerLayer": "megatron.core.transformer.transformer_layer",
@@ -16,19 +18,37 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
     Layers are the smallest correct units: the mixer of a Mamba layer passes the convolution's weight to a fused kernel
     without calling the convolution, and would read a shard of a convolution sharded by itself.
 
-    Shard the layers, then the model itself, whose unit holds the embedding, the last norm and the output layer.
+    Shard the layers, then the model itself, whose unit holds the embedding, the last norm and the output layer. For
+    models whose ranks hold different parameters (tensor or expert parallel) call `fully_shard_model`.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        ValueError: The model has no TransformerLayer or MambaLayer; or its parameters differ between ranks.
+    """
+    layers = layers_of(model)
+    if (name := differs_between_ranks(model)) is not None:
+        raise ValueError(
+            f"Expected parameters that are equal on every rank, got {name!r}, of which ranks hold different parts "
+            "(tensor or expert parallel): sharded over one mesh, the parts would be mixed up. Call "
+            "lamella_megatron.fully_shard_model(model), which shards each parameter over its own ranks."
+        )
+    return layers
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a megatron-core model.
 
     Raises:
         ImportError: megatron-core is not installed.
         ValueError: The model has no TransformerLayer or MambaLayer.
     """
     classes = _unit_classes()
-    units = [module for module in model.modules() if isinstance(module, classes)]
-    if not units:
+    layers = [module for module in model.modules() if isinstance(module, classes)]
+    if not layers:
         raise ValueError(
             f"Expected a megatron-core model with layers {sorted(_UNIT_CLASSES)}, got {type(model).__name__}."
         )
-    return units
+    return layers
 
 
 def _unit_classes() -> tuple[type[nn.Module], ...]:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import Source, Wanted
-from lamella_convert import MegatronOptions, convert, open_megatron
+from lamella_convert import MegatronOptions, Translated, convert, open_megatron
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 
@@ -120,7 +120,9 @@ def state_dict(model: Wrapper, index: Any, *, blank: bool) -> dict[str, Any]:
     def sharded(name: str, plus: int) -> DTensor:
         parameter = model.get_parameter(f"module.module.{name}")
         values = torch.full_like(held(name), -1) if blank else held(name) + plus
-        return fsdp("param_and_grad_buffer").make_fsdp_dtensor(values, parameter, dist_index=index, run_check=True)
+        make = fsdp("param_and_grad_buffer").make_fsdp_dtensor
+        made: DTensor = make(values, parameter, dist_index=index, run_check=True)
+        return made
 
     def slots(name: str) -> dict[str, torch.Tensor]:
         return {"step": torch.tensor(-1.0 if blank else 5.0)} | {
@@ -156,7 +158,8 @@ def preprocessed(raw: dict[str, Any], model: Wrapper) -> dict[str, Any]:
 def save_by_megatron(path: Path) -> None:
     def save_mine() -> None:
         model, index = sharded_model()
-        dcp.save(preprocessed(state_dict(model, index, blank=False), model), checkpoint_id=path)
+        state = preprocessed(state_dict(model, index, blank=False), model)
+        dcp.save(state, checkpoint_id=path)  # type: ignore[attr-defined]
 
     run_ranks(save_mine, 4)
 
@@ -168,7 +171,8 @@ def canonical(name: str, plus: int = 0) -> dict[str, torch.Tensor]:
         gates, ups = zip(*(part.chunk(2) for part in tensor.chunk(2)), strict=True)
         return {name: torch.cat([*gates, *ups])}
     if name == IN_PROJ:
-        of_ranks = [part.split([rows // 2 for rows in GDN_ROWS.values()]) for part in tensor.chunk(2)]
+        rows = [rows // 2 for rows in GDN_ROWS.values()]
+        of_ranks = [part.split(rows) for part in tensor.chunk(2)]  # type: ignore[no-untyped-call]
         return {f"{name}.{part}": torch.cat([of_rank[i] for of_rank in of_ranks]) for i, part in enumerate(GDN_ROWS)}
     return {name: tensor}
 
@@ -194,6 +198,7 @@ def test_what_megatron_writes_is_read(tmp_path: Path) -> None:
     assert opened.dialect is not None
     assert opened.dialect.name == "release-0.19"
     assert opened.counters.found == {"checkpoint_version": 3.0, "iteration": 7}
+    assert isinstance(opened.source, Translated)
     assert opened.source.inexact == {}
     values = read_all(opened.source)
     tensors = expected()
@@ -218,12 +223,12 @@ def test_what_is_written_is_read_by_megatron(tmp_path: Path) -> None:
 
     def load_mine() -> list[str]:
         # Training looks at these first, and does without none of them.
-        first = {"args": None, "iteration": None, "checkpoint_version": None}
-        dcp.load(first, checkpoint_id=written)
+        first: dict[str, Any] = {"args": None, "iteration": None, "checkpoint_version": None}
+        dcp.load(first, checkpoint_id=written)  # type: ignore[attr-defined]
         assert isinstance(first["args"], Namespace)
         model, index = sharded_model()
         raw = state_dict(model, index, blank=True)
-        dcp.load(preprocessed(raw, model), checkpoint_id=written, planner=DefaultLoadPlanner(allow_partial_load=False))
+        dcp.load(preprocessed(raw, model), checkpoint_id=written, planner=DefaultLoadPlanner(allow_partial_load=False))  # type: ignore[attr-defined]
         wrong = []
         for name in PARAMETERS:
             slots = raw["optimizer"]["state"][f"module.module.module.{name}"]
