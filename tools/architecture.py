@@ -64,14 +64,14 @@ def _table(root: Path, container: str, layers: list[str]) -> Iterator[str]:
 def _docstring(root: Path, module: str) -> str:
     """The first sentence of a module's docstring."""
     path = module.replace(".", "/")
-    [file] = [*root.glob(f"*/*/src/{path}.py"), *root.glob(f"*/*/src/{path}/__init__.py")]
+    [file] = [*root.glob(f"packages/*/src/{path}.py"), *root.glob(f"packages/*/src/{path}/__init__.py")]
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return re.split(r"(?<=[.]) ", paragraph)[0].rstrip(".").replace("|", "\\|")
 
 
 def _description(root: Path, package: str) -> str:
-    [source] = root.glob(f"**/src/{package}")
+    [source] = [*root.glob(f"packages/*/src/{package}"), *root.glob(f"*/src/{package}")]
     project: dict[str, Any] = tomllib.loads((source.parents[1] / "pyproject.toml").read_text())["project"]
     return str(project["description"]).rstrip(".")
 

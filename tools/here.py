@@ -3,7 +3,9 @@
 For machines with GPUs, an installed torch and no package index. Needs only the tests' imports (torch, pytest, ...);
 makes no environment and installs nothing.
 
-    python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs
+    python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs. With
+                                                    --status FILE first, also of te: appends a record of each
+                                                    folder's run, for tools/gpu_status.py
     python tools/here.py te [PYTEST ARGS]           tests marked te; fails without two GPUs and Transformer Engine
     python tools/here.py clients [PYTEST ARGS]      tests of libraries that shard by FSDP2: two GPUs and the libraries
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
@@ -17,38 +19,50 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
+
+import gpu_status
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
 NO_TESTS_RAN = 5  # pytest's exit code
+_ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
 
 
 def main(args: list[str]) -> int:
     match args:
         case ["gpu", num_gpus, *rest] if num_gpus.isdecimal():
-            return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest)
+            return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest, session=f"gpu({num_gpus})")
         case ["te", *rest]:
-            return _require_gpus(2) or _pytest("te", rest)
+            return _require_gpus(2) or _pytest("te", rest, session="te")
         case ["clients", *rest]:
             return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # the libraries' warnings
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
             is_on_cpu = "--device cpu" in " ".join(rest).replace("=", " ")
             return (0 if is_on_cpu else _require_gpus(int(num_gpus))) or _bench(num_gpus, rest)
         case ["soak", *rest]:
-            return _pytest("slow", rest)
+            return _pytest("slow", rest, session="soak")
         case ["python", *rest]:
             _become(*rest)
     print(f"Expected one of the commands below, got {' '.join(args)!r}.\n\n{__doc__}", file=sys.stderr)
     return 2
 
 
-def _pytest(marker: str, args: list[str]) -> int:
+def _pytest(marker: str, args: list[str], *, session: str) -> int:
     """Run the marked tests, one folder at a time: pytest rejects test files of the same name in two folders."""
+    status, args = (Path(args[1]), args[2:]) if args[:1] == ["--status"] else (None, args)
     marked = [folder for folder in TESTS if any(f"mark.{marker}" in text for text in _sources(folder))]
     others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
-    results = [_pytest_in(folder, marker, [*others, *args]) for folder in marked]
+    results = []
+    for folder in marked:
+        with TemporaryDirectory() as temporary:
+            report = Path(temporary) / "report.xml"
+            results.append(_pytest_in(folder, marker, [*others, f"--junitxml={report}", *args]))
+            if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
+                selection = " ".join(arg for arg in args if arg not in _ALL_THE_SAME)
+                gpu_status.record(report, status, session=session, folder=folder, selection=selection)
     return max((result for result in results if result != NO_TESTS_RAN), default=NO_TESTS_RAN)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ def _commands(job: dict[str, Any]) -> Iterator[str]:
     for row in [*rows, *included] or [{}]:
         for step in job["steps"]:
             if "run" in step:
-                yield re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda name, row=row: str(row[name[1]]), step["run"])
+                yield re.sub(r"\$\{\{ matrix\.(\w+) \}\}", partial(_value, row), step["run"])
+
+
+def _value(row: dict[str, Any], name: re.Match[str]) -> str:
+    return str(row[name[1]])
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
@@ -186,7 +191,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 @pytest.mark.parametrize(("options", "expected"), [([], 0), (["-k", "nothing_of_this_name"], 5)])
 def test_marked_tests_run_by_package_and_finding_none_fails(tmp_path: Path, options: list[str], expected: int) -> None:
-    for source in ("tools/here.py", "pyproject.toml"):
+    for source in ("tools/here.py", "tools/gpu_status.py", "pyproject.toml"):
         (tmp_path / source).parent.mkdir(exist_ok=True)
         (tmp_path / source).write_text((ROOT / source).read_text())
     for package in ("engine", "layout"):

@@ -26,9 +26,22 @@ PLANTED = [
     ("lamella_checkpoint", "transformers", "The layers know no model library"),
     ("lamella_optim._plain", "lamella_optim._overlap", "Optimizers read from the bottom up"),
     (
-        "lamella_engine._order",
-        "lamella_engine._state",
-        "The engine reads from left to right, as docs/design/0001-engine.md has it",
+        "lamella_engine._unit.weights",
+        "lamella_engine._tree.tree",
+        "The engine's rooms, as docs/design/0001-engine.md draws them",
+    ),
+    *(
+        (f"lamella_engine.{room}.{low}", f"lamella_engine.{room}.{high}", f"Inside the engine: {room}")
+        for room, low, high in (
+            ("_parameters", "group", "flat_group"),
+            ("_unit", "weights", "unit"),
+            ("_tree", "order", "tree"),
+            ("_modules", "state", "hooks"),
+            ("_api", "module", "fully_shard"),
+            ("_streams", "streams", "context"),
+            ("_ragged", "ops", "dtensor"),
+            ("_options", "placements", "options"),
+        )
     ),
     (
         "lamella_checkpoint._formats.items",
