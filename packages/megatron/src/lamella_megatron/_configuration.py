@@ -1,0 +1,163 @@
+"""megatron-core's `DistributedDataParallelConfig` in lamella's terms: a stage, a precision policy, budgets.
+
+Note [Each option has one answer]
+    A field either changes how units are sharded, or changes nothing here (buckets, the place of a division: units are
+    the buckets, and results are the same), or asks for something else than lamella does, and is refused with another
+    value than the default. A field of a later megatron-core that is in none of the tables is refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, AxisPlacement, MixedPrecisionPolicy, ShardingOptions
+
+STAGES: Mapping[str, AxisPlacement] = {
+    "no_shard": DDP,
+    "optim": ZERO1,
+    "optim_grads": ZERO2,
+    "optim_grads_params": ZERO3,
+}
+_OUTER = {"no_shard": HSDP, "optim": HFSDP}
+
+# Read here, by the wrapper, or by megatron-core.
+_USED = frozenset(
+    {
+        "check_for_nan_in_grad",
+        "data_parallel_sharding_strategy",
+        "grad_reduce_in_fp32",
+        "megatron_fsdp_grad_comm_dtype",
+        "megatron_fsdp_main_grads_dtype",
+        "megatron_fsdp_main_params_dtype",
+        "num_distributed_optimizer_instances",
+        "outer_dp_sharding_strategy",
+        "suggested_communication_unit_size",
+        "use_distributed_optimizer",
+        "use_megatron_fsdp",
+    }
+)
+
+# The result is the same with any value, and so is the memory.
+_NO_EFFECT = frozenset(
+    {
+        "align_param_gather",
+        "average_in_collective",
+        "bucket_size",
+        "delay_wgrad_compute",
+        "fsdp_all_gather_in_start_param_sync",
+        "gradient_reduce_div_fusion",
+        "num_buckets",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "pad_buckets_for_high_nccl_busbw",
+        "use_custom_fsdp",
+    }
+)
+
+_REFUSED = {
+    "check_for_large_grads": "Compare lamella_engine.parameter_norms(model) with SpikeWatch.",
+    "disable_symmetric_registration": "Choose the transport by ShardingOptions(allocator=...).",
+    "fp4_param_gather": "Parameters are gathered in the compute dtype.",
+    "fp8_param_gather": "Parameters are gathered in the compute dtype.",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "Choose the memory of gathers by ShardingOptions(allocator=...).",
+    "fsdp_double_buffer": "Choose the memory of gathers by ShardingOptions(allocator=...).",
+    "fsdp_manual_registration": "Choose the memory of gathers by ShardingOptions(allocator=...).",
+    "keep_fp8_transpose_cache": "Parameters are gathered in the compute dtype.",
+    "megatron_fsdp_cuda_graph_mode": "Capture the step by lamella_optim.capture_step.",
+    "megatron_fsdp_enable_fine_grained_param_gather": "Pass smaller units as `units`.",
+    "megatron_fsdp_max_pool_double_buffer": "Choose the memory of gathers by ShardingOptions(allocator=...).",
+    "megatron_fsdp_use_decoupled_grad": "Gradients are in `.grad`, in the dtype of the main weights.",
+    "nccl_ub": "Choose the memory of gathers by ShardingOptions(allocator=...).",
+    "param_name_patterns_for_fp32_local_accumulation": "Set grad_reduce_in_fp32=True: all sums are in fp32 then.",
+    "reduce_scatter_with_fp32_accumulation": "Set grad_reduce_in_fp32=True; ranks of one host sum in fp32 with "
+    "gradients in the compute dtype on the wire.",
+    "reuse_grad_buf_for_mxfp8_param_ag": "Parameters are gathered in the compute dtype.",
+}
+
+
+def check_options(ddp_config: Any) -> None:
+    """Refuse an option that asks for something that lamella does not do.
+
+    Raises:
+        ValueError: The first such option, its value, its default and the way out are in the message.
+    """
+    for field in fields(ddp_config):
+        value = getattr(ddp_config, field.name)
+        if field.name in _USED or field.name in _NO_EFFECT or value == field.default:
+            continue
+        way_out = _REFUSED.get(field.name, "lamella does not know it.")
+        raise ValueError(
+            f"Expected `ddp_config.{field.name}` to be left at {field.default!r}, got {value!r}. {way_out}"
+        )
+
+
+def placements_of(ddp_config: Any) -> AxisPlacement | tuple[AxisPlacement, ...]:
+    """The stage that `data_parallel_sharding_strategy` names, behind replicas if there are several instances.
+
+    megatron-core's optimizer that shards over plain `DistributedDataParallel` is ZeRO-1.
+
+    Raises:
+        ValueError: No such strategy, or none over replicas.
+    """
+    strategy, outer = ddp_config.data_parallel_sharding_strategy, ddp_config.outer_dp_sharding_strategy
+    if strategy == "no_shard" and ddp_config.use_distributed_optimizer and not ddp_config.use_megatron_fsdp:
+        strategy = "optim"
+    stage = STAGES.get(strategy)
+    if stage is None:
+        raise ValueError(
+            f"Expected `ddp_config.data_parallel_sharding_strategy` to be one of {list(STAGES)}, got {strategy!r}."
+        )
+    if ddp_config.num_distributed_optimizer_instances == 1:
+        return stage
+    if outer not in _OUTER or (outer == "optim" and stage is not ZERO3) or stage is DDP:
+        raise ValueError(
+            "Expected `ddp_config.outer_dp_sharding_strategy` to be 'no_shard', or 'optim' with "
+            f"'optim_grads_params', for {ddp_config.num_distributed_optimizer_instances} optimizer instances, got "
+            f"{outer!r} with {strategy!r}. Set num_distributed_optimizer_instances=1, or another strategy."
+        )
+    return _OUTER[outer], stage
+
+
+def policy_of(ddp_config: Any, module: nn.Module) -> MixedPrecisionPolicy:
+    """Compute in the dtypes that the module has now; main weights, sums and communication as the options say.
+
+    Raises:
+        ValueError: Main gradients in another dtype than the main weights.
+    """
+    main, main_grads = ddp_config.megatron_fsdp_main_params_dtype, ddp_config.megatron_fsdp_main_grads_dtype
+    if main is not None and main_grads not in (None, main):
+        raise ValueError(
+            f"Expected `ddp_config.megatron_fsdp_main_grads_dtype` to be None or {main}, the dtype of the main "
+            f"weights, got {main_grads}. Gradients have their weight's dtype; set megatron_fsdp_main_params_dtype too."
+        )
+    compute = _compute_dtype(module)
+    reduce = torch.float32 if ddp_config.grad_reduce_in_fp32 else ddp_config.megatron_fsdp_grad_comm_dtype
+    return MixedPrecisionPolicy(
+        compute,
+        reduce or compute,
+        cast_forward_inputs=False,  # Float16Module and the layers decide, residuals may stay in fp32.
+        main_dtype=main,
+        param_dtype_override_fn=lambda parameter: parameter.dtype,
+    )
+
+
+def _compute_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of most parameters: routers and state-space parameters may stay in fp32 in a bf16 model."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def options_of(ddp_config: Any, compute_dtype: torch.dtype | None) -> ShardingOptions:
+    """The options of every unit: the stage, and gathers ahead for as many elements as are suggested."""
+    elements = ddp_config.suggested_communication_unit_size
+    itemsize = (compute_dtype or torch.float32).itemsize
+    budget = None if elements is None else int(elements) * itemsize
+    return ShardingOptions(placements=placements_of(ddp_config), prefetch_budget=budget)

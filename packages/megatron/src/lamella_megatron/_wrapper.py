@@ -1,0 +1,260 @@
+"""megatron-core's data-parallel wrapper: the contract of `_BaseDataParallel`, over a model in units.
+
+Note [Who waits for gradients]
+    The drivers of megatron-core (`forward_backward_func`) leave `no_sync` before the last microbatch's backward, and
+    call `finalize_model_grads`, hence `finish_grad_sync`, after the backward. So `no_sync` says which backward is the
+    step's last, and the stage says when gradients are reduced: ZeRO-2 and ZeRO-3 after each microbatch, into shards;
+    ZeRO-1 and DDP after the last.
+
+Note [Marks on sharded parameters]
+    `finalize_model_grads` and the norms of megatron-core take the local shard of a gradient if the *sharded* Parameter
+    has `__fsdp_param__`. The unsharded Parameter must not have the mark: megatron-core's own linear would write over
+    its `main_grad` instead of adding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from lamella_engine import FSDPModule
+from lamella_megatron._configuration import check_options, options_of, policy_of
+from lamella_megatron._model import fully_shard_model
+
+
+class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types
+    """A megatron-core model, sharded, in the place of megatron-core's `DistributedDataParallel`.
+
+        ddp_config = DistributedDataParallelConfig(
+            use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_fp32=True
+        )
+        model = ShardedModel(config=config, ddp_config=ddp_config, module=Float16Module(config, GPTModel(...)))
+        forward_backward_func(model=[model], ...)
+
+    Parameters compute in the dtypes that they have in `module`; the main weights, which the optimizer holds, are in
+    `ddp_config.megatron_fsdp_main_params_dtype` (fp32). The driver of megatron-core finds `no_sync` in
+    `config.no_sync_func`, which is set here if it was None.
+
+    Args:
+        config: The model's TransformerConfig.
+        ddp_config: megatron-core's `DistributedDataParallelConfig`. `data_parallel_sharding_strategy` is the stage
+            (`no_shard`, `optim`, `optim_grads`, `optim_grads_params`); options without an equal are refused, as
+            `docs/reference/megatron_fsdp.md` lists them.
+        module: The model, or a `Float16Module` around one; the innermost module is sharded, in place.
+        disable_bucketing: Changes nothing: units are the buckets.
+        pg_collection: megatron-core's `ProcessGroupCollection`; None takes the groups of `parallel_state`.
+        fully_shard_kwargs: For `lamella_megatron.fully_shard_model`, over what `ddp_config` says.
+
+    Raises:
+        ValueError: An option is refused, or as `fully_shard_model`.
+        TypeError: As `fully_shard_model`.
+
+    Effects: as `fully_shard_model`; not a collective.
+
+    Source: `_BaseDataParallel` and `DistributedDataParallel` of megatron-core 0.19.2.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        **fully_shard_kwargs: Any,
+    ) -> None:
+        check_options(ddp_config)
+        super().__init__(config=config, module=module)
+        # finalize_model_grads reads shards if the option is set, and gathers whole gradients otherwise.
+        self.ddp_config = dataclasses.replace(ddp_config, use_megatron_fsdp=True)
+        policy = policy_of(ddp_config, module)
+        given = {"mp_policy": policy, "options": options_of(ddp_config, policy.param_dtype), **fully_shard_kwargs}
+        fully_shard_model(_innermost(module), groups=pg_collection, **given)
+        # A rank whose experts saw no token has no gradients, and would not come to the all-reduces of
+        # finalize_model_grads and of the norm with as many elements as its peers.
+        self._root.set_reduce_scatter_unused_params(True)
+        if config.calculate_per_token_loss:
+            # finalize_model_grads divides by the number of tokens on all ranks instead.
+            for unit in self._units():
+                unit.set_gradient_divide_factor(1.0)
+        for parameter in self._root.parameters():
+            parameter.__fsdp_param__ = True  # Note [Marks on sharded parameters]
+        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "mp"])
+        self.param_and_grad_buffer = _NoBuffer()
+        config.no_sync_func = _with(config.no_sync_func, self.no_sync)
+
+    @property
+    def _root(self) -> Any:
+        """The model, outermost unit: as an attribute it would be a child module of two names."""
+        return _innermost(self.module)
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (module for module in self._root.modules() if isinstance(module, FSDPModule))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Every backward inside is followed by another one in the same step: none ends the step."""
+        self._root.set_is_last_backward(False)
+        try:
+            yield
+        finally:
+            self._root.set_is_last_backward(True)
+
+    def start_grad_sync(self, *_: object) -> None:
+        """Nothing: backward starts the reduction of each unit's gradients."""
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = None) -> None:
+        """Wait for all reductions of the step, on the compute stream; check the gradients if the options say so.
+
+        Args:
+            force_all_reduce: True asks for whole gradients on every rank, which only `no_shard` has.
+
+        Raises:
+            ValueError: `force_all_reduce` with another strategy.
+            RuntimeError: With `check_for_nan_in_grad`, a gradient of this rank or of a peer is not finite. The
+                parameters of this rank are in the message. Every rank of the model raises.
+
+        Effects: with `check_for_nan_in_grad` two all-reduces of one number, over `dp_cp` and `mp`, and a host sync.
+        """
+        if force_all_reduce and self.ddp_config.data_parallel_sharding_strategy != "no_shard":
+            raise ValueError(
+                "Expected `force_all_reduce` with data_parallel_sharding_strategy='no_shard', got "
+                f"{self.ddp_config.data_parallel_sharding_strategy!r}: ranks hold shards of gradients. Read "
+                "`parameter.grad.full_tensor()` instead."
+            )
+        self._root.wait_for_gradients()
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        gradients = {name: p.grad for name, p in self._root.named_parameters() if p.grad is not None}
+        norms = torch._foreach_norm([local_of(gradient) for gradient in gradients.values()])
+        finite = torch.stack(norms).isfinite()
+        # Ranks that went on alone would wait for their peers in the next collective.
+        worst = finite.all().logical_not().to(torch.int32)
+        for group in (self._groups.dp_cp, self._groups.mp):
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        if worst.item():
+            names = [name for name, ok in zip(gradients, finite.tolist(), strict=True) if not ok]
+            raise RuntimeError(
+                f"Expected finite gradients, got NaN or infinity in {names or 'parameters of other ranks'}. "
+                "lamella_engine.find_nonfinite tells ranks and counts."
+            )
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply all gradients by a number, or by a tensor of one element without a host sync."""
+        if isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.reshape(())
+        gradients = [local_of(p.grad) for p in self._root.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients, also those kept for a later microbatch."""
+        self._root.zero_grad()
+
+    def broadcast_params(self) -> None:
+        """Give every replica the weights of its first rank; shards, of which each rank has its own, stay.
+
+        Effects: a broadcast a parameter and replicated mesh axis.
+        """
+        with torch.no_grad():
+            for parameter in self._root.parameters():
+                for group in replica_groups(parameter):
+                    dist.broadcast(local_of(parameter), group=group, group_src=0)
+        self._root.mark_updated()
+
+    def start_param_sync(self, *_: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Nothing, or with `force_sync` copies of weights are made anew: forward gathers each unit ahead of its use."""
+        if force_sync:
+            self._root.mark_updated()
+
+    def synchronize_param_gather(self) -> None:
+        """Nothing: a unit's forward waits for the unit's own gather."""
+
+    def stop_communication(self) -> None:
+        """Wait for all reductions of gradients, on the compute stream."""
+        self._root.wait_for_gradients()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Nothing: units gather in every forward."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Nothing: weights that are read outside of forward are read as shards, or in `unshard()`."""
+
+    def free_overlap_buffers(self) -> None:
+        """Nothing: memory of gathers goes back after each use."""
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """`state_dict`, with shards as DTensors."""
+        found: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load DTensors placed as the parameters, or whole tensors, of which each rank keeps its part.
+
+        Raises:
+            RuntimeError: Names or shapes differ, as `nn.Module.load_state_dict` says.
+        """
+        own = dict(self._root.named_parameters())
+        loaded = self.module.load_state_dict(
+            {name: _as_placed(value, own.get(name)) for name, value in state_dict.items()}, strict=strict
+        )
+        self._root.mark_updated()
+        return loaded
+
+
+class _NoBuffer:
+    """In the place of megatron-core's buffer of parameters and gradients, which units do without."""
+
+    parameter_groups: Sequence[object] = ()
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """Nothing: the next gather casts main weights to the compute dtype."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's shard, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replica_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The process groups whose ranks hold the same shard of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
+    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """The model below wrappers that hold nothing else, such as `Float16Module`."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def _with(before: Any, no_sync: Callable[[], Any]) -> Any:
+    """`config.no_sync_func` with one more model chunk; a function that the caller set stays."""
+    if before is None:
+        return no_sync
+    chunks = before if isinstance(before, list) else [before]
+    if all(isinstance(getattr(chunk, "__self__", None), ShardedModel) for chunk in chunks):
+        return [*chunks, no_sync]
+    return before
+
+
+def _as_placed(value: Any, parameter: torch.Tensor | None) -> Any:
+    """A whole tensor as this rank's part of it; everything else as it is."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,10 @@
+"""The wrapper and the optimizer that megatron-core's training loop asks for. The module imports megatron-core.
+
+`forward_backward_func`, `finalize_model_grads` and learning-rate schedules of megatron-core run over them unchanged.
+"""
+
+from lamella_megatron._optimizer import ShardedOptimizer as ShardedOptimizer
+from lamella_megatron._optimizer import sharded_optimizer as sharded_optimizer
+from lamella_megatron._wrapper import ShardedModel as ShardedModel
+
+__all__ = ["ShardedModel", "ShardedOptimizer", "sharded_optimizer"]

@@ -1,0 +1,337 @@
+"""megatron-core's own driver, gradient finalization and optimizers over sharded models, on CPU ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_testing import run_ranks
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+
+NUM_MICROBATCHES, ROWS, CLIP = 3, 4, 0.5
+BATCHES = torch.randint(VOCAB_SIZE, (3, NUM_MICROBATCHES, ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+TORCHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+    "adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0, eps=1e-3),  # A small eps makes signs of rounding.
+}
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu():
+        yield
+
+
+def _model(*, tp: int = 1, ep: int = 1, moe: bool = False, **changes: Any) -> tuple[Any, nn.Module]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
+    experts = {
+        "num_moe_experts": 4,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_topk": 2,
+        "moe_aux_loss_coeff": 0.0,
+        "ffn_hidden_size": 24,
+    }
+    torch.manual_seed(0)
+    config = tiny_config(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, **(experts if moe else {}), **changes
+    )
+    return config, tiny_gpt(
+        config, transformer_layer_spec=_marked_norms(config)
+    ) if config.sequence_parallel else tiny_gpt(config)
+
+
+class _MarkedNorm(nn.LayerNorm):
+    """A norm over this rank's part of the sequence, marked as fused norms are; megatron-core's over torch refuses."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _marked_norms(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _MarkedNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=_MarkedNorm)
+
+
+def _step(model: nn.Module, config: Any, batches: torch.Tensor, *, forward_only: bool = False) -> torch.Tensor:
+    """One step of the driver over this rank's rows of each microbatch; the mean loss of all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+
+    def loss_of(losses: torch.Tensor) -> tuple[Any, ...]:
+        if config.calculate_per_token_loss:
+            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {"loss": losses.detach().mean()}
+        return losses.mean(), {"loss": losses.detach().mean()}
+
+    def forward(iterator: Iterator[torch.Tensor], module: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return token_losses(module, next(iterator).chunk(num)[rank]), loss_of
+
+    config.finalize_model_grads_func = finalize_model_grads
+    stored = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=LENGTH,
+        micro_batch_size=len(batches[0]) // num,
+        forward_only=forward_only,
+    )
+    mean = torch.stack([each["loss"] for each in stored]).mean()
+    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    return mean.div(num)
+
+
+def _ddp_config(**fields: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig(**{"use_megatron_fsdp": True, "grad_reduce_in_fp32": True, **fields})
+
+
+def _optimizer_config(**fields: Any) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    defaults = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0, "clip_grad": CLIP, "log_num_zeros_in_grad": True}
+    return OptimizerConfig(**{**defaults, "sgd_momentum": 0.9, "adam_eps": 1e-3, **fields})
+
+
+Trained = tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]
+
+
+def _train(
+    strategy: str = "optim_grads_params",
+    *,
+    ddp: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    megatrons_optimizer: bool = False,
+    **model: Any,
+) -> Trained:
+    """Three steps of a sharded model; losses, gradient norms, numbers of zeros, and the whole weights afterwards."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+    config, module = _model(**model)
+    sharded = ShardedModel(config, _ddp_config(data_parallel_sharding_strategy=strategy, **(ddp or {})), module)
+    make = partial(get_megatron_optimizer, use_gloo_process_groups=False) if megatrons_optimizer else sharded_optimizer
+    optimizer: Any = make(_optimizer_config(**(optim or {})), [sharded])
+    config.grad_scale_func = optimizer.scale_loss if (optim or {}).get("loss_scale") else None
+    losses, norms, zeros = [], [], []
+    for batches in BATCHES:
+        optimizer.zero_grad()
+        losses.append(_step(sharded, config, batches).item())
+        success, norm, num_zeros = optimizer.step()
+        assert success
+        norms.append(float(norm))
+        zeros.append(num_zeros)
+    return losses, norms, zeros, {name: _whole(p) for name, p in module.named_parameters()}
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    """The weights of all ranks, tensor-parallel ones too."""
+    from megatron.core import parallel_state
+
+    assert isinstance(parameter, DTensor)
+    found = parameter.full_tensor()
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return found
+    parts = [torch.empty_like(found) for _ in range(group.size())]
+    dist.all_gather(parts, found, group=group)
+    return torch.cat(parts, dim=parameter.partition_dim)  # type: ignore[attr-defined]
+
+
+@cache
+def _reference(optimizer: str = "sgd") -> Trained:
+    """The same steps of a model without a wrapper, by torch alone, on one rank."""
+
+    def on_one_rank() -> Trained:
+        _, module = _model()
+        steps = TORCHS[optimizer](module.parameters())
+        losses, norms, zeros = [], [], []
+        for batches in BATCHES:
+            steps.zero_grad()
+            rows = batches.flatten(0, 1)
+            loss = token_losses(module, rows).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            zeros.append(float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads)))
+            steps.step()
+        return losses, norms, zeros, {name: p.detach() for name, p in module.named_parameters()}
+
+    [found] = run_ranks(on_one_rank, 1)
+    return found
+
+
+def _assert_equal(got: Trained, wanted: Trained) -> None:
+    torch.testing.assert_close(got[:2], wanted[:2], rtol=1e-5, atol=1e-6)
+    assert got[2] == wanted[2]
+    assert got[3].keys() == wanted[3].keys()
+    for name, weight in wanted[3].items():
+        torch.testing.assert_close(got[3][name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_driver_trains_as_torch_does_in_every_strategy(strategy: str) -> None:
+    for got in run_ranks(partial(_train, strategy), 2):
+        _assert_equal(got, _reference())
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        pytest.param(2, {"tp": 2}, id="tensor parallel"),
+        pytest.param(4, {"tp": 2}, id="tensor and data parallel"),
+        pytest.param(4, {"tp": 2, "sequence_parallel": True}, id="sequence parallel"),
+        pytest.param(2, {"calculate_per_token_loss": True}, id="divided by the number of tokens"),
+        pytest.param(2, {"optim": {"loss_scale": 8.0}}, id="loss scale"),
+    ],
+)
+def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]) -> None:
+    for got in run_ranks(partial(_train, **changes), num_ranks):
+        _assert_equal(got, _reference())
+
+
+def test_adam_trains_as_torch_does() -> None:
+    for got in run_ranks(partial(_train, optim={"optimizer": "adam", "lr": 0.01}), 2):
+        _assert_equal(got, _reference("adam"))
+
+
+def test_megatron_cores_optimizer_steps_as_ours_to_the_bit() -> None:
+    # Its own clipping asks for CUDA tensors.
+    optim = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0, "use_distributed_optimizer": True, "bf16": True}
+    theirs = run_ranks(partial(_train, optim=optim, megatrons_optimizer=True, tp=2), 4)
+    ours = run_ranks(partial(_train, optim=optim, tp=2), 4)
+    for one, other in zip(theirs, ours, strict=True):
+        assert one[0] == other[0]
+        for name, weight in one[3].items():
+            torch.testing.assert_close(weight, other[3][name], rtol=0, atol=0, msg=name)
+
+
+def _sharded(**optim: Any) -> tuple[Any, Any, Any]:
+    from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+    config, module = _model()
+    model = ShardedModel(config, _ddp_config(data_parallel_sharding_strategy="optim_grads_params"), module)
+    return config, model, sharded_optimizer(_optimizer_config(**optim), [model])
+
+
+def test_validation_changes_nothing_and_has_the_loss_of_training() -> None:
+    def on_each_rank() -> None:
+        config, model, _ = _sharded()
+        with torch.no_grad():
+            validated = _step(model, config, BATCHES[0], forward_only=True)
+        assert all(p.grad is None for p in model.parameters())
+        torch.testing.assert_close(_step(model, config, BATCHES[0]), validated)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_step_is_skipped_on_all_ranks_if_a_scaled_gradient_is_not_finite() -> None:
+    def on_each_rank() -> None:
+        config, model, optimizer = _sharded(loss_scale=8.0)
+        before = [p.full_tensor() for p in model.parameters()]
+        _step(model, config, BATCHES[0])
+        if dist.get_rank() == 1:
+            next(model.parameters()).grad.to_local().view(-1)[0] = torch.inf
+        assert optimizer.step() == (False, None, None)
+        for parameter, weight in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.full_tensor(), weight)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_parameters_of_a_norm_group_are_clipped_by_their_own_norm() -> None:
+    def on_each_rank() -> None:
+        config, model, optimizer = _sharded()
+        apart = [p for name, p in model.named_parameters() if ".layers.1." in name]
+        for parameter in apart:
+            parameter.grad_norm_group = "mtp"
+        _step(model, config, BATCHES[0])
+        others = [p for p in model.parameters() if not hasattr(p, "grad_norm_group")]
+        norms = [torch.cat([p.grad.full_tensor().flatten() for p in group]).norm() for group in (others, apart)]
+        torch.testing.assert_close(optimizer.get_grad_norm().float(), norms[0])
+        clip = float(min(norms)) / 2
+        torch.testing.assert_close(optimizer.clip_grad_norm(clip).float(), norms[0])
+        torch.testing.assert_close(optimizer.grad_norms_by_group["mtp"].float(), norms[1])
+        for group in (others, apart):
+            after = torch.cat([p.grad.full_tensor().flatten() for p in group]).norm()
+            torch.testing.assert_close(after, torch.tensor(clip), rtol=1e-4, atol=0)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_the_state_is_loaded_as_it_was_taken() -> None:
+    def on_each_rank() -> None:
+        config, model, optimizer = _sharded(optimizer="adam", lr=0.01, loss_scale=8.0)
+        _step(model, config, BATCHES[0])
+        optimizer.step()
+        weights, state = {k: v.clone() for k, v in model.state_dict().items() if v is not None}, optimizer.state_dict()
+        state = copy.deepcopy(state)
+        after = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            _step(model, config, BATCHES[1])
+            optimizer.step()
+            after.append([p.full_tensor() for p in model.parameters()])
+            model.load_state_dict(weights, strict=False)
+            optimizer.load_state_dict(state)
+            optimizer.reload_model_params()
+        assert all(torch.equal(*pair) for pair in zip(*after, strict=True))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_another_optimizer_is_built_from_the_groups() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import sharded_optimizer
+
+        _, model, _ = _sharded()
+        config = _optimizer_config(optimizer="muon")
+        with pytest.raises(ValueError, match="'adam' or 'sgd', got 'muon'. Pass `make`"):
+            sharded_optimizer(config, [model])
+        built = sharded_optimizer(config, [model], make=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
+        assert isinstance(built.optimizer, torch.optim.Adagrad)
+        assert {"max_lr", "wd_mult", "is_expert_parallel"} <= built.param_groups[0].keys()
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_chunks_and_options_that_shards_do_not_have_are_refused() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import sharded_optimizer
+
+        _, model, optimizer = _sharded()
+        with pytest.raises(TypeError, match="model chunks to be ShardedModels, got FSDPGPTModel"):
+            sharded_optimizer(_optimizer_config(), [model.module])
+        with pytest.raises(ValueError, match="`config.optimizer_cpu_offload` to be False, got True. Shard with"):
+            sharded_optimizer(_optimizer_config(optimizer_cpu_offload=True), [model])
+        with pytest.raises(NotImplementedError, match="Save by lamella_checkpoint"):
+            optimizer.sharded_state_dict({})
+
+    run_ranks(on_each_rank, 1)

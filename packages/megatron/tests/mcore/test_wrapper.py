@@ -1,0 +1,349 @@
+"""The contract of megatron-core's data-parallel wrapper, method by method, on CPU ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3
+from lamella_testing import run_ranks
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+
+BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu():
+        yield
+
+
+def _ddp_config(**fields: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    defaults = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    return DistributedDataParallelConfig(**{**defaults, **fields})
+
+
+def _wrapped(*, half: bool = False, ddp: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import Float16Module
+
+    from lamella_megatron.training import ShardedModel
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    config = tiny_config(**({"bf16": True, "params_dtype": torch.bfloat16} if half else {}), **changes)
+    module = tiny_gpt(config)
+    return ShardedModel(config, _ddp_config(**(ddp or {})), Float16Module(config, module) if half else module)
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor()
+    return found
+
+
+def _backward(model: Any) -> torch.Tensor:
+    loss = token_losses(model, BATCH.chunk(dist.get_world_size())[dist.get_rank()]).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+# -- nesting -----------------------------------------------------------------------------------------------------------
+
+
+def test_megatron_core_finds_its_attributes_below_the_wrapper() -> None:
+    def on_each_rank() -> None:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+        model = _wrapped(half=True)
+        assert get_model_config(model) is model.config
+        assert get_attr_wrapped_model(model, "pre_process") is True
+        assert isinstance(get_attr_wrapped_model(model, "decoder", return_model_obj=True), GPTModel)
+        assert model.config.no_sync_func == model.no_sync
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_bf16_model_computes_in_bf16_and_has_fp32_main_weights_and_gradients() -> None:
+    def on_each_rank() -> set[torch.dtype]:
+        model = _wrapped(half=True)
+        seen: set[torch.dtype] = set()
+        layer = model.module.module.decoder.layers[0]
+        layer.mlp.register_forward_pre_hook(lambda mlp, _: seen.add(mlp.linear_fc1.weight.dtype))
+        _backward(model)
+        model.finish_grad_sync()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        return seen
+
+    assert run_ranks(on_each_rank, 2) == [{torch.bfloat16}] * 2
+
+
+def test_parameters_that_the_model_keeps_in_fp32_compute_in_fp32() -> None:
+    def on_each_rank() -> set[torch.dtype]:
+        from megatron.core import parallel_state
+
+        from lamella_megatron.training import ShardedModel
+
+        parallel_state.initialize_model_parallel()
+        config = tiny_config(params_dtype=torch.bfloat16, bf16=True)
+        module: Any = tiny_gpt(config).bfloat16()
+        norm = module.decoder.final_layernorm
+        norm.float()
+        seen: set[torch.dtype] = set()
+        norm.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+        norm.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
+        norm.register_forward_hook(lambda module, args, out: out.bfloat16())
+        _backward(ShardedModel(config, _ddp_config(), module))
+        return seen
+
+    assert run_ranks(on_each_rank, 2) == [{torch.float32}] * 2
+
+
+def test_several_chunks_of_one_config_each_give_their_no_sync() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import ShardedModel
+
+        first = _wrapped()
+        second = ShardedModel(first.config, first.ddp_config, tiny_gpt(first.config))
+        assert first.config.no_sync_func == [first.no_sync, second.no_sync]
+        mine = tiny_config()
+        mine.no_sync_func = own = object()
+        ShardedModel(mine, first.ddp_config, tiny_gpt(mine))
+        assert mine.no_sync_func is own, "the caller's stays"
+
+    run_ranks(on_each_rank, 1)
+
+
+def test_modules_are_told_of_the_first_microbatch() -> None:
+    def on_each_rank() -> None:
+        model = _wrapped()
+        fused: Any = model.module.output_layer
+        fused.is_first_microbatch = False
+        model.config.fp8 = "hybrid"  # Only then weights are cast once a step.
+        model.set_is_first_microbatch()
+        assert fused.is_first_microbatch
+
+    run_ranks(on_each_rank, 1)
+
+
+def test_sharded_parameters_are_marked_and_unsharded_ones_are_not() -> None:
+    """By the mark megatron-core's linear writes over `main_grad`, and its norms take the local shard."""
+
+    def on_each_rank() -> None:
+        model = _wrapped()
+        linear, seen = model.module.decoder.layers[0].mlp.linear_fc1, []
+        linear.register_forward_pre_hook(lambda module, _: seen.append(hasattr(module.weight, "__fsdp_param__")))
+        _backward(model)
+        assert seen == [False]
+        assert all(getattr(p, "__fsdp_param__", False) for p in model.parameters())
+
+    run_ranks(on_each_rank, 2)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "is_reduced"), [("no_shard", False), ("optim", False), ("optim_grads", True)])
+def test_the_strategy_says_whether_a_microbatch_that_is_not_the_last_reduces(strategy: str, is_reduced: bool) -> None:
+    def on_each_rank() -> None:
+        model = _wrapped(ddp={"data_parallel_sharding_strategy": strategy})
+        with model.no_sync():
+            _backward(model)
+        assert {p.grad is not None for p in model.parameters()} == {is_reduced}
+        _backward(model)
+        model.start_grad_sync()
+        model.finish_grad_sync()
+        accumulated = [p.grad.full_tensor() for p in model.parameters()]
+        model.zero_grad_buffer()
+        _backward(model)
+        for once, twice in zip(model.parameters(), accumulated, strict=True):
+            torch.testing.assert_close(twice, 2 * once.grad.full_tensor())
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_gradients_are_scaled_by_a_number_and_by_a_tensor() -> None:
+    def on_each_rank() -> None:
+        model = _wrapped()
+        _backward(model)
+        model.finish_grad_sync()
+        before = [p.grad.full_tensor() for p in model.parameters()]
+        model.scale_gradients(0.5)
+        model.scale_gradients(torch.tensor([4.0]))
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), 2 * gradient)
+        model.zero_grad_buffer()
+        assert all(p.grad is None for p in model.parameters())
+        model.scale_gradients(2.0)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_rank_with_nan_gradients_stops_all_ranks_and_names_the_parameters() -> None:
+    def on_each_rank() -> str:
+        model = _wrapped(ddp={"check_for_nan_in_grad": True})
+        _backward(model)
+        model.finish_grad_sync()
+        weight = model.module.decoder.layers[1].mlp.linear_fc1.weight
+        if dist.get_rank() == 1:
+            weight.grad.to_local()[0, 0] = torch.nan
+        with pytest.raises(RuntimeError, match="Expected finite gradients") as error:
+            model.finish_grad_sync()
+        return str(error.value)
+
+    other, own = run_ranks(on_each_rank, 2)
+    assert "parameters of other ranks" in other
+    assert "'decoder.layers.1.mlp.linear_fc1.weight'" in own
+
+
+def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros() -> None:
+    """Else ranks come to the all-reduces over gradients with different numbers of elements."""
+
+    def on_each_rank() -> None:
+        from megatron.core import parallel_state
+
+        from lamella_megatron.training import ShardedModel
+
+        parallel_state.initialize_model_parallel()
+        config = tiny_config()
+        module = tiny_gpt(config)
+        module.decoder.layers[0].unused = nn.Linear(3, 5)  # type: ignore[union-attr, index]
+        model = ShardedModel(config, _ddp_config(), module)
+        _backward(model)
+        gradients = {name: p.grad for name, p in module.named_parameters() if "unused" in name}
+        assert len(gradients) == 2
+        assert all(gradient is not None and not _whole(gradient).any() for gradient in gradients.values())
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_whole_gradients_of_shards_are_refused() -> None:
+    def on_each_rank() -> None:
+        model = _wrapped()
+        with pytest.raises(ValueError, match="`force_all_reduce` with data_parallel_sharding_strategy='no_shard'"):
+            model.finish_grad_sync(force_all_reduce=True)
+
+    run_ranks(on_each_rank, 1)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_whole_weights_and_shards_are_loaded(strategy: str) -> None:
+    def on_each_rank() -> None:
+        model = _wrapped(half=True, ddp={"data_parallel_sharding_strategy": strategy})
+        before = _backward(model)
+        model.zero_grad_buffer()
+        shards = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
+        whole = {name: shard.full_tensor() for name, shard in shards.items()}
+        for state in (whole, shards, model.state_dict_for_save_checkpoint()):
+            other = _wrapped(half=True, seed=1, ddp={"data_parallel_sharding_strategy": strategy})
+            assert not torch.equal(_backward(other), before)
+            other.zero_grad_buffer()
+            other.load_state_dict(state)
+            assert torch.equal(_backward(other), before)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            other.load_state_dict({})
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_replicas_take_the_weights_of_their_first_rank() -> None:
+    def on_each_rank() -> torch.Tensor:
+        model = _wrapped(ddp={"data_parallel_sharding_strategy": "no_shard"}, seed=dist.get_rank())
+        model.broadcast_params()
+        whole: torch.Tensor = model.module.output_layer.weight.to_local()
+        return whole.detach().clone()
+
+    first, second = run_ranks(on_each_rank, 2)
+    assert torch.equal(first, second)
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "placements"),
+    [
+        ({"data_parallel_sharding_strategy": "no_shard"}, DDP),
+        ({"data_parallel_sharding_strategy": "optim"}, ZERO1),
+        ({"data_parallel_sharding_strategy": "optim_grads"}, ZERO2),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, ZERO3),
+        ({"data_parallel_sharding_strategy": "optim", "num_distributed_optimizer_instances": 2}, (HSDP, ZERO1)),
+        ({"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}, (HFSDP, ZERO3)),
+        (
+            {
+                "use_megatron_fsdp": False,
+                "use_distributed_optimizer": True,
+                "data_parallel_sharding_strategy": "no_shard",
+            },
+            ZERO1,
+        ),
+    ],
+)
+def test_a_strategy_is_a_stage(fields: dict[str, Any], placements: Any) -> None:
+    from lamella_megatron._configuration import placements_of
+
+    assert placements_of(_ddp_config(**fields)) == placements
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"data_parallel_sharding_strategy": "zero3"}, r"one of \['no_shard', .*\], got 'zero3'"),
+        (
+            {
+                "data_parallel_sharding_strategy": "optim",
+                "num_distributed_optimizer_instances": 2,
+                "outer_dp_sharding_strategy": "optim",
+            },
+            "got 'optim' with 'optim'",
+        ),
+        (
+            {"data_parallel_sharding_strategy": "no_shard", "num_distributed_optimizer_instances": 2},
+            "got 'no_shard' with 'no_shard'",
+        ),
+        ({"nccl_ub": True}, "`ddp_config.nccl_ub` to be left at False, got True"),
+        ({"fp8_param_gather": True}, "`ddp_config.fp8_param_gather` to be left at False, got True"),
+        ({"megatron_fsdp_main_grads_dtype": torch.bfloat16}, "dtype of the main weights, got torch.bfloat16"),
+    ],
+)
+def test_an_option_without_an_equal_is_refused(fields: dict[str, Any], words: str) -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(ValueError, match=words):
+            _wrapped(ddp=fields)
+
+    run_ranks(on_each_rank, 1)
+
+
+def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> None:
+    from lamella_megatron import _configuration as tables
+
+    known = tables._USED | tables._NO_EFFECT | tables._REFUSED.keys()
+    assert {field.name for field in dataclasses.fields(_ddp_config())} == known
+    assert len(known) == len(tables._USED) + len(tables._NO_EFFECT) + len(tables._REFUSED)
+
+
+def test_gathers_ahead_weigh_as_many_elements_as_are_suggested() -> None:
+    def on_each_rank() -> int | None:
+        model = _wrapped(half=True, ddp={"suggested_communication_unit_size": 1000})
+        budget: int | None = model.module.module.sharding_options.prefetch_budget
+        return budget
+
+    assert run_ranks(on_each_rank, 1) == [2000]
