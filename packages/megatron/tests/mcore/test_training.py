@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -74,8 +76,11 @@ def _marked_norms(config: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=_MarkedNorm)
 
 
-def _step(model: nn.Module, config: Any, batches: torch.Tensor, *, forward_only: bool = False) -> torch.Tensor:
-    """One step of the driver over this rank's rows of each microbatch; the mean loss of all ranks."""
+def _step(model: Any, config: Any, batches: torch.Tensor, *, forward_only: bool = False) -> torch.Tensor:
+    """One step of the driver over this rank's rows of each microbatch; the mean loss of all ranks, 0 before the last
+    pipeline stage.
+    """
+    chunks = model if isinstance(model, list) else [model]
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -93,14 +98,14 @@ def _step(model: nn.Module, config: Any, batches: torch.Tensor, *, forward_only:
     config.finalize_model_grads_func = finalize_model_grads
     stored = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(batches),
-        model=[model],
+        data_iterator=[iter(batches) for _ in chunks],
+        model=chunks,
         num_microbatches=len(batches),
         seq_length=LENGTH,
         micro_batch_size=len(batches[0]) // num,
         forward_only=forward_only,
     )
-    mean = torch.stack([each["loss"] for each in stored]).mean()
+    mean = torch.stack([each["loss"] for each in stored] or [torch.zeros(())]).mean()
     dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
     return mean.div(num)
 
@@ -335,3 +340,69 @@ def test_chunks_and_options_that_shards_do_not_have_are_refused() -> None:
             optimizer.sharded_state_dict({})
 
     run_ranks(on_each_rank, 1)
+
+
+def _train_stages(pp: int, chunks: int | None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Three steps of pipeline stages; losses on the last stage, norms, and the weights of this rank's stages."""
+    from megatron.core import parallel_state
+
+    from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=chunks
+    )
+    config = tiny_config(
+        num_layers=8,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+    )
+    models, weights = [], {}
+    for chunk in range(chunks or 1):
+        stage = {"vp_stage": chunk if chunks else None, "ignore_virtual": chunks is None}
+        module = tiny_gpt(
+            config,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            vp_stage=stage["vp_stage"],
+        )
+        for name, parameter in module.named_parameters():
+            weights[_name_in_the_whole(module, name)] = parameter
+            torch.manual_seed(zlib.crc32(_name_in_the_whole(module, name).encode()))
+            nn.init.normal_(parameter, std=0.1)
+        models.append(ShardedModel(config, _ddp_config(data_parallel_sharding_strategy="optim_grads_params"), module))
+        weights.update({_name_in_the_whole(module, name): p for name, p in module.named_parameters()})
+    optimizer: Any = sharded_optimizer(_optimizer_config(), models)
+    losses, norms = [], []
+    for batches in BATCHES[:, [0, 1, 2, 0]]:
+        optimizer.zero_grad()
+        losses.append(_step(models, config, batches))
+        norms.append(float(optimizer.step()[1]))
+    return [float(loss) for loss in losses], norms, {name: _whole(p) for name, p in weights.items()}
+
+
+def _name_in_the_whole(module: Any, name: str) -> str:
+    """A parameter's name in a model of one stage."""
+    return re.sub(
+        r"layers\.(\d+)", lambda found: f"layers.{module.decoder.layers[int(found[1])].layer_number - 1}", name
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "pp", "chunks"),
+    [
+        pytest.param(2, 2, None, id="1F1B"),
+        pytest.param(4, 2, None, id="sharded"),
+        # On two stages gloo would mix up the messages to the next and to the last stage: both are the other rank.
+        pytest.param(4, 4, 2, id="interleaved"),
+    ],
+)
+def test_pipeline_stages_train_as_one_stage(num_ranks: int, pp: int, chunks: int | None) -> None:
+    [(losses, norms, weights)] = run_ranks(partial(_train_stages, 1, None), 1)
+    got = run_ranks(partial(_train_stages, pp, chunks), num_ranks)
+    torch.testing.assert_close(got[-1][0], losses, rtol=1e-5, atol=1e-6)
+    for _, found, stages in got:
+        torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-6)
+        for name, weight in stages.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert {name for _, _, stages in got for name in stages} == weights.keys()
