@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3
+from lamella_megatron import _configuration as tables
+from lamella_megatron._configuration import placements_of, policy_of
 from lamella_testing import run_ranks
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
 
@@ -298,8 +300,6 @@ def test_replicas_take_the_weights_of_their_first_rank() -> None:
     ],
 )
 def test_a_strategy_is_a_stage(fields: dict[str, Any], placements: Any) -> None:
-    from lamella_megatron._configuration import placements_of
-
     assert placements_of(_ddp_config(**fields)) == placements
 
 
@@ -333,11 +333,22 @@ def test_an_option_without_an_equal_is_refused(fields: dict[str, Any], words: st
 
 
 def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> None:
-    from lamella_megatron import _configuration as tables
-
     known = tables._USED | tables._NO_EFFECT | tables._REFUSED.keys()
     assert {field.name for field in dataclasses.fields(_ddp_config())} == known
     assert len(known) == len(tables._USED) + len(tables._NO_EFFECT) + len(tables._REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"grad_reduce_in_fp32": True}, torch.float32),
+        ({"megatron_fsdp_grad_comm_dtype": torch.float16}, torch.float16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_sums_are_in_the_dtype_of_the_options(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    policy = policy_of(_ddp_config(**fields), nn.Linear(2, 2).bfloat16())
+    assert (policy.reduce_dtype, policy.param_dtype, policy.main_dtype) == (dtype, torch.bfloat16, torch.float32)
 
 
 def test_gathers_ahead_weigh_as_many_elements_as_are_suggested() -> None:
