@@ -29,11 +29,7 @@ FOLDERS = {
 }
 CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
-# Not yet typed: the tests of checkpoint and convert.
-TYPED_TESTS = [
-    *(f"packages/{name}/tests" for name in PACKAGES if name not in ("checkpoint", "convert")),
-    *("testing/tests", "integration/tests", "tests"),
-]
+TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
@@ -80,7 +76,7 @@ def types(session: nox.Session) -> None:
     """Check the annotations of every package and of the tests with mypy --strict; name paths to check fewer."""
     _install(session, *_editable(*FOLDERS), "--group", "types")
     # A run for each folder of tests: `conftest` is a module in nearly all. They share a cache, and take seconds.
-    everything = [[*SOURCES, "tools", "noxfile.py"], *([folder] for folder in TYPED_TESTS)]
+    everything = [[*SOURCES, "tools", "noxfile.py"], *([folder] for folder in TESTS)]
     for paths in [session.posargs] if session.posargs else everything:
         session.run("mypy", *paths)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -21,14 +22,14 @@ OF_FILES = [
 
 
 @pytest.mark.parametrize("package", [lamella_checkpoint, lamella_convert], ids=lambda package: package.__name__)
-def test_every_name_that_is_listed_is_there(package):
+def test_every_name_that_is_listed_is_there(package: ModuleType) -> None:
     assert all(getattr(package, name) is not None for name in dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         package.absent  # noqa: B018
 
 
 @pytest.mark.parametrize("name", OF_FILES)
-def test_readers_of_files_need_no_live_tensors(name):
+def test_readers_of_files_need_no_live_tensors(name: str) -> None:
     package, attribute = name.split(".")
     program = f"import sys\nfrom {package} import {attribute}\nprint(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()

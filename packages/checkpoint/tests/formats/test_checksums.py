@@ -3,6 +3,7 @@
 import io
 import json
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, Che
 
 
 @pytest.fixture
-def stored(tmp_path):
+def stored(tmp_path: Path) -> Path:
     stream = ChecksumStream(file := io.BytesIO())
     items = {}
     for parts in ([b"abc", b"", b"de"], [b"f" * 10_000], []):
@@ -26,8 +27,14 @@ def stored(tmp_path):
     return tmp_path
 
 
-def test_items_written_in_pieces_have_the_checksum_of_the_whole(stored):
-    checksums = Checksums.of(stored)
+def checksums_of(path: Path) -> Checksums:
+    checksums = Checksums.of(path)
+    assert checksums is not None
+    return checksums
+
+
+def test_items_written_in_pieces_have_the_checksum_of_the_whole(stored: Path) -> None:
+    checksums = checksums_of(stored)
     assert [*checksums.files["data"]] == [Span(0, 5), Span(5, 10_000), Span(10_005, 0)]
     assert checksums.expected("data", 0, 5) == zlib.crc32(b"abcde")
     content = (stored / "data").read_bytes()
@@ -36,20 +43,20 @@ def test_items_written_in_pieces_have_the_checksum_of_the_whole(stored):
     checksums.check(stored / "lamella.json", 0, (stored / "lamella.json").read_bytes())
 
 
-def test_a_flipped_bit_is_found_and_its_file_named(stored):
+def test_a_flipped_bit_is_found_and_its_file_named(stored: Path) -> None:
     with pytest.raises(CheckpointDamaged, match="/data'.*of the 5 bytes at 0, got") as info:
-        Checksums.of(stored).check(stored / "data", 0, b"abcdd")
+        checksums_of(stored).check(stored / "data", 0, b"abcdd")
     assert info.value.file == str(stored / "data")
 
 
-def test_bytes_that_were_not_written_as_one_item_are_refused(stored):
-    checksums = Checksums.of(stored)
+def test_bytes_that_were_not_written_as_one_item_are_refused(stored: Path) -> None:
+    checksums = checksums_of(stored)
     for file, offset, data in [("data", 1, b"bcde"), ("data", 0, b"abcd"), ("other", 0, b"abcde")]:
         with pytest.raises(CheckpointDamaged, match="no checksum"):
             checksums.check(stored / file, offset, data)
 
 
-def test_a_checkpoint_without_checksums_has_none(tmp_path):
+def test_a_checkpoint_without_checksums_has_none(tmp_path: Path) -> None:
     assert Checksums.of(tmp_path) is None
     Manifest(extra={}, num_ranks=1, optimizer=None).write(tmp_path)
     assert Checksums.of(tmp_path) is None
@@ -60,7 +67,7 @@ def test_a_checkpoint_without_checksums_has_none(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"algorithm": "sha"}', '{"algorithm": "crc32", "files": 1}'])
-def test_lost_or_unreadable_checksums_are_damage(stored, content):
+def test_lost_or_unreadable_checksums_are_damage(stored: Path, content: str | None) -> None:
     (stored / CHECKSUMS_FILE).unlink() if content is None else (stored / CHECKSUMS_FILE).write_text(content)
     with pytest.raises(CheckpointDamaged, match=CHECKSUMS_FILE):
         Checksums.of(stored)

@@ -3,30 +3,34 @@
 import json
 import os
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, load, save
 from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint.testing import forget_checksums
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 
 @pytest.fixture
-def model():
+def model() -> nn.Linear:
     return nn.Linear(3, 3)
 
 
 @pytest.fixture
-def path(tmp_path, model):
+def path(tmp_path: Path, model: nn.Linear) -> Path:
     save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), extra={"step": 3})
     return tmp_path / "a"
 
 
-def refused(path, model, file):
+def refused(path: Path, model: nn.Linear, file: str) -> str:
     before = model.weight.clone()
     with pytest.raises(CheckpointDamaged) as info:
         load(path, model=model, optimizer=torch.optim.SGD(model.parameters()))
@@ -35,7 +39,7 @@ def refused(path, model, file):
     return str(info.value)
 
 
-def rewrite_metadata(path, change):
+def rewrite_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     """As a writer that made the mistake itself."""
     forget_checksums(path)
     metadata = FileSystemReader(path).read_metadata()
@@ -43,24 +47,26 @@ def rewrite_metadata(path, change):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_an_absent_checkpoint_is_named(tmp_path, model):
+def test_an_absent_checkpoint_is_named(tmp_path: Path, model: nn.Linear) -> None:
     with pytest.raises(FileNotFoundError, match="absent'"):
         load(tmp_path / "absent", model=model)
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "lamella.json"])
-def test_an_absent_file_is_named(path, model, file):
+def test_an_absent_file_is_named(path: Path, model: nn.Linear, file: str) -> None:
     (path / file).unlink()
     assert "No such file" in refused(path, model, file)
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "lamella.json"])
-def test_a_truncated_file_is_named(path, model, file):
+def test_a_truncated_file_is_named(path: Path, model: nn.Linear, file: str) -> None:
     os.truncate(path / file, (path / file).stat().st_size - 10)
     refused(path, model, file)
 
 
-def test_a_file_that_is_too_short_is_found_before_anything_is_read(path, model, monkeypatch):
+def test_a_file_that_is_too_short_is_found_before_anything_is_read(
+    path: Path, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_dcp_read, "read_tensors", lambda *_: pytest.fail("read"))
     size = (path / "__0_0.distcp").stat().st_size
     os.truncate(path / "__0_0.distcp", size - 1)
@@ -68,13 +74,13 @@ def test_a_file_that_is_too_short_is_found_before_anything_is_read(path, model, 
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "lamella.json"])
-def test_a_file_of_garbage_is_named(path, model, file):
+def test_a_file_of_garbage_is_named(path: Path, model: nn.Linear, file: str) -> None:
     size = (path / file).stat().st_size
     (path / file).write_bytes(b"\x13" * size)
     refused(path, model, file)
 
 
-def test_no_bit_of_a_checkpoint_can_flip_unseen(path, model):
+def test_no_bit_of_a_checkpoint_can_flip_unseen(path: Path, model: nn.Linear) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
@@ -88,7 +94,7 @@ def test_no_bit_of_a_checkpoint_can_flip_unseen(path, model):
     load(path, model=model, optimizer=optimizer)
 
 
-def test_an_error_names_the_file_and_the_tensor_whose_bits_flipped(path, model):
+def test_an_error_names_the_file_and_the_tensor_whose_bits_flipped(path: Path, model: nn.Linear) -> None:
     content = bytearray((path / "__0_0.distcp").read_bytes())
     position = content.find(model.weight.detach().numpy().tobytes())
     content[position] ^= 1
@@ -99,20 +105,25 @@ def test_an_error_names_the_file_and_the_tensor_whose_bits_flipped(path, model):
     load(path, model=model, verify=False)
 
 
-def test_a_later_format_is_refused(path, model):
+def test_a_later_format_is_refused(path: Path, model: nn.Linear) -> None:
     content = json.loads((path / "lamella.json").read_text())
     (path / "lamella.json").write_text(json.dumps(content | {"format_version": 2}))
     assert "expected format version 1, got 2" in refused(path, model, "lamella.json")
 
 
-def test_a_hole_is_found_before_anything_is_read(path, model):
-    rewrite_metadata(path, lambda metadata: metadata.state_dict_metadata["model.bias"].chunks.clear())
+def test_a_hole_is_found_before_anything_is_read(path: Path, model: nn.Linear) -> None:
+    def clear(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["model.bias"]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.clear()
+
+    rewrite_metadata(path, clear)
     assert "0 of the 3 elements of 'model.bias'" in refused(path, model, ".metadata")
 
 
 @pytest.mark.parametrize("name", ["model.bias", "optimizer.param_groups.bias.lr"])
-def test_a_name_without_a_place_is_found_before_anything_is_read(path, model, name):
-    def forget(metadata):
+def test_a_name_without_a_place_is_found_before_anything_is_read(path: Path, model: nn.Linear, name: str) -> None:
+    def forget(metadata: Metadata) -> None:
         for index in [index for index in metadata.storage_data if index.fqn == name]:
             del metadata.storage_data[index]
 
@@ -120,8 +131,8 @@ def test_a_name_without_a_place_is_found_before_anything_is_read(path, model, na
     assert f"no place in any file for '{name}'" in refused(path, model, ".metadata")
 
 
-def test_paths_do_not_lead_outside(path, model):
-    def lead_outside(metadata):
+def test_paths_do_not_lead_outside(path: Path, model: nn.Linear) -> None:
+    def lead_outside(metadata: Metadata) -> None:
         for info in metadata.storage_data.values():
             info.relative_path = "../elsewhere.distcp"
 
@@ -129,14 +140,14 @@ def test_paths_do_not_lead_outside(path, model):
     assert "leads outside" in refused(path, model, ".metadata")
 
 
-def test_a_file_is_no_checkpoint(tmp_path, model):
+def test_a_file_is_no_checkpoint(tmp_path: Path, model: nn.Linear) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointDamaged, match="a checkpoint of torch DCP in .*, got a file"):
         load(tmp_path / "file", model=model)
 
 
-def test_damage_on_one_ranks_files_reaches_every_rank(kit, tmp_path):
-    def save_damage_load():
+def test_damage_on_one_ranks_files_reaches_every_rank(kit: Kit, tmp_path: Path) -> None:
+    def save_damage_load() -> str:
         model, _ = kit.build(sharded=True)
         save(tmp_path / "b", model=model)
         if torch.distributed.get_rank() == 0:
@@ -147,6 +158,7 @@ def test_damage_on_one_ranks_files_reaches_every_rank(kit, tmp_path):
             load(tmp_path / "b", model=model)
         except (CheckpointDamaged, CheckpointFailed) as error:
             return str(error)
+        pytest.fail("loaded")
 
     messages = run_ranks(save_damage_load, 2)
     assert all("__1_0.distcp" in message for message in messages)

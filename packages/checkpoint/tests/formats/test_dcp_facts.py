@@ -10,6 +10,8 @@ import pickle
 import warnings
 import zipfile
 import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, CheckpointUntrusted, load
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
@@ -29,32 +31,33 @@ from lamella_testing import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def dcp_save(entries, path):
+def dcp_save(entries: dict[str, Any], path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)
+        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
     return path
 
 
-def partial_load(entries, path):
-    dcp.load(entries, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+def partial_load(entries: dict[str, Any], path: Path) -> None:
+    dcp.load(entries, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))  # type: ignore[attr-defined]
 
 
 # -- what is in the files ---------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_tensors_and_two_files(tmp_path):
+def test_a_model_is_tensors_and_two_files(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     assert sorted(each.name for each in path.iterdir()) == [".metadata", "__0_0.distcp"]
     assert all(isinstance(each, TensorStorageMetadata) for each in metadata(path).state_dict_metadata.values())
     assert StoredCheckpoint(path).objects == ()
 
 
-def metadata(path):
-    return dcp.FileSystemReader(path).read_metadata()
+def metadata(path: Path) -> Metadata:
+    read: Metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
+    return read
 
 
-def test_values_that_are_no_tensors_are_one_object_a_leaf(tmp_path):
+def test_values_that_are_no_tensors_are_one_object_a_leaf(tmp_path: Path) -> None:
     entries = {
         "int": 3,
         "none": None,
@@ -78,7 +81,7 @@ def test_values_that_are_no_tensors_are_one_object_a_leaf(tmp_path):
         stored.read_object("args")
 
 
-def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_path):
+def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_path: Path) -> None:
     """Note [Optimizers by group] of `_translation.sections`."""
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     stored = StoredCheckpoint(dcp_save({"optimizer": optimizer.state_dict()}, tmp_path / "a"))
@@ -86,13 +89,13 @@ def test_the_options_of_a_group_are_objects_and_its_parameters_one_of_them(tmp_p
     assert stored.read_object("optimizer.param_groups.0.lr") == 1e-3
 
 
-def test_the_types_in_metadata_are_those_that_are_known(tmp_path):
+def test_the_types_in_metadata_are_those_that_are_known(tmp_path: Path) -> None:
     """The allow-list is enough for what this torch writes; a new type must be looked at before it is added."""
 
-    def save_sharded():
+    def save_sharded() -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
         tensor = torch.distributed.tensor.distribute_tensor(torch.ones(4), mesh, [torch.distributed.tensor.Shard(0)])
-        dcp.save({"x": tensor, "y": torch.ones(1), "z": 3}, checkpoint_id=tmp_path / "a")
+        dcp.save({"x": tensor, "y": torch.ones(1), "z": 3}, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
 
     run_ranks(save_sharded, 2)
     content = (tmp_path / "a" / ".metadata").read_bytes()
@@ -102,7 +105,7 @@ def test_the_types_in_metadata_are_those_that_are_known(tmp_path):
     assert len(found.tensors["x"].chunks) == 2
 
 
-def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path):
+def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path: Path) -> None:
     tensor = torch.arange(600.0).reshape(20, 30)
     path = dcp_save({"x": tensor}, tmp_path / "a")
     [info] = metadata(path).storage_data.values()
@@ -110,13 +113,14 @@ def test_an_item_is_an_archive_that_stores_its_tensor_as_it_is(tmp_path):
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         assert {each.compress_type for each in archive.infolist()} == {zipfile.ZIP_STORED}
     found = find_tensor(io.BytesIO(content))
+    assert found is not None
     _, start, length, crc = found.record
     assert content[start : start + length] == tensor.numpy().tobytes()
     assert crc == zlib.crc32(tensor.numpy().tobytes())
     assert start % 64 == 0
 
 
-def test_archives_without_checksums_have_zeros_for_them():
+def test_archives_without_checksums_have_zeros_for_them() -> None:
     buffer = io.BytesIO()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -130,33 +134,35 @@ def test_archives_without_checksums_have_zeros_for_them():
 # -- what torch does not notice ---------------------------------------------------------------------------------------
 
 
-def test_torch_loads_flipped_bits(tmp_path):
+def test_torch_loads_flipped_bits(tmp_path: Path) -> None:
     path = dcp_save({"model": {"weight": torch.zeros(40, 40), "bias": torch.zeros(40)}}, tmp_path / "a")
     content = bytearray((path / "__0_0.distcp").read_bytes())
     content[content.rfind(b"\0" * 1000)] ^= 1
     (path / "__0_0.distcp").write_bytes(content)
     state = {"model": {"weight": torch.ones(40, 40), "bias": torch.ones(40)}}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
     assert any(each.any() for each in state["model"].values())
     with pytest.raises(CheckpointDamaged, match="with the checksum"):
         load(path, model=nn.Linear(40, 40))
 
 
-def test_torch_leaves_holes_as_they_are(tmp_path):
+def test_torch_leaves_holes_as_they_are(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     content = metadata(path)
-    content.state_dict_metadata["model.weight"].chunks.clear()
+    entry = content.state_dict_metadata["model.weight"]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.clear()
     (path / ".metadata").write_bytes(pickle.dumps(content))
     state = {"model": {"weight": torch.full((2, 2), 7.0)}}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
     assert bool((state["model"]["weight"] == 7).all())
     with pytest.raises(CheckpointDamaged, match="0 of the 4 elements of 'model.weight'"):
         load(path, model=nn.Linear(2, 2))
 
 
-def test_torch_runs_what_metadata_says(tmp_path, monkeypatch):
+def test_torch_runs_what_metadata_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Runs:
-        def __reduce__(self):
+        def __reduce__(self) -> tuple[object, ...]:
             return (os.mkdir, ("ran",))
 
     monkeypatch.chdir(tmp_path)
@@ -171,37 +177,37 @@ def test_torch_runs_what_metadata_says(tmp_path, monkeypatch):
     assert os.path.exists("ran")
 
 
-def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path):
+def test_two_ranks_that_write_one_place_lose_one_of_them(tmp_path: Path) -> None:
     """Tensors of tensor-parallel ranks that are saved as if they were whole: the first of them is what is kept."""
 
-    def save_alike():
+    def save_alike() -> None:
         rank = torch.distributed.get_rank()
-        dcp.save({"x": torch.full((2,), float(rank))}, checkpoint_id=tmp_path / "a")
+        dcp.save({"x": torch.full((2,), float(rank))}, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
 
     run_ranks(save_alike, 2)
     state = {"x": torch.full((2,), 9.0)}
-    dcp.load(state, checkpoint_id=tmp_path / "a")
+    dcp.load(state, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
     assert state["x"].tolist() in ([0.0, 0.0], [1.0, 1.0])
 
 
 # -- what a load does with what is missing ----------------------------------------------------------------------------
 
 
-def test_a_missing_key_raises_what_except_exception_lets_through(tmp_path):
+def test_a_missing_key_raises_what_except_exception_lets_through(tmp_path: Path) -> None:
     path = dcp_save({"model": nn.Linear(2, 2, bias=False).state_dict()}, tmp_path / "a")
-    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: args") as info:
-        dcp.load({"args": argparse.Namespace()}, checkpoint_id=path)
-    assert not isinstance(info.value, Exception)
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: args") as torchs:
+        dcp.load({"args": argparse.Namespace()}, checkpoint_id=path)  # type: ignore[attr-defined]
+    assert not isinstance(torchs.value, Exception)
     with pytest.raises(CheckpointMismatch) as info:
         load(path, model=nn.Linear(2, 2))
-    assert isinstance(info.value, Exception) and info.value.missing == ("model.bias",)
+    assert isinstance(info.value, Exception) and info.value.missing == ("model.bias",)  # type: ignore[redundant-expr]
 
 
-def test_a_partial_load_puts_none_where_objects_were(tmp_path):
+def test_a_partial_load_puts_none_where_objects_were(tmp_path: Path) -> None:
     """The hazard that `fill` is for: not only at the top, but inside sections that are there."""
     path = dcp_save({"model": {"x": torch.ones(2)}, "d": {"known": 1}}, tmp_path / "a")
 
-    def request():
+    def request() -> dict[str, Any]:
         return {
             "model": {"x": torch.zeros(2)},
             "args": argparse.Namespace(a=1),
@@ -226,7 +232,7 @@ def test_a_partial_load_puts_none_where_objects_were(tmp_path):
     assert {"args", "d.k", "int", "tensor"} <= set(filled.kept)
 
 
-def test_a_section_is_not_taken_for_one_whose_name_it_begins(tmp_path):
+def test_a_section_is_not_taken_for_one_whose_name_it_begins(tmp_path: Path) -> None:
     path = dcp_save({"model_ema": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}}, tmp_path / "a")
     request = {"model": {"weight": torch.zeros(2, 2)}}
     assert fill(request, StoredCheckpoint(path)).kept == ("model.weight",)
@@ -236,7 +242,7 @@ def test_a_section_is_not_taken_for_one_whose_name_it_begins(tmp_path):
     assert info.value.missing == ("model.bias",)
 
 
-def test_options_that_the_checkpoint_lacks_are_kept_and_told(tmp_path):
+def test_options_that_the_checkpoint_lacks_are_kept_and_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     entries = {
         "model": model.state_dict(),
@@ -254,20 +260,20 @@ def test_options_that_the_checkpoint_lacks_are_kept_and_told(tmp_path):
 
 
 @pytest.mark.parametrize("allow_partial_load", [True, False])
-def test_another_size_is_refused_in_both_modes(tmp_path, allow_partial_load):
+def test_another_size_is_refused_in_both_modes(tmp_path: Path, allow_partial_load: bool) -> None:
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     planner = DefaultLoadPlanner(allow_partial_load=allow_partial_load)
     with pytest.raises((ValueError, CheckpointException), match="Size mismatch"):
-        dcp.load({"model": nn.Linear(3, 3).state_dict()}, checkpoint_id=path, planner=planner)
+        dcp.load({"model": nn.Linear(3, 3).state_dict()}, checkpoint_id=path, planner=planner)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointMismatch) as info:
         load(path, model=nn.Linear(3, 3))
     assert [each.name for each in info.value.shapes] == ["model.weight", "model.bias"]
 
 
-def test_a_tensor_is_replaced_by_an_object_of_its_name(tmp_path):
+def test_a_tensor_is_replaced_by_an_object_of_its_name(tmp_path: Path) -> None:
     path = dcp_save({"model": {"weight": "text", "bias": torch.ones(2)}}, tmp_path / "a")
     state = {"model": {"weight": torch.zeros(2, 2)}}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
     assert state["model"]["weight"] == "text"
     with pytest.raises(CheckpointMismatch, match=r"model.weight: an object in the checkpoint, \(2, 2\) here"):
         load(path, model=nn.Linear(2, 2))
@@ -275,19 +281,19 @@ def test_a_tensor_is_replaced_by_an_object_of_its_name(tmp_path):
         fill({"model": {"weight": torch.zeros(2, 2)}}, StoredCheckpoint(path))
 
 
-def test_an_object_is_not_replaced_by_a_tensor(tmp_path):
+def test_an_object_is_not_replaced_by_a_tensor(tmp_path: Path) -> None:
     path = dcp_save({"model": {"weight": torch.ones(2, 2)}}, tmp_path / "a")
     with pytest.raises((ValueError, CheckpointException)):
-        dcp.load({"model": {"weight": "text"}}, checkpoint_id=path)
+        dcp.load({"model": {"weight": "text"}}, checkpoint_id=path)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="got a tensor in the checkpoint"):
         fill({"model": {"weight": "text"}}, StoredCheckpoint(path))
 
 
-def test_loads_are_in_place_and_cast_and_take_leaves(tmp_path):
+def test_loads_are_in_place_and_cast_and_take_leaves(tmp_path: Path) -> None:
     weight = torch.tensor([[1.0009765625 + 2**-20]])
     path = dcp_save({"model": {"weight": weight}}, tmp_path / "a")
     for read in (
-        lambda leaf: dcp.load({"model": {"weight": leaf}}, checkpoint_id=path),
+        lambda leaf: dcp.load({"model": {"weight": leaf}}, checkpoint_id=path),  # type: ignore[attr-defined]
         lambda leaf: fill({"model": {"weight": leaf}}, StoredCheckpoint(path)),
     ):
         for dtype in (torch.float32, torch.bfloat16):
@@ -297,7 +303,7 @@ def test_loads_are_in_place_and_cast_and_take_leaves(tmp_path):
             assert leaf.data_ptr() == place and torch.equal(leaf, weight.to(dtype)) and leaf.is_leaf
 
 
-def test_names_may_share_a_place(tmp_path):
+def test_names_may_share_a_place(tmp_path: Path) -> None:
     """Note [Names that share data] of `_formats.dcp_write`."""
     path = dcp_save({"model": {"weight": torch.ones(2, 2)}}, tmp_path / "a")
     content = metadata(path)
@@ -308,17 +314,18 @@ def test_names_may_share_a_place(tmp_path):
     content.planner_data["model.alias"] = ("model", "alias")
     (path / ".metadata").write_bytes(pickle.dumps(content))
     state = {"model": {"alias": torch.zeros(2, 2)}}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
     assert bool((state["model"]["alias"] == 1).all())
 
 
-def test_a_dtensor_asks_its_local_tensor_what_it_holds():
+def test_a_dtensor_asks_its_local_tensor_what_it_holds() -> None:
     """How Megatron-FSDP says where its uneven shards lie; `local_boxes` asks alike."""
 
-    def ask():
+    def ask() -> list[str]:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
         tensor = torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, [torch.distributed.tensor.Shard(0)])
-        tensor._local_tensor.__create_chunk_list__ = lambda: ["mine"]
-        return tensor.__create_chunk_list__()
+        tensor._local_tensor.__create_chunk_list__ = lambda: ["mine"]  # type: ignore[attr-defined]
+        answer: list[str] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return answer
 
     assert run_ranks(ask, 2) == [["mine"], ["mine"]]

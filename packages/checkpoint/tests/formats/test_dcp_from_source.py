@@ -1,11 +1,15 @@
 """A source streamed, and written as torch DCP: torch and this package read what was in it, bit by bit."""
 
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lamella_checkpoint import TensorInfo, load, save
+from lamella_checkpoint import Source, TensorInfo, Wanted, load, save
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.stream import stream
 from lamella_checkpoint._formats.checksums import Checksums
@@ -25,23 +29,23 @@ SMALL = 600
 
 
 @pytest.fixture
-def source():
+def source() -> MemorySource:
     torch.manual_seed(0)
     tensors = {f"model.{dtype}".replace("torch.", ""): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
     return MemorySource({**tensors, "model.scalar": torch.tensor(3.5), "model.empty": torch.empty(0, 4)})
 
 
-def kept(source):
+def kept(source: Source) -> dict[str, torch.dtype]:
     return {name: info.dtype for name, info in source.tensors.items()}
 
 
-def equal(found, source, prefix=""):
+def equal(found: Mapping[str, torch.Tensor], source: MemorySource, prefix: str = "") -> bool:
     assert set(found) == {name.removeprefix(prefix) for name in source.tensors}
     return all(same_bits(found[name.removeprefix(prefix)], source.held[name]) for name in source.tensors)
 
 
 class TestStream:
-    def test_pieces_are_every_tensor_once_within_its_chunks_and_the_buffer(self, source):
+    def test_pieces_are_every_tensor_once_within_its_chunks_and_the_buffer(self, source: MemorySource) -> None:
         chunks = (Chunk((0, 0, 0), (7, 2, 3)), Chunk((0, 2, 0), (7, 3, 3)))
         source.tensors["model.float32"] = TensorInfo((7, 5, 3), torch.float32, chunks)
         found = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
@@ -55,47 +59,54 @@ class TestStream:
         assert list(dict.fromkeys(order)) == list(source.tensors)
         assert equal(found, source)
 
-    def test_no_more_than_the_buffer_is_read_ahead(self):
+    def test_no_more_than_the_buffer_is_read_ahead(self) -> None:
         source = MemorySource({"a": torch.arange(1000.0)})
         num_asked = []
         read_now = source.read
-        source.read = lambda wanted: num_asked.append(sum(each.into.nbytes for each in wanted)) or read_now(wanted)
+
+        def read(wanted: Sequence[Wanted]) -> None:
+            num_asked.append(sum(each.into.nbytes for each in wanted))
+            read_now(wanted)
+
+        source.read = read  # type: ignore[method-assign]
         pieces = stream(source, kept(source), 400)
         next(pieces)
         next(pieces)
+        assert isinstance(pieces, Generator)
         assert sum(num_asked) <= 400
         assert max(num_asked) <= 200
         pieces.close()
 
-    def test_a_source_that_fails_is_heard(self, source):
-        source.read = lambda _: 1 / 0
+    def test_a_source_that_fails_is_heard(self, source: MemorySource) -> None:
+        source.read = lambda _: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(ZeroDivisionError):
             list(stream(source, kept(source)))
 
 
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
 class TestEachFormat:
-    def test_dcp(self, source, tmp_path, buffer_nbytes):
+    def test_dcp(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
         options = WriteOptions(max_file_nbytes=2000, buffer_nbytes=buffer_nbytes)
         write_dcp(source, kept(source), tmp_path, options=options)
         assert len(list(tmp_path.glob("*.distcp"))) > 1
         into = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-        dcp.load(into, checkpoint_id=tmp_path)
+        dcp.load(into, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
         assert equal(into, source)
         opened = StoredCheckpoint(tmp_path)
         assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
 
 
-def trained(seed=0):
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}])
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.AdamW(groups)
     model(torch.rand(2, 3)).sum().backward()
     optimizer.step()
     return model, optimizer
 
 
-def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path):
+def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path: Path) -> None:
     model, optimizer = trained()
     source = StoredCheckpoint(save(tmp_path / "saved", model=model, optimizer=optimizer))
     manifest = Manifest(extra={"step": 7}, num_ranks=1, optimizer=None)
@@ -110,11 +121,12 @@ def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path):
         assert all(torch.equal(found["state"][index][slot], value) for slot, value in slots.items())
 
 
-def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path):
+def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path: Path) -> None:
     source = MemorySource({"model.weight": torch.zeros(100, 100), "model.bias": torch.zeros(3)})
     manifest = Manifest(extra={}, num_ranks=1, optimizer=None)
     write_dcp(source, kept(source), tmp_path, manifest=manifest, options=WriteOptions(buffer_nbytes=1000))
     checksums = Checksums.of(tmp_path)
+    assert checksums is not None
     content = (tmp_path / "__0_0.distcp").read_bytes()
     spans = sorted(checksums.files["__0_0.distcp"])
     assert sum(span.length for span in spans) == len(content) and len(spans) > 10
@@ -125,27 +137,27 @@ def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path):
 class TestTies:
     source = MemorySource({"model.embed": torch.rand(300, 2)})
 
-    def test_names_of_one_tensor_share_a_place_in_dcp(self, tmp_path):
+    def test_names_of_one_tensor_share_a_place_in_dcp(self, tmp_path: Path) -> None:
         write_dcp(self.source, kept(self.source), tmp_path, aliases={"model.head": "model.embed"})
         assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 2 * 2400
         into = {name: torch.zeros(300, 2) for name in ("model.embed", "model.head")}
-        dcp.load(into, checkpoint_id=tmp_path)
+        dcp.load(into, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
         assert all(torch.equal(tensor, self.source.held["model.embed"]) for tensor in into.values())
 
 
-def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path):
+def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path: Path) -> None:
     source = MemorySource({"model.module.a.weight": torch.ones(2), "iteration": 3})
     write_dcp(source, kept(source), tmp_path, path_of=lambda name: tuple(name.split(".", 1)))
     assert not (tmp_path / "lamella.json").exists()
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()  # type: ignore[attr-defined]
     assert metadata.planner_data == {"model.module.a.weight": ("model", "module.a.weight"), "iteration": ("iteration",)}
-    request = {"model": {"module.a.weight": torch.zeros(2)}, "iteration": 0}
-    dcp.load(request, checkpoint_id=tmp_path)
+    request: dict[str, Any] = {"model": {"module.a.weight": torch.zeros(2)}, "iteration": 0}
+    dcp.load(request, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
     assert request["iteration"] == 3 and request["model"]["module.a.weight"].sum() == 2
 
 
-def test_progress_adds_up_to_what_was_written(source, tmp_path):
+def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Path) -> None:
     total = sum(tensor.nbytes for tensor in source.held.values())
-    steps = []
+    steps: list[int] = []
     write_dcp(source, kept(source), tmp_path, options=WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append))
     assert sum(steps) == total and len(steps) > 10

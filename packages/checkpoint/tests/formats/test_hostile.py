@@ -4,11 +4,15 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, OptionConflict, load, save, verify
 from lamella_checkpoint._base.directories import publish, recover, stage
@@ -22,12 +26,12 @@ _ESCAPES = "a\n\x1b[2J\u202eb"
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     save(tmp_path / "a", model=nn.Linear(2, 2), extra={"step": 1})
     return tmp_path / "a"
 
 
-def refused(file, act, *words):
+def refused(file: Path, act: Callable[[], object], *words: str) -> None:
     with pytest.raises(CheckpointDamaged) as info:
         act()
     assert info.value.file == str(file)
@@ -37,7 +41,9 @@ def refused(file, act, *words):
 
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_link, make_deep])
 @pytest.mark.parametrize("name", [".metadata", "lamella.json", "lamella_checksums.json"])
-def test_files_that_are_not_what_their_names_say_are_refused_unread(path, name, harm):
+def test_files_that_are_not_what_their_names_say_are_refused_unread(
+    path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
     harm(path / name)
     refused(path / name, lambda: load(path, model=nn.Linear(2, 2)))
     assert any(problem.file == str(path / name) for problem in verify(path).problems)
@@ -52,27 +58,28 @@ def test_files_that_are_not_what_their_names_say_are_refused_unread(path, name, 
         ("lamella_checksums.json", {"files": [1]}),
     ],
 )
-def test_manifests_that_make_no_sense_are_refused(path, file, change):
+def test_manifests_that_make_no_sense_are_refused(path: Path, file: str, change: dict[str, Any]) -> None:
     (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
     refused(path / file, lambda: load(path, model=nn.Linear(2, 2)))
 
 
-def change_manifest(path, **changes):
+def change_manifest(path: Path, **changes: Any) -> None:
     file = path / "lamella.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def rewritten(path, change):
+def rewritten(path: Path, change: Callable[[Metadata], object]) -> None:
     forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.mark.parametrize("sizes", [(1 << 40, 2), (0, 1 << 62, 1 << 62)])
-def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path, sizes):
-    def claim(metadata):
+def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path: Path, sizes: tuple[int, ...]) -> None:
+    def claim(metadata: Metadata) -> None:
         table = metadata.state_dict_metadata["model.weight"]
+        assert isinstance(table, TensorStorageMetadata)
         table.size = table.chunks[0].sizes = torch.Size(sizes)
         table.chunks[0].offsets = torch.Size([0] * len(sizes))
         for index in [index for index in metadata.storage_data if index.fqn == "model.weight"]:
@@ -84,7 +91,9 @@ def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path, sizes):
     assert not verify(path)
 
 
-def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another job that saves to the same path takes it for the leftover of a killed one."""
     target = tmp_path / "a"
     save(target, model=nn.Linear(2, 2))
@@ -93,7 +102,7 @@ def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(tmp_path, mo
         (staged / name).touch()
     rmtree = shutil.rmtree
 
-    def publish_meanwhile(path, **options):
+    def publish_meanwhile(path: Path, **options: Any) -> None:
         (path / "x").unlink()
         with pytest.raises(FileNotFoundError, match="one save at a time"):
             publish(staged, target)
@@ -115,8 +124,8 @@ def test_what_a_running_save_wrote_is_published_whole_or_not_at_all(tmp_path, mo
         (torch.int64, torch.bool),
     ],
 )
-def test_a_number_is_never_cut_to_fit(tmp_path, stored, live):
-    def model(dtype):
+def test_a_number_is_never_cut_to_fit(tmp_path: Path, stored: torch.dtype, live: torch.dtype) -> None:
+    def model(dtype: torch.dtype) -> nn.Module:
         made = nn.Module()
         made.register_buffer("w", torch.full((2,), 3).to(dtype))
         return made
@@ -130,7 +139,7 @@ def test_a_number_is_never_cut_to_fit(tmp_path, stored, live):
     load(tmp_path / "b", model=model(stored))
 
 
-def test_a_refused_load_shows_text_too(path):
+def test_a_refused_load_shows_text_too(path: Path) -> None:
     change_manifest(path, optimizer={"class": _ESCAPES, "options": [_ESCAPES]})
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

@@ -3,13 +3,16 @@
 import os
 import pickle
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, Wanted
 from lamella_checkpoint._base.boxes import first_overlap, whole_box
@@ -18,38 +21,40 @@ from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 3), (4, 1, 3), (64, 3, 40), (3, 300, 40)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
-def values(shape, dtype):
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     torch.manual_seed(0)
     return torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
 
 
-def saved(path, tensors):
+def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": tensors}, checkpoint_id=path)
+        dcp.save({"model": tensors}, checkpoint_id=path)  # type: ignore[attr-defined]
     return path
 
 
 @pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
-def threads(request, monkeypatch):
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_items, "num_threads", lambda: request.param)
 
 
 @pytest.fixture(params=[True, False], ids=["verified", "unverified"])
-def verify(request):
-    return request.param
+def verify(request: pytest.FixtureRequest) -> bool:
+    is_verified: bool = request.param
+    return is_verified
 
 
-def as_bytes(tensor):
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def boxes(shape):
+def boxes(shape: tuple[int, ...]) -> Iterator[Chunk]:
     """All of it, each edge, and a part inside."""
     yield whole_box(shape)
     for dim, size in enumerate(shape):
@@ -62,7 +67,9 @@ def boxes(shape):
 
 
 @pytest.mark.parametrize("small_bytes", [0, 1 << 30])
-def test_any_box_of_any_tensor_is_read(tmp_path, monkeypatch, threads, verify, small_bytes):
+def test_any_box_of_any_tensor_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None, verify: bool, small_bytes: int
+) -> None:
     monkeypatch.setattr(_items, "_SMALL_BYTES", small_bytes)
     monkeypatch.setattr(_items, "_PIECE_BYTES", 1000)
     tensors = {f"{shape} {dtype}": values(shape, dtype) for shape in SHAPES for dtype in DTYPES}
@@ -84,7 +91,13 @@ def test_any_box_of_any_tensor_is_read(tmp_path, monkeypatch, threads, verify, s
     piece=st.integers(1, 200),
     verified=st.booleans(),
 )
-def test_boxes_are_those_of_the_whole(tmp_path_factory, shape, cuts, piece, verified):
+def test_boxes_are_those_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: list[int],
+    cuts: list[tuple[float, float]],
+    piece: int,
+    verified: bool,
+) -> None:
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     path = saved(tmp_path_factory.mktemp("a"), {"x": tensor})
     slices = [slice(*sorted((int(a * size), int(b * size) + 1))) for (a, b), size in zip(cuts, shape, strict=False)]
@@ -98,7 +111,7 @@ def test_boxes_are_those_of_the_whole(tmp_path_factory, shape, cuts, piece, veri
     assert torch.equal(into, expected)
 
 
-def test_values_are_cast_and_put_where_they_are_wanted(tmp_path, verify):
+def test_values_are_cast_and_put_where_they_are_wanted(tmp_path: Path, verify: bool) -> None:
     tensor = values((300, 40), torch.float32) + 0.3
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=verify)
     half, transposed, leaf = (
@@ -120,19 +133,19 @@ def test_values_are_cast_and_put_where_they_are_wanted(tmp_path, verify):
     ],
     ids=["transposed", "channels last", "conjugated"],
 )
-def test_what_only_torch_can_read_is_read_by_torch(tmp_path, verify, tensor):
+def test_what_only_torch_can_read_is_read_by_torch(tmp_path: Path, verify: bool, tensor: torch.Tensor) -> None:
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=verify)
     into = torch.empty(tensor.shape, dtype=tensor.dtype)
     stored.read([Wanted("model.x", whole_box(tensor.shape), into)])
     assert torch.equal(into, tensor)
 
 
-def reads_of(monkeypatch):
+def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes that are read at the files' own positions from here on."""
     sizes = []
     preadv = os.preadv
 
-    def counting(descriptor, buffers, offset):
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         sizes.append(num_read := preadv(descriptor, buffers, offset))
         return num_read
 
@@ -140,7 +153,9 @@ def reads_of(monkeypatch):
     return sizes
 
 
-def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(tmp_path, monkeypatch):
+def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": values((1000, 64), torch.float32)}))
     sizes = reads_of(monkeypatch)
     stored.read([Wanted("model.x", Chunk((row, 0), (1, 64)), torch.empty(1, 64)) for row in range(1000)])
@@ -148,14 +163,18 @@ def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(tmp_path, monkey
 
 
 @pytest.mark.parametrize("box", [Chunk((500, 0), (2, 64)), Chunk((500, 8), (2, 8))])
-def test_of_a_large_chunk_only_the_rows_of_a_box_are_read(tmp_path, monkeypatch, box):
+def test_of_a_large_chunk_only_the_rows_of_a_box_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: Chunk
+) -> None:
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": values((100_000, 64), torch.float32)}), verify=False)
     sizes = reads_of(monkeypatch)
     stored.read([Wanted("model.x", box, torch.empty(box.sizes))])
     assert sum(sizes) < 10_000
 
 
-def test_a_large_chunk_that_is_read_part_by_part_is_verified_once(tmp_path, monkeypatch):
+def test_a_large_chunk_that_is_read_part_by_part_is_verified_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = values((1000, 64), torch.float32)
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}))
     sizes = reads_of(monkeypatch)
@@ -165,7 +184,7 @@ def test_a_large_chunk_that_is_read_part_by_part_is_verified_once(tmp_path, monk
     assert tensor.nbytes <= sum(sizes) < 3.5 * tensor.nbytes
 
 
-def test_of_long_rows_only_the_wanted_part_is_read(tmp_path, monkeypatch):
+def test_of_long_rows_only_the_wanted_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = values((4, 1 << 20), torch.uint8)
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=False)
     sizes, into = reads_of(monkeypatch), torch.empty(4, 1 << 19, dtype=torch.uint8)
@@ -173,7 +192,7 @@ def test_of_long_rows_only_the_wanted_part_is_read(tmp_path, monkeypatch):
     assert torch.equal(into, tensor[:, 100 : 100 + (1 << 19)]) and sum(sizes) < (1 << 21) + 10_000
 
 
-def test_no_copy_is_held_of_what_is_read_as_it_lies(tmp_path, monkeypatch):
+def test_no_copy_is_held_of_what_is_read_as_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = values((1000, 1000), torch.float32)
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}))
     into = torch.empty(1000, 1000)
@@ -182,25 +201,31 @@ def test_no_copy_is_held_of_what_is_read_as_it_lies(tmp_path, monkeypatch):
     assert torch.equal(into, tensor)
 
 
-def test_files_that_nobody_wants_stay_closed(tmp_path, monkeypatch):
-    def save_from_each():
+def test_files_that_nobody_wants_stay_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_from_each() -> None:
         local = torch.full((2, 3), float(torch.distributed.get_rank()))
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (3,))
-        dcp.save(
+        dcp.save(  # type: ignore[attr-defined]
             {"x": torch.distributed.tensor.DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)])},
             checkpoint_id=tmp_path / "a",
         )
 
     run_ranks(save_from_each, 3)
-    stored, opened = StoredCheckpoint(tmp_path / "a"), []
+    stored = StoredCheckpoint(tmp_path / "a")
+    opened: list[str] = []
     os_open = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(os.path.basename(path)) or os_open(path, *rest))
+
+    def open_and_note(path: Path, *rest: Any) -> int:
+        opened.append(os.path.basename(path))
+        return os_open(path, *rest)
+
+    monkeypatch.setattr(os, "open", open_and_note)
     into = torch.empty(3, 3)
     stored.read([Wanted("x", Chunk((1, 0), (3, 3)), into)])
     assert into[:, 0].tolist() == [0, 1, 1] and sorted(opened) == ["__0_0.distcp", "__1_0.distcp"]
 
 
-def flipped(path, position):
+def flipped(path: Path, position: int) -> None:
     with path.open("r+b") as file:
         file.seek(position)
         byte = file.read(1)[0]
@@ -209,7 +234,9 @@ def flipped(path, position):
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (200, 200)])
-def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(tmp_path, threads, shape):
+def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(
+    tmp_path: Path, threads: None, shape: tuple[int, ...]
+) -> None:
     path = saved(tmp_path / "a", {"x": torch.zeros(shape), "y": torch.zeros(shape)})
     position = (path / "__0_0.distcp").read_bytes().rfind(b"\0" * 36)
     flipped(path / "__0_0.distcp", position)
@@ -222,19 +249,21 @@ def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(tmp_path, threads, sha
         StoredCheckpoint(path, verify=False).read(wanted)
 
 
-def change_metadata(path, change):
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_chunks_that_overlap_and_leave_a_hole_are_no_tensor(tmp_path):
+def test_chunks_that_overlap_and_leave_a_hole_are_no_tensor(tmp_path: Path) -> None:
     path = saved(tmp_path / "a", {"x": torch.zeros(6, 2)})
 
-    def overlap(metadata):
+    def overlap(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["model.x"]
+        assert isinstance(entry, TensorStorageMetadata)
         info = metadata.storage_data.pop(MetadataIndex("model.x", (0, 0)))
         chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size((3, 2))) for offsets in ((0, 0), (2, 0))]
-        metadata.state_dict_metadata["model.x"].chunks = chunks
+        entry.chunks = chunks
         metadata.storage_data |= {MetadataIndex("model.x", chunk.offsets): info for chunk in chunks}
 
     change_metadata(path, overlap)
@@ -242,11 +271,11 @@ def test_chunks_that_overlap_and_leave_a_hole_are_no_tensor(tmp_path):
         StoredCheckpoint(path).read([Wanted("model.x", Chunk((0, 0), (1, 2)), torch.empty(1, 2))])
 
 
-def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path, verify):
+def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path: Path, verify: bool) -> None:
     for shape in ((6, 2), (600, 20)):
         path = saved(tmp_path / str(shape), {"x": torch.zeros(shape), "y": torch.zeros(shape).t().contiguous()})
 
-        def exchange(metadata):
+        def exchange(metadata: Metadata) -> None:
             x, y = MetadataIndex("model.x", (0, 0)), MetadataIndex("model.y", (0, 0))
             metadata.storage_data[x], metadata.storage_data[y] = metadata.storage_data[y], metadata.storage_data[x]
 
@@ -266,20 +295,20 @@ def test_an_item_of_another_shape_is_not_taken_for_the_chunk(tmp_path, verify):
         ([((), ()), ((), ())], True),
     ],
 )
-def test_overlaps_are_found(chunks, overlap):
+def test_overlaps_are_found(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], overlap: bool) -> None:
     found = first_overlap([Chunk(*chunk) for chunk in chunks])
     assert (found is not None) is overlap
 
 
-def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit):
+def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit: Kit) -> None:
     """HSDP, several axes on one dim, uneven and strided shards: each box holds the global tensor's values there."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    def all_placements():
+    def all_placements() -> bool:
         mesh = init_device_mesh("cpu", (2, 2))
-        placements = [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)]
+        placements: list[Placement] = [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)]
         for outer in placements:
             for inner in placements[:3]:
                 num_rows = 8 if isinstance(outer, _StridedShard) else 7  # torch itself refuses strides that do not fit
@@ -297,18 +326,18 @@ def test_boxes_of_any_sharded_tensor_are_those_that_torch_keeps(kit):
     assert run_ranks(all_placements, 4) == [True] * 4
 
 
-def test_a_local_tensor_says_itself_what_it_holds():
+def test_a_local_tensor_says_itself_what_it_holds() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    def uneven():
+    def uneven() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
         local = torch.zeros((3, 1)[rank], 2)
-        made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
+        made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
         with pytest.raises(ValueError, match="bring `__create_chunk_list__`"):
             local_boxes(made)
         chunk = ChunkStorageMetadata(torch.Size(((0, 3)[rank], 0)), local.shape)
-        made._local_tensor.__create_chunk_list__ = lambda: [chunk]
+        made._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
         return [(tuple(box.chunk.offsets), tuple(box.chunk.sizes)) for box in local_boxes(made)]
 
     assert run_ranks(uneven, 2) == [[((0, 0), (3, 2))], [((3, 0), (1, 2))]]

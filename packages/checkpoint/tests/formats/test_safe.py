@@ -1,6 +1,7 @@
 """A checkpoint is data from elsewhere: nothing pickled in it runs, and no path in it leads outside."""
 
 import argparse
+import enum
 import io
 import os
 import pathlib
@@ -9,6 +10,9 @@ import pickletools
 import shutil
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, check, load, save
 from lamella_checkpoint._base.pickles import Inert, PickleTooLarge, UnknownType, read_pickle
@@ -30,39 +34,45 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 class Runs:
     """Makes a directory when it is unpickled."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return (os.mkdir, ("ran",))
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs(tmp_path, monkeypatch):
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
     assert not os.path.exists("ran")
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     save(tmp_path / "a", model=nn.Linear(2, 2))
     return tmp_path / "a"
 
 
-def refused(path, content, **options):
+def refused(path: Path, content: bytes, *, trust: bool = False) -> CheckpointDamaged:
     forget_checksums(path)
     (path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointDamaged) as info:
-        load(path, model=nn.Linear(2, 2), **options)
+        load(path, model=nn.Linear(2, 2), trust=trust)
     assert info.value.file == str(path / ".metadata")
     return info.value
 
 
-def stack_global(module, name):
+def refused_type(path: Path, content: bytes) -> str:
+    error = refused(path, content)
+    assert isinstance(error, CheckpointUntrusted)
+    return error.type_name
+
+
+def stack_global(module: str, name: str) -> bytes:
     """The opcodes that put an attribute of a module on the stack, dots in the name and all."""
     strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
     return strings + b"\x93"
 
 
-def call_on_ran(function):
+def call_on_ran(function: bytes) -> bytes:
     return b"\x80\x04" + function + b"\x8c\x03ran\x85R."
 
 
@@ -91,24 +101,24 @@ def call_on_ran(function):
         ("lamella_checkpoint._base.pickles", "pickle.loads"),
     ],
 )
-def test_only_listed_types_are_found_in_metadata(path, module, name):
+def test_only_listed_types_are_found_in_metadata(path: Path, module: str, name: str) -> None:
     error = refused(path, call_on_ran(stack_global(module, name)))
     assert isinstance(error, CheckpointUntrusted) and error.type_name == f"{module}.{name}"
     assert f"got {module}.{name}" in str(error) and "trust=True" in str(error) and "--trust" in str(error)
 
 
-def test_old_opcodes_for_globals_find_no_more(path):
-    assert refused(path, b"\x80\x02cposix\nmkdir\nX\x03\x00\x00\x00ran\x85R.").type_name == "posix.mkdir"
-    assert refused(path, b"(S'ran'\niposix\nmkdir\n.").type_name == "posix.mkdir"
+def test_old_opcodes_for_globals_find_no_more(path: Path) -> None:
+    assert refused_type(path, b"\x80\x02cposix\nmkdir\nX\x03\x00\x00\x00ran\x85R.") == "posix.mkdir"
+    assert refused_type(path, b"(S'ran'\niposix\nmkdir\n.") == "posix.mkdir"
 
 
-def test_code_anywhere_in_real_metadata_does_not_run(path):
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def test_code_anywhere_in_real_metadata_does_not_run(path: Path) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     metadata.planner_data["more"] = Runs()
-    assert refused(path, pickle.dumps(metadata)).type_name == "posix.mkdir"
+    assert refused_type(path, pickle.dumps(metadata)) == "posix.mkdir"
 
 
-def test_classes_that_others_use_stay_as_they_are(path):
+def test_classes_that_others_use_stay_as_they_are(path: Path) -> None:
     """BUILD on a class sets attributes of the class: in a plain unpickler, for the rest of the process."""
     attributes = b"N}\x8c\x06mkdir2\x8c\x03ran" + b"s"
     for module, name in [
@@ -124,23 +134,23 @@ def test_classes_that_others_use_stay_as_they_are(path):
             assert not hasattr(kind, "mkdir2")
 
 
-def test_state_that_is_given_to_an_allowed_class_stays_state(path):
+def test_state_that_is_given_to_an_allowed_class_stays_state(path: Path) -> None:
     """BUILD on an instance runs `__setstate__`, and what an instance's state says it is does not become its type."""
 
     class State:
-        def __reduce__(self):
+        def __reduce__(self) -> tuple[object, ...]:
             return (StorageMeta, (), {"__class__": Metadata, "__setstate__": "x", "save_id": "y"})
 
     made = read_pickle(pickle.dumps(State()), knows=lambda module, name: name == "StorageMeta", trust=True)
     assert type(made) is not StorageMeta and isinstance(made, Inert) and made.fields["save_id"] == "y"
 
 
-def test_stand_ins_of_one_file_are_not_those_of_the_next():
+def test_stand_ins_of_one_file_are_not_those_of_the_next() -> None:
     first, second = (read_pickle(pickle.dumps(MetadataIndex), knows=lambda *_: True) for _ in range(2))
     assert first is not second and issubclass(first, Inert)
 
 
-def test_unknown_types_are_stand_ins_where_the_reader_knows_all():
+def test_unknown_types_are_stand_ins_where_the_reader_knows_all() -> None:
     made = read_pickle(pickle.dumps({"a": Runs()}), knows=lambda *_: True)
     assert made["a"].kind == "posix.mkdir" and made["a"].args == ("ran",)
     with pytest.raises(UnknownType, match="posix.mkdir"):
@@ -151,7 +161,7 @@ NUMBERED = {"by four bytes": b"r" + (1 << 26).to_bytes(4, "little"), "in digits"
 """Opcodes that number a value so that the unpickler makes a table of 1 GiB."""
 
 
-def numbered(content, how):
+def numbered(content: bytes, how: str) -> bytes:
     """A pickle of protocol 2 or later, with the first value numbered."""
     return content[:2] + b"N" + NUMBERED[how] + b"0" + content[2:]
 
@@ -160,12 +170,12 @@ def numbered(content, how):
 class TestTablesOfWhatIsRemembered:
     """A few bytes cannot make Python's unpickler hold gigabytes."""
 
-    def test_the_metadata_is_refused(self, path, how):
+    def test_the_metadata_is_refused(self, path: Path, how: str) -> None:
         content = numbered((path / ".metadata").read_bytes(), how)
         for trust in (False, True):
             assert "to number as many values" in str(refused(path, content, trust=trust))
 
-    def test_an_archive_is_refused(self, tmp_path, how):
+    def test_an_archive_is_refused(self, tmp_path: Path, how: str) -> None:
         file = tmp_path / "object"
         torch.save({"step": 3}, file)
         with zipfile.ZipFile(file) as archive:
@@ -186,7 +196,7 @@ class TestTablesOfWhatIsRemembered:
     protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
     where=st.floats(0, 1),
 )
-def test_numbers_are_found_wherever_they_are(value, protocol, where):
+def test_numbers_are_found_wherever_they_are(value: object, protocol: int, where: float) -> None:
     content = pickle.dumps(value, protocol)
     assert repr(read_pickle(content, knows=lambda *_: True)) == repr(value)
     places = [place for _, _, place in pickletools.genops(content)]
@@ -196,14 +206,14 @@ def test_numbers_are_found_wherever_they_are(value, protocol, where):
             read_pickle(content[:place] + number + content[place:], knows=lambda *_: True)
 
 
-def _doubled(make, depth=40):
+def _doubled(make: Callable[[Any, Any], object], depth: int = 40) -> object:
     node = make("leaf", "leaf")
     for _ in range(depth):
         node = make(node, node)
     return node
 
 
-NESTS = {
+NESTS: dict[str, Callable[[Any, Any], object]] = {
     "lists": lambda a, b: [a, b],
     "tuples": lambda a, b: (a, b),
     "dicts": lambda a, b: {"a": a, "b": b},
@@ -213,54 +223,55 @@ NESTS = {
 
 
 @pytest.mark.parametrize("nest", NESTS)
-def test_values_that_hold_one_another_twice_over_and_over_are_refused(nest):
+def test_values_that_hold_one_another_twice_over_and_over_are_refused(nest: str) -> None:
     content = pickle.dumps(_doubled(NESTS[nest]))
     assert len(content) < 10_000
     with pytest.raises(PickleTooLarge):
         read_pickle(content, knows=lambda *_: True)
 
 
-def test_a_value_that_holds_itself_is_refused():
-    node = []
+def test_a_value_that_holds_itself_is_refused() -> None:
+    node: list[object] = []
     node.append(node)
     with pytest.raises(PickleTooLarge):
         read_pickle(pickle.dumps(node), knows=lambda *_: False)
 
 
-def test_what_is_shared_a_few_times_is_read():
+def test_what_is_shared_a_few_times_is_read() -> None:
     shared = list(range(1000))
     assert read_pickle(pickle.dumps([shared] * 100), knows=lambda *_: False) == [shared] * 100
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_an_object_that_never_ends_is_refused_by_name(tmp_path, trust):
+def test_an_object_that_never_ends_is_refused_by_name(tmp_path: Path, trust: bool) -> None:
     content = io.BytesIO()
     torch.save(_doubled(NESTS["lists"]), content)
     with pytest.raises(CheckpointDamaged, match="epoch"):
         unpickle(content, tmp_path / "bomb", "epoch", trust=trust)
 
 
-def test_trust_makes_what_the_metadata_asks_for(path):
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.storage_meta.save_id = argparse.Namespace(of="a writer's own")
+def test_trust_makes_what_the_metadata_asks_for(path: Path) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.save_id = argparse.Namespace(of="a writer's own")  # type: ignore[assignment]
     content = pickle.dumps(metadata)
-    assert refused(path, content).type_name == "argparse.Namespace"
+    assert refused_type(path, content) == "argparse.Namespace"
     load(path, model=nn.Linear(2, 2), trust=True)
     check(path, model=nn.Linear(2, 2), trust=True)
 
 
-def write_entry(value, directory="b"):
+def write_entry(value: object, directory: str = "b") -> nn.Linear:
     """A checkpoint whose one option is any object: plain DCP writes what it is given."""
     model = nn.Linear(1, 1)
-    dcp.save({"model": model.state_dict(), "optimizer": {"param_groups.weight.lr": value}}, checkpoint_id=directory)
+    dcp.save({"model": model.state_dict(), "optimizer": {"param_groups.weight.lr": value}}, checkpoint_id=directory)  # type: ignore[attr-defined]
     return model
 
 
-def test_code_in_an_option_does_not_run():
+def test_code_in_an_option_does_not_run() -> None:
     buffer = io.BytesIO()
     torch.save(Runs(), buffer)
     model = write_entry(argparse.Namespace(lr=1))
-    metadata = dcp.FileSystemReader("b").read_metadata()
+    metadata = dcp.FileSystemReader("b").read_metadata()  # type: ignore[attr-defined]
     index = MetadataIndex("optimizer.param_groups.weight.lr")
     info = metadata.storage_data[index]
     info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(buffer.getvalue())
@@ -271,7 +282,7 @@ def test_code_in_an_option_does_not_run():
     assert info.value.entry == "optimizer.param_groups.weight.lr" and info.value.type_name == "posix.mkdir"
 
 
-def test_an_object_of_another_type_is_named_and_can_be_trusted():
+def test_an_object_of_another_type_is_named_and_can_be_trusted() -> None:
     model = write_entry(argparse.Namespace(lr=1))
     optimizer = torch.optim.SGD([model.weight])
     with pytest.raises(CheckpointUntrusted, match="'optimizer.param_groups.weight.lr' of .*argparse.Namespace"):
@@ -280,9 +291,9 @@ def test_an_object_of_another_type_is_named_and_can_be_trusted():
     assert optimizer.param_groups[0]["lr"] == argparse.Namespace(lr=1)
 
 
-def test_code_in_a_tensors_place_does_not_run(path):
+def test_code_in_a_tensors_place_does_not_run(path: Path) -> None:
     forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     for size in (0, 1 << 15):
         buffer = io.BytesIO()
         torch.save([Runs(), bytearray(size)], buffer)
@@ -295,15 +306,15 @@ def test_code_in_a_tensors_place_does_not_run(path):
 
 
 @pytest.mark.parametrize("elsewhere", ["../elsewhere.distcp", "/etc/passwd", "sub/file.distcp", "..", "."])
-def test_names_of_files_do_not_lead_outside(path, elsewhere):
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def test_names_of_files_do_not_lead_outside(path: Path, elsewhere: str) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     for info in metadata.storage_data.values():
         info.relative_path = elsewhere
     assert "leads outside" in str(refused(path, pickle.dumps(metadata)))
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_links_do_not_lead_outside(path, tmp_path, file):
+def test_links_do_not_lead_outside(path: Path, tmp_path: Path, file: str) -> None:
     shutil.move(path / file, tmp_path / "elsewhere")
     (path / file).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointDamaged, match="it leads outside, to .*elsewhere") as info:
@@ -311,12 +322,12 @@ def test_links_do_not_lead_outside(path, tmp_path, file):
     assert info.value.file == str(path / file)
 
 
-def test_a_checkpoint_may_itself_be_reached_through_a_link(path, tmp_path):
+def test_a_checkpoint_may_itself_be_reached_through_a_link(path: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(path)
     load(tmp_path / "latest", model=nn.Linear(2, 2))
 
 
-def test_a_pipe_is_no_file(path):
+def test_a_pipe_is_no_file(path: Path) -> None:
     (path / "__0_0.distcp").unlink()
     os.mkfifo(path / "__0_0.distcp")
     with pytest.raises(CheckpointDamaged, match="not a regular file"):
@@ -336,18 +347,22 @@ def test_a_pipe_is_no_file(path):
         (lambda m: setattr(m, "state_dict_metadata", []), "state_dict_metadata to be of type dict"),
     ],
 )
-def test_metadata_that_makes_no_sense_is_refused(path, change, message):
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def test_metadata_that_makes_no_sense_is_refused(
+    path: Path, change: Callable[[Metadata], object], message: str
+) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     change(metadata)
     assert message in str(refused(path, pickle.dumps(metadata)))
 
 
-def test_metadata_of_a_python_that_stores_enums_by_name_is_read(path, monkeypatch):
-    def reduce(self, protocol):
+def test_metadata_of_a_python_that_stores_enums_by_name_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(self: enum.Enum, protocol: int) -> tuple[object, ...]:
         return getattr, (type(self), self._name_)
 
-    expected = dcp.FileSystemReader(path).read_metadata()
-    encoding = type(next(iter(expected.state_dict_metadata.values())).properties.__getstate__()[3])
+    expected = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
+    entry = next(iter(expected.state_dict_metadata.values()))
+    assert isinstance(entry, TensorStorageMetadata)
+    encoding = type(entry.properties.__getstate__()[3])  # type: ignore[no-untyped-call]
     monkeypatch.setattr(encoding, "__reduce_ex__", reduce)
     content = pickle.dumps(expected)
     assert b"getattr" in content
@@ -356,13 +371,15 @@ def test_metadata_of_a_python_that_stores_enums_by_name_is_read(path, monkeypatc
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_metadata_of_any_protocol_is_read(path, protocol):
-    expected = dcp.FileSystemReader(path).read_metadata()
+def test_metadata_of_any_protocol_is_read(path: Path, protocol: int) -> None:
+    expected = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
+    assert expected.storage_meta is not None
     expected.storage_meta.checkpoint_id = pathlib.Path("/somewhere")
     (path / ".metadata").write_bytes(pickle.dumps(expected, protocol))
     found = StoredMetadata.read(path)
     assert found.save_id == expected.storage_meta.save_id
     for name, entry in expected.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
         assert found.tensors[name].shape == tuple(entry.size) and found.tensors[name].dtype is entry.properties.dtype
         for chunk in entry.chunks:
             item = expected.storage_data[MetadataIndex(name, chunk.offsets)]

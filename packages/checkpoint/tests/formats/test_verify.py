@@ -4,57 +4,64 @@ import json
 import os
 import pickle
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointUntrusted, save, verify
 from lamella_checkpoint.testing import forget_checksums
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 
-def dcp_save(entries, path):
+def dcp_save(entries: dict[str, Any], path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)
+        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
     return path
 
 
 @pytest.fixture
-def own(kit, tmp_path):
+def own(kit: Kit, tmp_path: Path) -> Path:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     save(tmp_path / "own", model=model, optimizer=optimizer, extra={"step": 2})
     return tmp_path / "own"
 
 
-def test_what_is_whole_is_found_to_be(own, tmp_path):
-    for path in (own, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
-        told = []
-        found = verify(path, on_progress=lambda *so_far, told=told: told.append(so_far))
+def test_what_is_whole_is_found_to_be(own: Path, tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        told: list[tuple[int, int]] = []
+        found = verify(path, on_progress=lambda *so_far: told.append(so_far))
         assert found and found.problems == () and found.num_bytes > 0, str(found)
         assert told[-1] == (found.num_bytes, found.num_bytes) and "whole" in str(found)
+
+    for path in (own, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
+        check(path)
     assert verify(own).num_unverified_bytes == 0
 
 
-def flip(file, position):
+def flip(file: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= 1
     file.write_bytes(content)
 
 
-def rewrite_metadata(path, change):
+def rewrite_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_all_that_is_wrong_is_told(kit, tmp_path):
-    def save_sharded():
+def test_all_that_is_wrong_is_told(kit: Kit, tmp_path: Path) -> None:
+    def save_sharded() -> None:
         save(tmp_path / "a", model=kit.build(sharded=True)[0])
 
     run_ranks(save_sharded, 3)
@@ -76,7 +83,7 @@ def test_all_that_is_wrong_is_told(kit, tmp_path):
 
 
 @pytest.mark.parametrize("position", range(0, 2000, 333))
-def test_any_flipped_bit_is_found(own, position):
+def test_any_flipped_bit_is_found(own: Path, position: int) -> None:
     for name in ("__0_0.distcp", ".metadata"):
         file = own / name
         content = file.read_bytes()
@@ -85,7 +92,7 @@ def test_any_flipped_bit_is_found(own, position):
         file.write_bytes(content)
 
 
-def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path):
+def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     path = dcp_save({"model": {"x": tensor}}, tmp_path / "a")
     flip(path / "__0_0.distcp", (path / "__0_0.distcp").read_bytes().find(tensor.numpy().tobytes()) + 5)
@@ -93,14 +100,16 @@ def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path):
     assert problem.file == str(path / "__0_0.distcp") and "with the checksum" in problem.problem
 
 
-def test_holes_overlaps_and_missing_places_are_told(tmp_path):
+def test_holes_overlaps_and_missing_places_are_told(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     save(tmp_path / "a", model=model)
 
-    def damage(metadata):
-        metadata.state_dict_metadata["model.0.weight"].chunks.clear()
+    def damage(metadata: Metadata) -> None:
+        first, second = (metadata.state_dict_metadata[f"model.{layer}.weight"] for layer in (0, 1))
+        assert isinstance(first, TensorStorageMetadata) and isinstance(second, TensorStorageMetadata)
+        first.chunks.clear()
         half = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 4)))
-        metadata.state_dict_metadata["model.1.weight"].chunks[:] = [half, half]
+        second.chunks[:] = [half, half]
         del metadata.storage_data[MetadataIndex("model.2.bias", (0,))]
 
     rewrite_metadata(tmp_path / "a", damage)
@@ -111,19 +120,19 @@ def test_holes_overlaps_and_missing_places_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["lamella.json", "lamella_checksums.json", ".metadata"])
-def test_an_absent_file_is_a_problem(own, file):
+def test_an_absent_file_is_a_problem(own: Path, file: str) -> None:
     (own / file).unlink()
     assert any(os.path.basename(each.file) == file for each in verify(own).problems)
 
 
-def test_an_edited_manifest_is_a_problem(own):
+def test_an_edited_manifest_is_a_problem(own: Path) -> None:
     (own / "lamella.json").write_text((own / "lamella.json").read_text() + " ")
     assert [os.path.basename(each.file) for each in verify(own).problems] == ["lamella.json"]
 
 
-def test_nothing_runs(own):
+def test_nothing_runs(own: Path) -> None:
     class Runs:
-        def __reduce__(self):
+        def __reduce__(self) -> tuple[object, ...]:
             return (os.mkdir, ("ran",))
 
     rewrite_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))

@@ -1,5 +1,7 @@
 """A fused tensor is stored by part, from shards, and read back into shards."""
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,14 +25,14 @@ FUSED = Correspondence(
 )
 
 
-def test_shards_are_saved_by_part(tmp_path):
-    def save_mine():
+def test_shards_are_saved_by_part(tmp_path: Path) -> None:
+    def save_mine() -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(2, 5, bias=False)
         whole = model.weight.detach().clone()
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-        model.weight.sum().backward()
+        model.weight.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         save(tmp_path / "a", model=model, optimizer=optimizer, correspondences=[FUSED])
         return whole - 1
@@ -42,7 +44,7 @@ def test_shards_are_saved_by_part(tmp_path):
     assert "model.weight" not in found
 
     class Parts(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.up, self.down = (nn.Parameter(torch.zeros(rows, 2)) for rows in (3, 2))
 
@@ -51,7 +53,7 @@ def test_shards_are_saved_by_part(tmp_path):
     assert torch.equal(torch.cat([parts.up, parts.down]), whole)
 
 
-def test_a_live_shard_is_written_by_part_in_views():
+def test_a_live_shard_is_written_by_part_in_views() -> None:
     held = torch.arange(4.0).reshape(2, 2)  # Rows 2 and 3: the last of one part, the first of the other.
     cut = LiveCut([FUSED], to="left")
     pieces = written_pieces(cut, {"weight": (LiveShard.of_rows((5, 2), Range(4, 8)), held)})

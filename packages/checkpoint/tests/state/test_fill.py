@@ -1,6 +1,7 @@
 """A request is filled with what a checkpoint has; what it lacks stays, and is not taken for loaded."""
 
 from argparse import Namespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lamella_checkpoint.testing import MemorySource
 ARGS = Namespace(lr=0.5)
 
 
-def request():
+def request() -> dict[str, Any]:
     return {
         "model": {"module.x": torch.zeros(2)},
         "args": ARGS,
@@ -22,7 +23,7 @@ def request():
     }
 
 
-def test_a_checkpoint_of_weights_alone_leaves_all_else():
+def test_a_checkpoint_of_weights_alone_leaves_all_else() -> None:
     wanted = request()
     filled = fill(wanted, MemorySource({"model.module.x": torch.ones(2)}))
     assert wanted["model"]["module.x"].tolist() == [1, 1]
@@ -38,7 +39,7 @@ def test_a_checkpoint_of_weights_alone_leaves_all_else():
     )
 
 
-def test_only_what_is_missing_stays():
+def test_only_what_is_missing_stays() -> None:
     wanted = request()
     theirs = Namespace(lr=2.0)
     filled = fill(wanted, MemorySource({"model.module.x": torch.ones(2)}, {"args": theirs, "iteration": 7}))
@@ -47,15 +48,15 @@ def test_only_what_is_missing_stays():
     assert filled.loaded == ("model.module.x", "args", "iteration")
 
 
-def test_a_name_is_not_there_because_a_longer_one_is():
-    wanted = {"model": {"x": torch.zeros(2)}, "it": 1}
+def test_a_name_is_not_there_because_a_longer_one_is() -> None:
+    wanted: dict[str, Any] = {"model": {"x": torch.zeros(2)}, "it": 1}
     filled = fill(wanted, MemorySource({"model_ema.x": torch.ones(2)}, {"iteration": 5, "it.x": 6}))
     assert filled.loaded == ()
     assert filled.kept == ("model.x", "it")
     assert wanted["model"]["x"].tolist() == [0, 0]
 
 
-def test_nested_objects_of_a_section_that_is_there_stay_too():
+def test_nested_objects_of_a_section_that_is_there_stay_too() -> None:
     note = object()
     wanted = {"d": {"k": note, "n": 1}, "whole": {"a": 1}}
     filled = fill(wanted, MemorySource({}, {"d.n": 2, "whole": {"b": 3}}))
@@ -71,8 +72,10 @@ def test_nested_objects_of_a_section_that_is_there_stay_too():
         ({"n": torch.ones(2)}, {}, r"of type int for 'n', got a tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_changes(tensors, objects, problem):
-    wanted = {"first": torch.zeros(2), "model": {"x": torch.zeros(2)}, "n": 1}
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    tensors: dict[str, torch.Tensor], objects: dict[str, int], problem: str
+) -> None:
+    wanted: dict[str, Any] = {"first": torch.zeros(2), "model": {"x": torch.zeros(2)}, "n": 1}
     with pytest.raises(ValueError, match=problem):
         fill(wanted, MemorySource({"first": torch.ones(2), **tensors}, objects))
     assert wanted["first"].tolist() == [0, 0]

@@ -1,54 +1,64 @@
 """Names are the unsharded model's, whatever wraps it; a tied tensor is stored once and found under each name."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lamella_checkpoint import CheckpointMismatch, load, save
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 
 class Tied(nn.Module):
     """A language model's two ends."""
 
-    def __init__(self, tied=True):
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(1000, 16)
         self.head = nn.Linear(16, 1000, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens):
-        return self.head(self.embed(tokens))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(tokens))
+        return out
 
 
-def names_in(path):
+def names_in(path: Path) -> set[str]:
     return set(FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
-def wrapped_by_ddp(kit):
+Built = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def wrapped_by_ddp(kit: Kit) -> Built:
     model, optimizer = kit.build(sharded=False)
     return DistributedDataParallel(model), optimizer
 
 
-def compiled(kit):
+def compiled(kit: Kit) -> tuple[Callable[..., Any], torch.optim.Optimizer]:
     model, optimizer = kit.build(sharded=False)
-    model.hidden = torch.compile(model.hidden, backend="eager")
+    model.hidden = torch.compile(model.hidden, backend="eager")  # type: ignore[assignment]
     return torch.compile(model, backend="eager"), optimizer
 
 
-def recomputed(kit):
+def recomputed(kit: Kit) -> Built:
     model, optimizer = kit.build(sharded=False)
-    model.hidden = checkpoint_wrapper(model.hidden)
+    model.hidden = checkpoint_wrapper(model.hidden)  # type: ignore[assignment]
     return model, optimizer
 
 
 @pytest.mark.parametrize("wrap", [wrapped_by_ddp, compiled, recomputed])
-def test_names_do_not_show_what_wraps_the_model(kit, tmp_path, wrap):
-    def save_wrapped_and_load_back():
+def test_names_do_not_show_what_wraps_the_model(kit: Kit, tmp_path: Path, wrap: Callable[[Kit], Built]) -> None:
+    def save_wrapped_and_load_back() -> dict[str, torch.Tensor]:
         model, optimizer = wrap(kit)
         for param in model.parameters():
             param.grad = torch.ones_like(param)
@@ -63,36 +73,37 @@ def test_names_do_not_show_what_wraps_the_model(kit, tmp_path, wrap):
     assert {name for name in names_in(tmp_path / "wrapped") if name.startswith("model.")} == {
         f"model.{name}" for name in plain.state_dict()
     }
-    assert torch.equal(plain.hidden.weight, weights.get("hidden.weight", weights.get("hidden._orig_mod.weight")))
+    hidden = weights.get("hidden.weight", weights.get("hidden._orig_mod.weight"))
+    assert hidden is not None and torch.equal(plain.hidden.weight, hidden)
     assert optimizer.state[plain.hidden.weight]["step"] == 1
 
 
-def test_a_module_that_is_called_module_keeps_its_name(tmp_path):
+def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1)})
     save(tmp_path / "a", model=model)
     assert names_in(tmp_path / "a") == {"model.module.weight", "model.module.bias"}
 
 
-def test_persistent_buffers_are_stored_and_others_are_not(tmp_path):
+def test_persistent_buffers_are_stored_and_others_are_not(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.tensor([1, 2]))
     model.register_buffer("computed", torch.tensor([3]), persistent=False)
     save(tmp_path / "a", model=model)
-    model.kept.zero_()
+    model.get_buffer("kept").zero_()
     load(tmp_path / "a", model=model)
-    assert model.kept.tolist() == [1, 2]
+    assert model.get_buffer("kept").tolist() == [1, 2]
     assert names_in(tmp_path / "a") == {"model.kept"}
 
 
-def test_extra_state_that_is_a_tensor_reaches_the_module_again(tmp_path):
+def test_extra_state_that_is_a_tensor_reaches_the_module_again(tmp_path: Path) -> None:
     class Counting(nn.Module):
         count = 0
 
-        def get_extra_state(self):
+        def get_extra_state(self) -> torch.Tensor:
             return torch.tensor(self.count)
 
-        def set_extra_state(self, state):
-            self.count = state.item()
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.count = int(state)
 
     model = Counting()
     model.count = 3
@@ -100,26 +111,29 @@ def test_extra_state_that_is_a_tensor_reaches_the_module_again(tmp_path):
     fresh = Counting()
     load(tmp_path / "a", model=fresh)
     assert fresh.count == 3
-    model.get_extra_state = dict
+    model.get_extra_state = dict  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError, match="got {} for '_extra_state'"):
         save(tmp_path / "b", model=model)
 
 
-def test_modules_learn_that_their_weights_have_changed_and_in_which_version(tmp_path):
+def test_modules_learn_that_their_weights_have_changed_and_in_which_version(tmp_path: Path) -> None:
     class Watching(nn.Linear):
         _version = 7
 
-        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        def _load_from_state_dict(
+            self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+        ) -> None:
             self.seen = local_metadata.get("version")
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    model = nn.Sequential(Watching(1, 1))
+    watching = Watching(1, 1)
+    model = nn.Sequential(watching)
     save(tmp_path / "a", model=model)
     load(tmp_path / "a", model=model)
-    assert model[0].seen == 7
+    assert watching.seen == 7
 
 
-def test_a_tied_parameter_is_stored_once_and_found_under_both_names(tmp_path):
+def test_a_tied_parameter_is_stored_once_and_found_under_both_names(tmp_path: Path) -> None:
     model, untied = Tied(), Tied(tied=False)
     save(tmp_path / "tied", model=model)
     save(tmp_path / "untied", model=untied)
@@ -130,13 +144,13 @@ def test_a_tied_parameter_is_stored_once_and_found_under_both_names(tmp_path):
     assert torch.equal(untied.head.weight, model.embed.weight)
 
 
-def test_a_tied_parameter_and_its_state_are_resharded(kit, tmp_path):
-    def train(model, optimizer):
+def test_a_tied_parameter_and_its_state_are_resharded(kit: Kit, tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.arange(12).reshape(3, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def train_and_save():
+    def train_and_save() -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = Tied()
         kit.fully_shard(model)
@@ -154,13 +168,13 @@ def test_a_tied_parameter_and_its_state_are_resharded(kit, tmp_path):
     assert model.head.weight is model.embed.weight
 
 
-def test_a_tied_model_loads_a_checkpoint_that_has_only_one_of_the_names(tmp_path):
+def test_a_tied_model_loads_a_checkpoint_that_has_only_one_of_the_names(tmp_path: Path) -> None:
     class OtherEnd(Tied):
         """The same model, whose first name for the tensor is the other one's second."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
-            self.embed = self._modules.pop("embed")
+            self.embed = self._modules.pop("embed")  # type: ignore[assignment]
 
     model = OtherEnd()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -172,7 +186,7 @@ def test_a_tied_model_loads_a_checkpoint_that_has_only_one_of_the_names(tmp_path
     assert live_optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_two_tied_names_are_not_taken_for_one_that_is_untied_here(tmp_path):
+def test_two_tied_names_are_not_taken_for_one_that_is_untied_here(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed": Tied().embed})
     save(tmp_path / "a", model=model)
     with pytest.raises(CheckpointMismatch) as info:
@@ -180,10 +194,11 @@ def test_two_tied_names_are_not_taken_for_one_that_is_untied_here(tmp_path):
     assert info.value.missing == ("model.head.weight",)
 
 
-def test_an_unsharded_root_is_saved_in_its_sharded_state(kit, tmp_path):
-    def save_between_forward_and_backward():
+def test_an_unsharded_root_is_saved_in_its_sharded_state(kit: Kit, tmp_path: Path) -> None:
+    def save_between_forward_and_backward() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True)
         model(torch.ones(2, 5))
+        assert isinstance(model.hidden, FSDPModule)
         model.hidden.unshard()
         save(tmp_path / "a", model=model, optimizer=optimizer)
         return kit.weights(model)
@@ -195,6 +210,6 @@ def test_an_unsharded_root_is_saved_in_its_sharded_state(kit, tmp_path):
     assert torch.equal(model.hidden.weight, expected["hidden.weight"])
 
 
-def test_a_model_on_the_meta_device_is_refused(tmp_path):
+def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'weight' on the meta device"):
         save(tmp_path / "a", model=nn.Linear(1, 1, device="meta"))

@@ -1,6 +1,9 @@
 """Any optimizer's state and options come back by the parameters' names, without a step."""
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +13,12 @@ from torch.distributed.fsdp import fully_shard
 
 from lamella_checkpoint import CheckpointMismatch, load, save
 from lamella_testing import run_ranks
+from lamella_testing.local_slots import local
+from lamella_testing.tiny import Kit, MakeOptimizer
 
-EVERY_OPTIMIZER = {
+State = dict[str, torch.Tensor]
+
+EVERY_OPTIMIZER: dict[str, MakeOptimizer] = {
     "Adadelta": lambda params: torch.optim.Adadelta(params),
     "Adafactor": lambda params: torch.optim.Adafactor(params),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
@@ -34,11 +41,11 @@ SHARDED_OPTIMIZERS = ["Adagrad", "Adam, amsgrad", "ASGD", "NAdam", "RMSprop", "S
 class Factored(torch.optim.Optimizer):
     """Keeps what torch.optim does not keep of DTensors: sums over rows, a Python number, a bfloat16 moment."""
 
-    def __init__(self, params, lr=0.1):
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "names": ("a", "b")})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -58,7 +65,7 @@ class Factored(torch.optim.Optimizer):
                 param.sub_(state["moment"].float(), alpha=group["lr"])
 
 
-def assert_resumes(kit, path, make, *, sharded):
+def assert_resumes(kit: Kit, path: Path, make: MakeOptimizer, *, sharded: bool) -> None:
     """Save after two steps, load into a fresh pair whose optimizer must not step, and train both on."""
     model, optimizer = kit.build(sharded=sharded, optimizer=make)
     kit.train(model, optimizer)
@@ -80,27 +87,27 @@ def assert_resumes(kit, path, make, *, sharded):
 
 
 @pytest.mark.parametrize("name", [*EVERY_OPTIMIZER, "Factored"])
-def test_training_resumes_bit_equal_with_every_torch_optimizer(kit, tmp_path, name):
+def test_training_resumes_bit_equal_with_every_torch_optimizer(kit: Kit, tmp_path: Path, name: str) -> None:
     make = EVERY_OPTIMIZER.get(name, Factored)
     assert_resumes(kit, tmp_path / "checkpoint", make, sharded=False)
 
 
-def test_training_resumes_bit_equal_with_torch_optimizers_on_sharded_parameters(kit, tmp_path):
-    def resume_all():
+def test_training_resumes_bit_equal_with_torch_optimizers_on_sharded_parameters(kit: Kit, tmp_path: Path) -> None:
+    def resume_all() -> None:
         for name in SHARDED_OPTIMIZERS:
             assert_resumes(kit, tmp_path / name, EVERY_OPTIMIZER[name], sharded=True)
 
     run_ranks(resume_all, 2)
 
 
-def test_factored_state_is_resharded(kit, tmp_path):
-    def train_and_save():
+def test_factored_state_is_resharded(kit: Kit, tmp_path: Path) -> None:
+    def train_and_save() -> State:
         model, optimizer = kit.build(sharded=True, optimizer=Factored)
         kit.train(model, optimizer)
         save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
         return kit.state(model, optimizer)
 
-    def load_and_train():
+    def load_and_train() -> State:
         model, optimizer = kit.build(sharded=True, seed=1, optimizer=Factored)
         load(tmp_path / "checkpoint", model=model, optimizer=optimizer)
         state = kit.state(model, optimizer)
@@ -112,12 +119,12 @@ def test_factored_state_is_resharded(kit, tmp_path):
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_ranks_that_own_nothing_of_a_parameter_need_no_state_for_it(kit, tmp_path):
-    def train_forget_save_load():
+def test_ranks_that_own_nothing_of_a_parameter_need_no_state_for_it(kit: Kit, tmp_path: Path) -> None:
+    def train_forget_save_load() -> tuple[int, bool]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)
         state = kit.state(model, optimizer)
-        owns_nothing = [param for param in model.parameters() if param.to_local().numel() == 0]
+        owns_nothing = [param for param in model.parameters() if local(param).numel() == 0]
         for param in owns_nothing:
             optimizer.state.pop(param, None)
         save(tmp_path / "a", model=model, optimizer=optimizer)
@@ -130,8 +137,8 @@ def test_ranks_that_own_nothing_of_a_parameter_need_no_state_for_it(kit, tmp_pat
     assert all(equal for _, equal in results)
 
 
-def test_state_that_is_replicated_along_one_axis_is_written_once(kit, tmp_path):
-    def train_and_save():
+def test_state_that_is_replicated_along_one_axis_is_written_once(kit: Kit, tmp_path: Path) -> None:
+    def train_and_save() -> State:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model, _ = kit.build(sharded=False)
         fully_shard(model, mesh=mesh)
@@ -147,11 +154,11 @@ def test_state_that_is_replicated_along_one_axis_is_written_once(kit, tmp_path):
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_muon_state_comes_back(tmp_path):
+def test_muon_state_comes_back(tmp_path: Path) -> None:
     model = nn.Linear(5, 3, bias=False)
     optimizer = torch.optim.Muon(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
+    optimizer.step()  # type: ignore[no-untyped-call]
     save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
     fresh = nn.Linear(5, 3, bias=False)
     fresh_optimizer = torch.optim.Muon(fresh.parameters())
@@ -160,24 +167,24 @@ def test_muon_state_comes_back(tmp_path):
     assert torch.equal(fresh_optimizer.state[fresh.weight]["momentum_buffer"], expected)
 
 
-def test_lbfgs_is_refused_by_the_name_of_its_slot(tmp_path):
+def test_lbfgs_is_refused_by_the_name_of_its_slot(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
 
-    def closure():
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(torch.ones(3, 2)).square().sum()
-        loss.backward()
+        loss: torch.Tensor = model(torch.ones(3, 2)).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    optimizer.step(closure)
-    optimizer.step(closure)
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     with pytest.raises(NotImplementedError, match="got list for slot '.*' of 'weight'"):
         save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_parameter_that_was_never_stepped_has_no_state_after_loading(tmp_path):
+def test_a_parameter_that_was_never_stepped_has_no_state_after_loading(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model.weight.grad = torch.ones(2, 2)
@@ -191,7 +198,7 @@ def test_a_parameter_that_was_never_stepped_has_no_state_after_loading(tmp_path)
     assert optimizer.state[model.weight]["step"] == 1
 
 
-def test_an_optimizer_saved_before_its_first_step_makes_a_stepped_one_fresh(tmp_path):
+def test_an_optimizer_saved_before_its_first_step_makes_a_stepped_one_fresh(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     save(tmp_path / "checkpoint", model=model, optimizer=optimizer)
@@ -201,22 +208,22 @@ def test_an_optimizer_saved_before_its_first_step_makes_a_stepped_one_fresh(tmp_
     assert not optimizer.state
 
 
-def two_groups(model, first, second, **options):
-    return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}], **options)
+def two_groups(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}])
 
 
-def test_options_follow_parameters_into_other_groups_and_another_order(tmp_path):
+def test_options_follow_parameters_into_other_groups_and_another_order(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    save(tmp_path / "a", model=model, optimizer=two_groups(model, [*model[0].parameters()], [*model[1].parameters()]))
+    save(tmp_path / "a", model=model, optimizer=two_groups([*model[0].parameters()], [*model[1].parameters()]))
     groups = [{"params": [model[1].bias]}, {"params": [model[0].bias, model[0].weight]}, {"params": [model[1].weight]}]
     regrouped = torch.optim.SGD(groups, lr=9.0)
     load(tmp_path / "a", model=model, optimizer=regrouped)
     assert [group["lr"] for group in regrouped.param_groups] == [0.2, 0.1, 0.2]
 
 
-def test_options_that_conflict_in_one_live_group_are_refused_naming_both_parameters(tmp_path):
+def test_options_that_conflict_in_one_live_group_are_refused_naming_both_parameters(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    save(tmp_path / "a", model=model, optimizer=two_groups(model, [model.weight], [model.bias]))
+    save(tmp_path / "a", model=model, optimizer=two_groups([model.weight], [model.bias]))
     one_group = torch.optim.SGD(model.parameters(), lr=9.0, momentum=0.5)
     with pytest.raises(
         CheckpointMismatch, match="lr: 0.1 for weight and 0.2 for bias .*, both in parameter group 0"
@@ -230,7 +237,7 @@ def test_options_that_conflict_in_one_live_group_are_refused_naming_both_paramet
     assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["momentum"]) == (9.0, 0)
 
 
-def test_names_that_an_optimizer_was_given_are_this_runs(tmp_path):
+def test_names_that_an_optimizer_was_given_are_this_runs(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.named_parameters(), lr=0.5))
     each = [[("bias", model.bias)], [("weight", model.weight)]]
@@ -239,8 +246,8 @@ def test_names_that_an_optimizer_was_given_are_this_runs(tmp_path):
     assert [(group["param_names"], group["lr"]) for group in live.param_groups] == [(["bias"], 0.5), (["weight"], 0.5)]
 
 
-def test_new_state_has_its_parameters_memory_format(tmp_path):
-    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+def test_new_state_has_its_parameters_memory_format(tmp_path: Path) -> None:
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2, 4, 4)).sum().backward()
     optimizer.step()
@@ -251,7 +258,7 @@ def test_new_state_has_its_parameters_memory_format(tmp_path):
     assert model.weight.stride() != torch.empty(model.weight.shape).stride()
 
 
-def test_how_a_step_is_computed_stays_this_runs_choice(tmp_path):
+def test_how_a_step_is_computed_stays_this_runs_choice(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5, foreach=True))
     live = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
@@ -260,7 +267,7 @@ def test_how_a_step_is_computed_stays_this_runs_choice(tmp_path):
     assert (group["lr"], group["foreach"], group["fused"]) == (0.5, None, True)
 
 
-def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(tmp_path):
+def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     rate = torch.tensor(0.25)
     with_tensor = torch.optim.SGD(model.parameters(), lr=rate)
@@ -273,7 +280,7 @@ def test_a_tensor_learning_rate_is_a_number_to_others_and_stays_the_same_tensor(
     assert with_tensor.param_groups[0]["lr"] is rate and rate.item() == 0.25
 
 
-def test_a_scheduler_resumes_over_loaded_options(tmp_path):
+def test_a_scheduler_resumes_over_loaded_options(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -290,7 +297,7 @@ def test_a_scheduler_resumes_over_loaded_options(tmp_path):
     assert fresh.param_groups[0]["lr"] == 0.25
 
 
-def test_state_that_fits_is_read_in_place(tmp_path):
+def test_state_that_fits_is_read_in_place(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=3.0)
     save(tmp_path / "a", model=model, optimizer=optimizer)
@@ -301,7 +308,7 @@ def test_state_that_fits_is_read_in_place(tmp_path):
     assert optimizer.state[model.weight]["sum"].eq(3.0).all()
 
 
-def test_a_slot_that_the_live_optimizer_has_and_the_checkpoint_lacks_is_listed(tmp_path):
+def test_a_slot_that_the_live_optimizer_has_and_the_checkpoint_lacks_is_listed(tmp_path: Path) -> None:
     model = nn.Linear(2, 1, bias=False)
     plain, amsgrad = (torch.optim.Adam(model.parameters(), amsgrad=amsgrad) for amsgrad in (False, True))
     for optimizer in (plain, amsgrad):
@@ -313,7 +320,7 @@ def test_a_slot_that_the_live_optimizer_has_and_the_checkpoint_lacks_is_listed(t
     assert info.value.missing == ("optimizer.state.weight.max_exp_avg_sq",)
 
 
-def test_another_kind_of_optimizer_is_refused_and_left_alone_if_not_strict(tmp_path):
+def test_another_kind_of_optimizer_is_refused_and_left_alone_if_not_strict(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -325,7 +332,7 @@ def test_another_kind_of_optimizer_is_refused_and_left_alone_if_not_strict(tmp_p
     assert sgd.param_groups[0]["lr"] == 0.1 and "betas" not in sgd.param_groups[0]
 
 
-def test_adam_state_resumes_in_adamw(tmp_path):
+def test_adam_state_resumes_in_adamw(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
     adamw = torch.optim.AdamW(model.parameters())
@@ -333,7 +340,7 @@ def test_adam_state_resumes_in_adamw(tmp_path):
     assert adamw.param_groups[0]["lr"] == 0.5
 
 
-def test_parameters_that_only_one_optimizer_has_are_named(tmp_path):
+def test_parameters_that_only_one_optimizer_has_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
     with pytest.raises(CheckpointMismatch) as info:
@@ -342,7 +349,7 @@ def test_parameters_that_only_one_optimizer_has_are_named(tmp_path):
     assert info.value.unexpected == ("optimizer.param_groups.weight",)
 
 
-def test_a_checkpoint_without_an_optimizer_says_so_and_loads_without_one(tmp_path):
+def test_a_checkpoint_without_an_optimizer_says_so_and_loads_without_one(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model)
     with pytest.raises(CheckpointMismatch) as info:
@@ -351,20 +358,20 @@ def test_a_checkpoint_without_an_optimizer_says_so_and_loads_without_one(tmp_pat
     assert load(tmp_path / "a", model=model) == {}
 
 
-def test_an_optimizer_over_another_model_is_refused(tmp_path):
+def test_an_optimizer_over_another_model_is_refused(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     with pytest.raises(ValueError, match=r"a stranger of shape \(3, 3\) at position 0 of parameter group 0"):
         save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(other.parameters()))
 
 
-def test_an_option_that_is_no_plain_data_is_refused_by_name(tmp_path):
+def test_an_option_that_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": model.parameters(), "owner": model}])
     with pytest.raises(TypeError, match="for 'owner'"):
         save(tmp_path / "a", model=model, optimizer=optimizer)
 
 
-def test_an_option_that_a_group_shares_is_stored_once(tmp_path):
+def test_an_option_that_a_group_shares_is_stored_once(tmp_path: Path) -> None:
     model = nn.ModuleList(nn.Linear(1, 1) for _ in range(50))
     save(tmp_path / "one", model=model, optimizer=torch.optim.SGD(model.parameters()))
     each = [{"params": [param]} for param in model.parameters()]
@@ -373,21 +380,22 @@ def test_an_option_that_a_group_shares_is_stored_once(tmp_path):
     assert many > 4 * one
 
 
-def test_the_manifest_names_the_optimizer(tmp_path):
+def test_the_manifest_names_the_optimizer(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters()))
     assert json.loads((tmp_path / "a" / "lamella.json").read_text())["optimizer"]["class"] == "torch.optim.sgd.SGD"
 
 
 @pytest.mark.parametrize("flag", ["capturable", "fused"])
-def test_a_step_count_lies_where_the_step_runs(tmp_path, flag):
+def test_a_step_count_lies_where_the_step_runs(tmp_path: Path, flag: str) -> None:
     model = nn.Linear(2, 2)
     plain = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     plain.step()
     plain.state[model.weight]["step"] = plain.state[model.weight]["step"].double()
     save(tmp_path / "a", model=model, optimizer=plain)
-    live = torch.optim.Adam(model.parameters(), **{flag: True})
+    options: dict[str, Any] = {flag: True}
+    live = torch.optim.Adam(model.parameters(), **options)
     load(tmp_path / "a", model=model, optimizer=live)
     assert live.state[model.weight]["step"].dtype == torch.float32
     unflagged = torch.optim.Adam(model.parameters())

@@ -1,46 +1,55 @@
 """Every rank finds out alone what it writes: each box once, divided over those who have it, with nothing asked."""
 
 import json
+from collections.abc import Callable
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lamella_checkpoint import AsyncSaver, CheckpointFailed, load, save
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 
 class Bag(nn.Module):
     """A model of given parameters."""
 
-    def __init__(self, **tensors):
+    def __init__(self, **tensors: torch.Tensor) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor))
 
 
-def numbered(*shape):
+def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(float(prod(shape))).reshape(shape)
 
 
-def loaded(path, name, *shape):
+def loaded(path: Path, name: str, *shape: int) -> torch.Tensor:
     bag = Bag(**{name: torch.full(shape, -1.0)})
     load(path, model=bag, strict=False)
     return bag.get_parameter(name).detach()
 
 
-def bytes_by_rank(path):
+def bytes_by_rank(path: Path) -> dict[int, int]:
     files = json.loads((path / "lamella_checksums.json").read_text())["files"]
-    by_rank = {}
+    by_rank: dict[int, int] = {}
     for file, items in files.items():
         if file.startswith("__"):
             rank = int(file.strip("_").split("_")[0])
@@ -48,7 +57,7 @@ def bytes_by_rank(path):
     return by_rank
 
 
-PLACEMENTS = {
+PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]] = {
     "even": ((4,), (Shard(0),), (8, 3)),
     "uneven": ((4,), (Shard(0),), (9, 3)),
     "with empty parts": ((4,), (Shard(0),), (2, 3)),
@@ -63,8 +72,8 @@ PLACEMENTS = {
 }
 
 
-def test_every_box_of_every_placement_is_stored_once_and_the_whole_comes_back(tmp_path):
-    def save_all():
+def test_every_box_of_every_placement_is_stored_once_and_the_whole_comes_back(tmp_path: Path) -> None:
+    def save_all() -> None:
         bags = {}
         for name, (mesh_shape, placements, shape) in PLACEMENTS.items():
             mesh = init_device_mesh("cpu", mesh_shape)
@@ -75,14 +84,15 @@ def test_every_box_of_every_placement_is_stored_once_and_the_whole_comes_back(tm
     metadata = FileSystemReader(tmp_path / "a").read_metadata()
     for name, (_, _, shape) in PLACEMENTS.items():
         table = metadata.state_dict_metadata[f"model.{name}"]
+        assert isinstance(table, TensorStorageMetadata)
         assert sum(prod(chunk.sizes) for chunk in table.chunks) == prod(shape)
         fresh = nn.ParameterDict({name: torch.full(shape, -1.0)})
         load(tmp_path / "a", model=fresh, strict=False)
         assert torch.equal(fresh[name], numbered(*shape)), name
 
 
-def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path):
-    def save_three():
+def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path: Path) -> None:
+    def save_three() -> None:
         rows = [100, 1, 50, 30, 20, 90, 10]
         hsdp, all_ranks = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
         plain = {f"p{n}": torch.zeros(each, 100) for n, each in enumerate(rows)}
@@ -100,16 +110,16 @@ def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path
         assert max(nbytes.values()) < 45_000
 
 
-def test_a_save_asks_no_rank_for_its_tensors(kit, tmp_path, monkeypatch):
+def test_a_save_asks_no_rank_for_its_tensors(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exchanges: digests, and places. What goes first does not grow with the model."""
     sent = []
     gather_object = dist.gather_object
 
-    def record(obj, *args, **kwargs):
+    def record(obj: Any, *args: Any, **kwargs: Any) -> None:
         sent.append(len(repr(obj.value)))
         gather_object(obj, *args, **kwargs)
 
-    def save_and_count():
+    def save_and_count() -> list[int]:
         monkeypatch.setattr(dist, "gather_object", record)
         for num_layers in (1, 40):
             model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
@@ -122,8 +132,8 @@ def test_a_save_asks_no_rank_for_its_tensors(kit, tmp_path, monkeypatch):
         assert large_second > 10 * small_second
 
 
-def test_names_that_only_some_ranks_hold_are_stored(tmp_path):
-    def save_stages():
+def test_names_that_only_some_ranks_hold_are_stored(tmp_path: Path) -> None:
+    def save_stages() -> None:
         stage = dist.get_rank() // 2
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
         model = nn.ModuleDict({str(stage): nn.BatchNorm1d(6)})
@@ -132,9 +142,10 @@ def test_names_that_only_some_ranks_hold_are_stored(tmp_path):
             model[str(stage)].register_parameter(name, sharded)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + stage))
         save(tmp_path / "stages", model=model, optimizer=optimizer)
-        plain = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2), "shared": nn.Linear(2, 2)})
-        nn.init.ones_(plain["shared"].weight)
-        nn.init.zeros_(plain["shared"].bias)
+        shared = nn.Linear(2, 2)
+        nn.init.ones_(shared.weight)
+        nn.init.zeros_(shared.bias)
+        plain = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2), "shared": shared})
         save(tmp_path / "plain", model=plain)
 
     run_ranks(save_stages, 4)
@@ -146,18 +157,18 @@ def test_names_that_only_some_ranks_hold_are_stored(tmp_path):
     groups = [{"params": each.parameters()} for each in whole.values()]
     optimizer = torch.optim.SGD(groups, lr=9.0)
     load(tmp_path / "stages", model=whole, optimizer=optimizer)
-    assert torch.equal(whole["1"].weight, numbered(6) + 1)
+    assert torch.equal(whole.get_parameter("1.weight"), numbered(6) + 1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     plain = nn.ModuleDict({str(n): nn.Linear(2, 2) for n in (0, 1, 2, 3, "shared")})
     load(tmp_path / "plain", model=plain)
-    assert plain["shared"].weight.eq(1).all()
+    assert plain.get_parameter("shared.weight").eq(1).all()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path, in_background):
+def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path: Path, in_background: bool) -> None:
     """Experts: each rank's group has names of its own beside those that all ranks have."""
 
-    def save_experts():
+    def save_experts() -> None:
         rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
         model = nn.ParameterDict({"shared": distribute_tensor(numbered(4), mesh, [Shard(0)])})
         model[f"expert{rank}"] = numbered(2) + rank
@@ -178,10 +189,13 @@ def test_options_of_parameters_that_only_some_ranks_name_are_stored(tmp_path, in
     assert [group["lr"] for group in optimizer.param_groups] == [0.25] * 3
 
 
-def refusals(make, num_ranks=2):
+Refusal = tuple[type[BaseException], str]
+
+
+def refusals(make: Callable[[], dict[str, Any]]) -> Callable[[Path], Refusal]:
     """What each rank says to a save of the model that `make` returns."""
 
-    def save_and_listen(path):
+    def save_and_listen(path: Path) -> Refusal:
         with pytest.raises((ValueError, NotImplementedError, CheckpointFailed)) as info:
             save(path, **make())
         return type(info.value), str(info.value)
@@ -189,13 +203,13 @@ def refusals(make, num_ranks=2):
     return save_and_listen
 
 
-def both(results, kind, text):
+def both(results: list[Refusal], kind: type[Exception], text: str) -> None:
     assert kind in [each for each, _ in results]
     assert all(text in message for _, message in results), results
 
 
-def test_a_partial_tensor_is_refused(tmp_path):
-    def make():
+def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2,))
         return {"model": Bag(a=DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False))}
 
@@ -203,56 +217,57 @@ def test_a_partial_tensor_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path):
-    def make():
+def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
         local = torch.ones(1 + 2 * dist.get_rank(), 2)
         mesh = init_device_mesh("cpu", (2,))
-        ragged = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
+        ragged = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
         return {"model": Bag(a=ragged)}
 
     both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, "part of 'model.a' to be of shape (2, 2)")
 
 
-def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path):
+def test_two_ranks_with_different_data_for_one_box_are_refused(tmp_path: Path) -> None:
     """Tensor-parallel parts on meshes of their own: one of them would be lost."""
 
-    def make():
+    def make() -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-        part = numbered(8, 2).chunk(2)[mesh.get_coordinate()[0]]
+        part = numbered(8, 2).chunk(2)[mesh.get_local_rank("tp")]
         return {"model": Bag(a=distribute_tensor(part, mesh["dp"], [Shard(0)]))}
 
     both(run_ranks(refusals(make), 4, tmp_path / "a"), ValueError, "the same data at [0, 0] of 'model.a'")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hole_is_refused_when_it_is_saved(tmp_path):
-    def make():
+def test_a_hole_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
         model = Bag(a=distribute_tensor(numbered(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
         optimizer = torch.optim.SGD(model.parameters())
         if dist.get_rank() == 0:
-            optimizer.state[model.a]["moment"] = torch.zeros_like(model.a)
+            param = model.get_parameter("a")
+            optimizer.state[param]["moment"] = torch.zeros_like(param)
         return {"model": model, "optimizer": optimizer}
 
     text = "the 8 elements of 'optimizer.state.a.moment', got 4"
     both(run_ranks(refusals(make), 2, tmp_path / "a"), ValueError, text)
 
 
-def test_a_tensor_that_names_its_own_boxes_is_asked(tmp_path):
+def test_a_tensor_that_names_its_own_boxes_is_asked(tmp_path: Path) -> None:
     """As Megatron's uneven tensors: rows cut where the placements do not say, told by functions on the local tensor."""
 
-    def uneven(start, num_rows):
-        def create_write_items(fqn, _):
+    def uneven(start: int, num_rows: int) -> DTensor:
+        def create_write_items(fqn: str, _: object) -> list[WriteItem]:
             chunk = ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((num_rows, 2)))
             data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size((4, 2)))
             return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
         local = numbered(4, 2)[start:][:num_rows]
         mesh = init_device_mesh("cpu", (2,))
-        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
-        tensor._local_tensor.__create_write_items__ = create_write_items
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1))
+        tensor._local_tensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
         return tensor
 
-    def save_uneven():
+    def save_uneven() -> None:
         model = nn.Module()
         model.register_buffer("a", uneven(*[(0, 3), (3, 1)][dist.get_rank()]))
         save(tmp_path / "a", model=model)
@@ -261,8 +276,8 @@ def test_a_tensor_that_names_its_own_boxes_is_asked(tmp_path):
     assert torch.equal(loaded(tmp_path / "a", "a", 4, 2), numbered(4, 2))
 
 
-def test_tensor_parallel_parts_that_are_sharded_again_come_back(kit, tmp_path):
-    def save_two():
+def test_tensor_parallel_parts_that_are_sharded_again_come_back(kit: Kit, tmp_path: Path) -> None:
+    def save_two() -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = Bag(
             rows=distribute_tensor(numbered(8, 3), mesh["tp"], [Shard(0)]),
@@ -271,20 +286,22 @@ def test_tensor_parallel_parts_that_are_sharded_again_come_back(kit, tmp_path):
         )
         fully_shard(model, mesh=mesh["dp"])
         save(tmp_path / "a", model=model)
-        return type(model.rows.placements[0]).__name__
+        rows = model.get_parameter("rows")
+        assert isinstance(rows, DTensor)
+        return type(rows.placements[0]).__name__
 
     assert run_ranks(save_two, 4)[0] == "_StridedShard"
     for name, shape in {"rows": (8, 3), "columns": (5, 8), "alike": (6,)}.items():
         assert torch.equal(loaded(tmp_path / "a", name, *shape), numbered(*shape))
 
 
-def test_a_part_of_a_larger_buffer_takes_its_own_bytes_alone(tmp_path):
+def test_a_part_of_a_larger_buffer_takes_its_own_bytes_alone(tmp_path: Path) -> None:
     buffer = torch.zeros(100_000)
     save(tmp_path / "a", model=Bag(a=buffer[1000:1010], b=buffer[2000:2012].view(3, 4).t(), c=buffer[:0]))
     assert sum(bytes_by_rank(tmp_path / "a").values()) < 5000
 
 
-def test_large_shares_are_written_as_several_files(tmp_path, monkeypatch):
+def test_large_shares_are_written_as_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lamella_checkpoint._formats import dcp_write as _dcp_write
 
     monkeypatch.setattr(_dcp_write, "_SPLIT_NBYTES", 3000)

@@ -6,9 +6,12 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,38 +19,39 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, SaveHandle, load, save
 from lamella_checkpoint._base.directories import staging_path
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._training import async_save as _async_save
 from lamella_checkpoint._training.async_process import is_settled, mark_failed, part_name
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 DEADLINE_S = 60
 
 
-def filled(value, num_features=4):
+def filled(value: float, num_features: int = 4) -> nn.Linear:
     model = nn.Linear(num_features, num_features)
     nn.init.constant_(model.weight, value)
     return model
 
 
-def value_at(path, num_features=4):
+def value_at(path: Path, num_features: int = 4) -> float:
     model = filled(-1.0, num_features)
     load(path, model=model)
     assert model.weight.eq(model.weight[0, 0]).all()
     return model.weight[0, 0].item()
 
 
-def until(is_true):
+def until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def in_child(fn):
+def in_child(fn: Callable[[], object]) -> int:
     """Run a function in a process that ends like a killed one: nothing is closed or waited for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # The child needs no threads.
@@ -63,7 +67,7 @@ def in_child(fn):
 
 
 @contextmanager
-def no_file_larger_than(num_bytes):
+def no_file_larger_than(num_bytes: int) -> Iterator[None]:
     """A full disk, for this process and those that it starts meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -73,13 +77,15 @@ def no_file_larger_than(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(kit, tmp_path, monkeypatch):
-    def train_and_save():
+def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_and_save() -> tuple[list[dict[str, torch.Tensor]], list[int]]:
         model, optimizer = kit.build(sharded=True)
         states, num_collectives = [], 0
         gather_object = dist.gather_object
 
-        def count(*args, **kwargs):
+        def count(*args: Any, **kwargs: Any) -> None:
             nonlocal num_collectives
             num_collectives += 1
             gather_object(*args, **kwargs)
@@ -93,6 +99,7 @@ def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(kit, tmp_pa
                 assert handle.path == checkpoints.path(step) and handle.stage_seconds > 0
             assert num_collectives == 1
             assert handle.wait() == handle.path and handle.done
+            assert checkpoints._saver is not None
             num_bytes = checkpoints._saver._memory.nbytes
             kit.train(model, optimizer, num_steps=1)
             checkpoints.save(4, model=model, optimizer=optimizer, extra={"step": 4})
@@ -110,7 +117,8 @@ def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(kit, tmp_pa
         assert load(path, model=model, optimizer=optimizer) == {"step": step}
         got = kit.state(model, optimizer)
         assert all(torch.equal(got[name], states[4][name]) for name in states[4])
-        assert set(Checksums.of(path).files) == {
+        checksums = Checksums.of(path)
+        assert checksums is not None and set(checksums.files) == {
             "__0_0.distcp",
             "__1_0.distcp",
             "__2_0.distcp",
@@ -120,7 +128,7 @@ def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(kit, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit, tmp_path):
+def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit: Kit, tmp_path: Path) -> None:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     expected = kit.state(model, optimizer)
@@ -135,23 +143,25 @@ def test_a_save_in_the_background_writes_what_a_blocking_one_does(kit, tmp_path)
     assert files[0] == files[1] == files[2]
     for name in ("blocking", "a"):
         state = {"model": {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}}
-        dcp.load(state, checkpoint_id=tmp_path / name)
+        dcp.load(state, checkpoint_id=tmp_path / name)  # type: ignore[attr-defined]
         assert all(torch.equal(state["model"][name], expected[name]) for name in state["model"])
 
 
-def test_a_checkpoint_completes_when_training_is_killed_once_the_state_was_copied(tmp_path):
-    def save_and_leave():
-        AsyncSaver().save(tmp_path / "a", model=filled(1.0, 1000))._sender.join()
+def test_a_checkpoint_completes_when_training_is_killed_once_the_state_was_copied(tmp_path: Path) -> None:
+    def save_and_leave() -> None:
+        sender = AsyncSaver().save(tmp_path / "a", model=filled(1.0, 1000))._sender
+        assert sender is not None
+        sender.join()
 
     assert in_child(save_and_leave) == 0
     until((tmp_path / "a").exists)
     assert value_at(tmp_path / "a", 1000) == 1.0
 
 
-def test_a_checkpoint_completes_when_training_fails_meanwhile(tmp_path):
-    handles = []
+def test_a_checkpoint_completes_when_training_fails_meanwhile(tmp_path: Path) -> None:
+    handles: list[SaveHandle] = []
 
-    def train(saver):
+    def train(saver: AsyncSaver) -> None:
         with saver:
             handles.append(saver.save(tmp_path / "a", model=filled(1.0)))
             raise ZeroDivisionError
@@ -164,7 +174,7 @@ def test_a_checkpoint_completes_when_training_fails_meanwhile(tmp_path):
     assert value_at(tmp_path / "a") == 1.0
 
 
-def test_a_save_that_is_overtaken_ends_before_the_next_begins(tmp_path):
+def test_a_save_that_is_overtaken_ends_before_the_next_begins(tmp_path: Path) -> None:
     with CheckpointDirectory(tmp_path, keep=None) as checkpoints:
         handles = [checkpoints.save_async(step, model=filled(float(step), 500)) for step in range(3)]
         assert [handle.done for handle in handles[:2]] == [True, True]
@@ -172,7 +182,7 @@ def test_a_save_that_is_overtaken_ends_before_the_next_begins(tmp_path):
     assert [value_at(checkpoints.path(step), 500) for step in checkpoints.steps()] == [0.0, 1.0, 2.0]
 
 
-def test_a_failure_is_told_once_at_the_next_save_and_then_saving_goes_on(tmp_path):
+def test_a_failure_is_told_once_at_the_next_save_and_then_saving_goes_on(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("mine")
     with AsyncSaver() as saver:
@@ -194,7 +204,7 @@ def test_a_failure_is_told_once_at_the_next_save_and_then_saving_goes_on(tmp_pat
     assert (tmp_path / "notes" / "thesis.tex").read_text() == "mine"
 
 
-def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_and_no_data(tmp_path):
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_and_no_data(tmp_path: Path) -> None:
     with no_file_larger_than(2 << 20):
         saver = AsyncSaver()
     saver.save(tmp_path / "a", model=filled(1.0)).wait()
@@ -208,8 +218,8 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_and_no_data(tmp_path
     saver.close()
 
 
-def test_a_failure_of_one_rank_is_told_on_every_rank(tmp_path):
-    def save_four():
+def test_a_failure_of_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
+    def save_four() -> list[int]:
         limit = 1 << 20 if dist.get_rank() == 1 else resource.RLIM_INFINITY
         with no_file_larger_than(limit):
             saver = AsyncSaver()
@@ -224,17 +234,18 @@ def test_a_failure_of_one_rank_is_told_on_every_rank(tmp_path):
     assert run_ranks(save_four, 3) == [[1], [1], [1]]
     model = nn.ModuleDict({f"r{rank}": filled(0.0) for rank in range(3)})
     load(tmp_path / "a", model=model)
-    assert [layer.weight[0, 0].item() for layer in model.values()] == [4.0] * 3
+    assert [model.get_parameter(f"r{rank}.weight")[0, 0].item() for rank in range(3)] == [4.0] * 3
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit, tmp_path, victim):
-    def save_three():
+def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit: Kit, tmp_path: Path, victim: int) -> None:
+    def save_three() -> dict[str, int]:
         model, _ = kit.build(sharded=True)
         saver = AsyncSaver()
         saver.save(tmp_path / "a", model=model, extra={"n": 1}).wait()
         dist.barrier()
         if dist.get_rank() == victim:
+            assert saver._process is not None
             os.kill(saver._process._popen.pid, signal.SIGKILL)
         saver.save(tmp_path / "a", model=model, extra={"n": 2})
         with pytest.raises(CheckpointFailed, match=f"rank {victim}: the process that writes checkpoints died"):
@@ -248,16 +259,17 @@ def test_a_killed_writer_is_told_on_every_rank_and_replaced(kit, tmp_path, victi
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 3}
 
 
-def test_the_sigterm_of_a_job_leaves_the_process_that_writes_at_work(tmp_path):
+def test_the_sigterm_of_a_job_leaves_the_process_that_writes_at_work(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(tmp_path / "a", model=filled(1.0)).wait()
+        assert saver._process is not None
         os.kill(saver._process._popen.pid, signal.SIGTERM)
         saver.save(tmp_path / "a", model=filled(2.0)).wait()
     assert value_at(tmp_path / "a") == 2.0
 
 
-def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path):
-    def save_and_die():
+def test_a_killed_rank_leaves_the_last_checkpoint(kit: Kit, tmp_path: Path) -> None:
+    def save_and_die() -> None:
         model, _ = kit.build(sharded=True)
         saver = AsyncSaver()
         saver.save(tmp_path / "a", model=model, extra={"n": 1}).wait()
@@ -273,9 +285,10 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path):
     assert load(tmp_path / "a", model=kit.build(sharded=False)[0]) == {"n": 1}
 
 
-def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_group(tmp_path):
+def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_group(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         saver.save(tmp_path / "a", model=filled(1.0)).wait()
+        assert saver._process is not None
         pid = saver._process._popen.pid
         assert os.getpriority(os.PRIO_PROCESS, pid) == 19
         assert os.getsid(pid) == os.getsid(0)  # Nice values count inside a session.
@@ -285,21 +298,21 @@ def test_the_process_that_writes_gives_way_to_training_and_outlives_its_process_
 class Clock:
     """Time that passes only where somebody waits for it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
-        self.limits = []
+        self.limits: list[float] = []
 
-    def monotonic(self):
+    def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds):
+    def sleep(self, seconds: float) -> None:
         self.now += seconds
         assert self.now < DEADLINE_S
 
-    def takes(self, seconds):
+    def takes(self, seconds: float) -> Callable[[float], bool]:
         """What can be waited for with a limit, and ends after so many seconds."""
 
-        def wait(limit):
+        def wait(limit: float) -> bool:
             self.limits.append(limit)
             self.now += min(seconds, limit)
             return seconds <= limit
@@ -308,31 +321,33 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(_async_save, "time", clock)
     return clock
 
 
-def handle_of(monkeypatch, target, poll):
+def handle_of(monkeypatch: pytest.MonkeyPatch, target: Path, poll: Callable[[float], bool]) -> SaveHandle:
     """A save by a process that answers as `poll` does, and is dead once nobody listens to it."""
     process = SimpleNamespace(connection=SimpleNamespace(poll=poll), close=lambda: -signal.SIGKILL)
     monkeypatch.setattr(_async_save, "_Process", lambda _: process)
-    return _async_save.SaveHandle(AsyncSaver(), target, target.with_name(f"{target.name}.saving-01234567"))
+    return SaveHandle(AsyncSaver(), target, target.with_name(f"{target.name}.saving-01234567"))
 
 
-def test_one_time_limit_holds_for_copying_and_writing_together(tmp_path, monkeypatch, clock):
+def test_one_time_limit_holds_for_copying_and_writing_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     handle = handle_of(monkeypatch, tmp_path / "a", poll=clock.takes(60))
-    handle._sender = SimpleNamespace(join=clock.takes(3), is_alive=lambda: clock.now < 3)
+    handle._sender = SimpleNamespace(join=clock.takes(3), is_alive=lambda: clock.now < 3)  # type: ignore[assignment]
     with pytest.raises(TimeoutError, match="within 5 s"):
         handle.wait(timeout=5)
     assert clock.limits == [5, 2]
 
 
 def test_who_has_written_its_part_and_lost_its_process_waits_for_the_others_as_long_as_allowed(
-    tmp_path, monkeypatch, clock
-):
-    def is_dead(_):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    def is_dead(_: object) -> bool:
         raise EOFError
 
     handle = handle_of(monkeypatch, tmp_path / "a", poll=is_dead)
@@ -348,15 +363,19 @@ def test_who_has_written_its_part_and_lost_its_process_waits_for_the_others_as_l
         handle.wait()
 
 
-def test_several_threads_may_wait_for_a_save_and_one_answer_is_taken(tmp_path, monkeypatch):
-    is_asked, is_answered, num_asked = threading.Event(), threading.Event(), []
+def test_several_threads_may_wait_for_a_save_and_one_answer_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, is_answered = threading.Event(), threading.Event()
+    num_asked: list[float | None] = []
 
-    def poll(limit):
+    def poll(limit: float | None) -> bool:
         num_asked.append(limit)
         is_asked.set()
         return is_answered.wait(DEADLINE_S if limit is None else limit)
 
     handle = handle_of(monkeypatch, tmp_path / "a", poll)
+    assert handle._saver._process is not None
     monkeypatch.setattr(handle._saver._process.connection, "recv", dict, raising=False)
     (waiting := threading.Thread(target=handle.wait)).start()
     assert is_asked.wait(DEADLINE_S)
@@ -369,7 +388,7 @@ def test_several_threads_may_wait_for_a_save_and_one_answer_is_taken(tmp_path, m
     assert num_asked == [None]
 
 
-def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path):
+def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path: Path) -> None:
     save(tmp_path / "a", model=filled(1.0))
     replace(Manifest.read(tmp_path / "a"), save_id="00000001").write(tmp_path / "a")
     for save_id, expected in (("00000001", True), ("00000002", False)):
@@ -379,8 +398,8 @@ def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp
         assert is_settled(tmp_path / "a", staged) == expected
 
 
-def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp_path):
-    def save_own():
+def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp_path: Path) -> None:
+    def save_own() -> None:
         model = nn.ModuleDict({str(dist.get_rank()): filled(float(dist.get_rank())), "shared": filled(5.0)})
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model)
@@ -393,11 +412,11 @@ def test_what_only_some_ranks_hold_is_written_by_each_from_the_first_save_on(tmp
     run_ranks(save_own, 2)
     model = nn.ModuleDict({name: filled(-1.0) for name in ("0", "1", "shared")})
     load(tmp_path / "a", model=model)
-    assert [layer.weight[0, 0].item() for layer in model.values()] == [0.0, 1.0, 5.0]
+    assert [model.get_parameter(f"{name}.weight")[0, 0].item() for name in model] == [0.0, 1.0, 5.0]
     assert not (tmp_path / "c").exists()
 
 
-def test_what_cannot_be_saved_is_told_by_the_call(tmp_path):
+def test_what_cannot_be_saved_is_told_by_the_call(tmp_path: Path) -> None:
     class Tagged(torch.Tensor):
         pass
 
@@ -416,7 +435,7 @@ def test_what_cannot_be_saved_is_told_by_the_call(tmp_path):
     assert value_at(tmp_path / "a") == 1.0
 
 
-def test_every_kind_of_value_passes_through_the_memory(tmp_path):
+def test_every_kind_of_value_passes_through_the_memory(tmp_path: Path) -> None:
     model = nn.Module()
     tensors = {
         "half": torch.randn(3, 5).half(),
@@ -437,4 +456,4 @@ def test_every_kind_of_value_passes_through_the_memory(tmp_path):
         buffer.zero_()
     load(tmp_path / "a", model=model)
     for name, tensor in tensors.items():
-        assert torch.equal(model.get_buffer(f"a_{name}").cfloat(), tensor.cfloat()), name
+        assert torch.equal(model.get_buffer(f"a_{name}").cfloat(), tensor.cfloat()), name  # type: ignore[attr-defined]

@@ -5,7 +5,9 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,27 +19,30 @@ from lamella_checkpoint._base import directories as _directories
 from lamella_checkpoint._base import manifest as _manifest
 from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint._formats import dcp_write as _dcp_write
+from lamella_checkpoint._formats.items import read_tensors
+from lamella_checkpoint._state.contents import Contents
 from lamella_checkpoint._training import save as _save
 from lamella_testing import RankFailure, run_ranks
+from lamella_testing.tiny import Kit
 
 
-def filled(value, num_features=4):
+def filled(value: float, num_features: int = 4) -> nn.Linear:
     model = nn.Linear(num_features, num_features)
     nn.init.constant_(model.weight, value)
     return model
 
 
-def value_at(path):
+def value_at(path: Path) -> float:
     model = filled(-1.0)
     load(path, model=model)
     return model.weight[0, 0].item()
 
 
-def killed_at(monkeypatch, owner, name, *, after=False):
+def killed_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, after: bool = False) -> None:
     """Let this process be killed where it calls `owner.name`, before or after the call."""
     original = getattr(owner, name)
 
-    def die(*args, **kwargs):
+    def die(*args: object, **kwargs: object) -> None:
         if after:
             original(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +50,7 @@ def killed_at(monkeypatch, owner, name, *, after=False):
     monkeypatch.setattr(owner, name, die)
 
 
-def in_child(fn):
+def in_child(fn: Callable[[], object]) -> int | None:
     process = multiprocessing.get_context("fork").Process(target=fn)
     process.start()
     process.join(30)
@@ -63,7 +68,9 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_save_leaves_the_last_checkpoint_and_the_next_save_cleans_up(tmp_path, monkeypatch, moment):
+def test_a_killed_save_leaves_the_last_checkpoint_and_the_next_save_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     path = tmp_path / "a"
     save(path, model=filled(1.0))
     owner, name, after = MOMENTS[moment]
@@ -77,18 +84,18 @@ def test_a_killed_save_leaves_the_last_checkpoint_and_the_next_save_cleans_up(tm
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path, monkeypatch):
+def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at(monkeypatch, _save, "publish")
     assert in_child(lambda: save(tmp_path / "a", model=filled(2.0))) == -signal.SIGKILL
     with pytest.raises(FileNotFoundError, match="Expected a checkpoint, got nothing.*/a'"):
         load(tmp_path / "a", model=filled(0.0))
 
 
-def test_a_save_killed_from_outside_while_it_writes_leaves_the_last_checkpoint(tmp_path):
+def test_a_save_killed_from_outside_while_it_writes_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save(path, model=filled(1.0))
 
-    def save_for_ever():
+    def save_for_ever() -> None:
         while True:
             save(path, model=filled(1.0, num_features=2000))
 
@@ -104,8 +111,8 @@ def test_a_save_killed_from_outside_while_it_writes_leaves_the_last_checkpoint(t
     assert model.weight[0, 0] == 1.0
 
 
-def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path, monkeypatch):
-    def save_and_die():
+def test_a_killed_rank_leaves_the_last_checkpoint(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_and_die() -> None:
         model, optimizer = kit.build(sharded=True)
         save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 1})
         kit.train(model, optimizer)
@@ -121,12 +128,12 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint_stays(
-    kit, tmp_path, monkeypatch, failing_rank
-):
-    def no_space(*args):
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
+) -> None:
+    def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def save_and_fail():
+    def save_and_fail() -> tuple[type[Exception], str]:
         model, optimizer = kit.build(sharded=True)
         save(tmp_path / "a", model=model, optimizer=optimizer)
         if dist.get_rank() == failing_rank:
@@ -135,6 +142,7 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint
             save(tmp_path / "a", model=filled(2.0))
         except (OSError, CheckpointFailed) as error:
             return type(error), str(error)
+        pytest.fail("saved")
 
     results = run_ranks(save_and_fail, 2)
     assert results[failing_rank][0] is OSError
@@ -146,13 +154,15 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (_save.Contents, "of")]
+    ("owner", "name"), [(_save, "publish"), (_save, "stage"), (_manifest.Manifest, "write"), (Contents, "of")]
 )
-def test_a_failure_on_rank_zero_alone_reaches_every_rank(tmp_path, monkeypatch, owner, name):
-    def fail(*args):
+def test_a_failure_on_rank_zero_alone_reaches_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    def save_and_fail():
+    def save_and_fail() -> type[BaseException]:
         if dist.get_rank() == 0:
             monkeypatch.setattr(owner, name, fail)
         with pytest.raises((PermissionError, CheckpointFailed), match="Permission denied") as info:
@@ -163,11 +173,11 @@ def test_a_failure_on_rank_zero_alone_reaches_every_rank(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path, monkeypatch):
-    def interrupt(*args):
+def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def save_and_interrupt():
+    def save_and_interrupt() -> type[BaseException]:
         if dist.get_rank() == 1:
             monkeypatch.setattr(_save, "write_items", interrupt)
         with pytest.raises((KeyboardInterrupt, CheckpointFailed)) as info:
@@ -181,22 +191,24 @@ class TestWithoutExchange:
     """File systems that cannot exchange two directories: the old checkpoint steps aside first."""
 
     @pytest.fixture(autouse=True)
-    def _no_exchange(self, monkeypatch):
+    def _no_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_directories, "swap", lambda *_: False)
 
-    def test_an_existing_checkpoint_is_replaced(self, tmp_path):
+    def test_an_existing_checkpoint_is_replaced(self, tmp_path: Path) -> None:
         for value in (1.0, 2.0):
             save(tmp_path / "a", model=filled(value))
         assert value_at(tmp_path / "a") == 2.0
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
-    def test_a_save_killed_between_its_two_renames_is_read_around_and_repaired(self, tmp_path, monkeypatch):
+    def test_a_save_killed_between_its_two_renames_is_read_around_and_repaired(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "a"
         save(path, model=filled(1.0))
         with monkeypatch.context() as patch:
             rename = Path.rename
 
-            def rename_and_die(self, target):
+            def rename_and_die(self: Path, target: Path) -> None:
                 rename(self, target)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -213,12 +225,14 @@ class TestWithoutExchange:
         assert value_at(path) == 1.0
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_a_second_rename_that_fails_puts_the_old_checkpoint_back(self, tmp_path, monkeypatch):
+    def test_a_second_rename_that_fails_puts_the_old_checkpoint_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "a"
         save(path, model=filled(1.0))
         rename = Path.rename
 
-        def rename_and_fail(self, target):
+        def rename_and_fail(self: Path, target: Path) -> Path:
             if ".saving-" in self.name:
                 raise OSError(5, "Input/output error")
             return rename(self, target)
@@ -231,7 +245,7 @@ class TestWithoutExchange:
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_directories_are_exchanged_in_one_step_where_the_system_can(tmp_path):
+def test_directories_are_exchanged_in_one_step_where_the_system_can(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -243,29 +257,30 @@ def test_directories_are_exchanged_in_one_step_where_the_system_can(tmp_path):
         assert _directories.swap(tmp_path / "one", tmp_path / "absent") or _raise_not_found()
 
 
-def _raise_not_found():
+def _raise_not_found() -> NoReturn:
     raise FileNotFoundError  # A system that cannot exchange says so before it looks.
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a"
     save(path, model=filled(1.0))
-    read_tensors = _dcp_read.read_tensors
 
-    def replace_and_read(*args):
+    def replace_and_read(*args: Any) -> None:
         save(path, model=filled(2.0))
-        return read_tensors(*args)
+        read_tensors(*args)
 
     monkeypatch.setattr(_dcp_read, "read_tensors", replace_and_read)
     with pytest.raises(CheckpointDamaged, match="replaced while it was being read"):
         load(path, model=filled(0.0))
 
 
-def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path):
+def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save(path, model=filled(0.0))
 
-    def keep_saving():
+    def keep_saving() -> None:
         for value in range(1, 20):
             save(path, model=filled(float(value)))
 
@@ -284,7 +299,7 @@ def test_a_reader_never_finds_the_checkpoint_absent_or_half_written(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["file", "directory"])
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path, content):
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     if content == "file":
         path.write_text("mine")
@@ -296,12 +311,12 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path, content):
     assert "mine" in (path if content == "file" else path / "thesis.tex").read_text()
 
 
-def test_an_empty_directory_may_be_given(tmp_path):
+def test_an_empty_directory_may_be_given(tmp_path: Path) -> None:
     save(tmp_path, model=filled(1.0))
     assert value_at(tmp_path) == 1.0
 
 
-def test_a_link_to_a_checkpoint_keeps_pointing_to_it(tmp_path):
+def test_a_link_to_a_checkpoint_keeps_pointing_to_it(tmp_path: Path) -> None:
     save(tmp_path / "real", model=filled(1.0))
     (tmp_path / "link").symlink_to("real")
     save(tmp_path / "link", model=filled(2.0))
@@ -309,24 +324,26 @@ def test_a_link_to_a_checkpoint_keeps_pointing_to_it(tmp_path):
     assert value_at(tmp_path / "real") == 2.0
 
 
-def test_another_checkpoints_leftovers_are_not_touched(tmp_path):
+def test_another_checkpoints_leftovers_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "b.saving-01234567").mkdir()
     (tmp_path / "a.saving-by-hand").mkdir()
     save(tmp_path / "a", model=filled(1.0))
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b.saving-01234567", "a.saving-by-hand"}
 
 
-def test_a_save_returns_the_absolute_path_and_makes_parents(tmp_path, monkeypatch):
+def test_a_save_returns_the_absolute_path_and_makes_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert save("runs/first/a", model=filled(1.0)) == tmp_path.resolve() / "runs" / "first" / "a"
     shutil.rmtree("runs")
 
 
-def test_every_file_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monkeypatch):
+def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = []
     fsync = os.fsync
 
-    def record(descriptor):
+    def record(descriptor: int) -> None:
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         assert not (tmp_path / "a").exists() or synced[-1] == tmp_path.name
         fsync(descriptor)
@@ -340,14 +357,14 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monke
     ]
 
 
-def test_a_model_on_the_host_wakes_no_gpu(tmp_path, monkeypatch):
+def test_a_model_on_the_host_wakes_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: pytest.fail("a stream was made"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, **__: pytest.fail("a stream was asked for"))
     save(tmp_path / "a", model=filled(1.0))
 
 
-def test_saving_reads_and_changes_nothing_else(kit, tmp_path):
+def test_saving_reads_and_changes_nothing_else(kit: Kit, tmp_path: Path) -> None:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     before = kit.state(model, optimizer)

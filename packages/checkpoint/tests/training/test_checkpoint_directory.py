@@ -1,65 +1,65 @@
 """Checkpoints by step: the newest are kept, only complete ones are seen."""
 
+from pathlib import Path
+
 import pytest
 from torch import nn
 
 from lamella_checkpoint import CheckpointDirectory, load
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 
-def value_at(path):
+def value_at(path: Path) -> float:
     model = nn.Linear(1, 1)
     load(path, model=model)
     return model.weight.item()
 
 
-@pytest.fixture
-def save_steps(tmp_path):
-    def save_steps(checkpoints, *steps):
-        for step in steps:
-            model = nn.Linear(1, 1)
-            nn.init.constant_(model.weight, float(step))
-            checkpoints.save(step, model=model, extra={"step": step})
-
-    return save_steps
+def save_steps(checkpoints: CheckpointDirectory, *steps: int) -> None:
+    for step in steps:
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, float(step))
+        checkpoints.save(step, model=model, extra={"step": step})
 
 
-def test_names_sort_and_count_steps(tmp_path, save_steps):
+def test_names_sort_and_count_steps(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path / "runs" / "one")
     assert checkpoints.latest() is None and checkpoints.steps() == []
     save_steps(checkpoints, 10)
     assert [path.name for path in checkpoints.root.iterdir()] == ["step_00000010"]
-    assert checkpoints.latest() == checkpoints.path(10)
-    assert value_at(checkpoints.latest()) == 10.0
+    latest = checkpoints.latest()
+    assert latest == checkpoints.path(10)
+    assert value_at(latest) == 10.0
 
 
-def test_steps_beyond_eight_digits_stay_in_order(tmp_path, save_steps):
+def test_steps_beyond_eight_digits_stay_in_order(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 99_999_999, 100_000_000)
     assert checkpoints.steps() == [99_999_999, 100_000_000]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (3, [2, 3, 4]), (None, [1, 2, 3, 4])])
-def test_the_newest_are_kept(tmp_path, save_steps, keep, kept):
+def test_the_newest_are_kept(tmp_path: Path, keep: int | None, kept: list[int]) -> None:
     checkpoints = CheckpointDirectory(tmp_path, keep=keep)
     save_steps(checkpoints, 1, 2, 3, 4)
     assert checkpoints.steps() == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(tmp_path, save_steps):
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path, keep=2)
     save_steps(checkpoints, 10, 20, 30, 5)
     assert checkpoints.steps() == [5, 20, 30]
 
 
-def test_a_step_can_be_saved_again(tmp_path, save_steps):
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 1, 1)
     assert checkpoints.steps() == [1]
 
 
-def test_only_complete_checkpoints_are_seen(tmp_path, save_steps):
+def test_only_complete_checkpoints_are_seen(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 1)
     for name in ("step_00000002", "step_00000003.saving-01234567", "step_00000004.removed-01234567", "notes"):
@@ -69,7 +69,7 @@ def test_only_complete_checkpoints_are_seen(tmp_path, save_steps):
     assert checkpoints.steps() == [1]
 
 
-def test_what_killed_saves_left_at_any_step_is_removed_by_the_next_save(tmp_path, save_steps):
+def test_what_killed_saves_left_at_any_step_is_removed_by_the_next_save(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 1)
     (tmp_path / "step_00000002.saving-01234567").mkdir()
@@ -85,18 +85,20 @@ def test_what_killed_saves_left_at_any_step_is_removed_by_the_next_save(tmp_path
     assert value_at(checkpoints.path(1)) == 1.0
 
 
-def test_all_ranks_save_one_checkpoint(kit, tmp_path):
-    def save_three():
+def test_all_ranks_save_one_checkpoint(kit: Kit, tmp_path: Path) -> None:
+    def save_three() -> tuple[list[int], dict[str, int]]:
         checkpoints = CheckpointDirectory(tmp_path, keep=2)
         model, optimizer = kit.build(sharded=True)
         for step in (1, 2, 3):
             checkpoints.save(step, model=model, optimizer=optimizer, extra={"step": step})
-        return checkpoints.steps(), load(checkpoints.latest(), model=model, optimizer=optimizer)
+        latest = checkpoints.latest()
+        assert latest is not None
+        return checkpoints.steps(), load(latest, model=model, optimizer=optimizer)
 
     assert run_ranks(save_three, 2) == [([2, 3], {"step": 3})] * 2
 
 
-def test_bad_arguments_are_refused(tmp_path):
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got keep=0"):
         CheckpointDirectory(tmp_path, keep=0)
     with pytest.raises(ValueError, match="0 or more, got -1"):

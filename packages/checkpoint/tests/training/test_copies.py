@@ -5,6 +5,9 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from test_async_save import filled, in_child, value_at
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
+from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, SaveHandle, load, save
 from lamella_checkpoint._training import copies as _copies
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 NUM_FEATURES = 200  # Weights that are too large to be copied at once.
 
@@ -23,66 +27,68 @@ NUM_FEATURES = 200  # Weights that are too large to be copied at once.
 class Gate:
     """Lets no copy begin before it is opened."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._is_open = threading.Event()
         queue = _copies.Copies._queue
 
-        def queue_when_open(copies):
+        def queue_when_open(copies: _copies.Copies) -> None:
             assert self._is_open.wait(timeout=60)
             queue(copies)
 
         monkeypatch.setattr(_copies.Copies, "_queue", queue_when_open)
 
     @property
-    def is_open(self):
+    def is_open(self) -> bool:
         return self._is_open.is_set()
 
-    def open(self):
+    def open(self) -> None:
         self._is_open.set()
 
-    def open_soon(self):
+    def open_soon(self) -> None:
         """Once the calling thread waits for copies, most likely; it may not go on before."""
         threading.Timer(0.1, self.open).start()
 
 
 @pytest.fixture
-def gate(monkeypatch):
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
     gate.open()
 
 
 @pytest.fixture(scope="module")
-def saver():
+def saver() -> Iterator[AsyncSaver]:
     """One for all: its process takes seconds to come up."""
     with AsyncSaver() as saver:
         yield saver
 
 
-def large(value):
+def large(value: float) -> nn.Linear:
     return filled(value, NUM_FEATURES)
 
 
-def value_of(path):
+def value_of(path: Path) -> float:
     return value_at(path, NUM_FEATURES)
 
 
-def with_gradients(model):
+def with_gradients(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     return model
 
 
-def sgd(model, **options):
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(with_gradients(model).parameters(), lr=1.0, **options)
 
 
 @pytest.mark.parametrize("given", ["the same", "none", "another"])
-def test_the_step_of_any_optimizer_waits_until_the_state_has_been_copied(tmp_path, gate, saver, given):
+def test_the_step_of_any_optimizer_waits_until_the_state_has_been_copied(
+    tmp_path: Path, gate: Gate, saver: AsyncSaver, given: str
+) -> None:
     model = large(1.0)
     optimizer = sgd(model)
     others = {"the same": optimizer, "none": None, "another": torch.optim.AdamW(model.parameters())}
-    was_open = []
+    was_open: list[bool] = []
     optimizer.register_step_post_hook(lambda *_: was_open.append(gate.is_open))
     handle = saver.save(tmp_path / "a", model=model, optimizer=others[given])
     assert not handle.done and handle.held_seconds == 0
@@ -95,7 +101,9 @@ def test_the_step_of_any_optimizer_waits_until_the_state_has_been_copied(tmp_pat
     assert model.weight[0, 0] == -1.0
 
 
-def test_optimizer_state_is_of_the_call_too_and_may_be_replaced_meanwhile(tmp_path, gate, saver):
+def test_optimizer_state_is_of_the_call_too_and_may_be_replaced_meanwhile(
+    tmp_path: Path, gate: Gate, saver: AsyncSaver
+) -> None:
     model = large(1.0)
     optimizer = sgd(model, momentum=0.5)
     optimizer.step()
@@ -112,7 +120,9 @@ def test_optimizer_state_is_of_the_call_too_and_may_be_replaced_meanwhile(tmp_pa
     assert other.weight.eq(0.0).all() and optimizer.state[other.weight]["momentum_buffer"].eq(1.0).all()
 
 
-def test_what_may_change_in_the_forward_is_copied_before_the_call_returns(tmp_path, gate, saver):
+def test_what_may_change_in_the_forward_is_copied_before_the_call_returns(
+    tmp_path: Path, gate: Gate, saver: AsyncSaver
+) -> None:
     model = nn.Sequential(nn.BatchNorm1d(50_000), nn.Flatten())
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     extra = {"losses": [1.0]}
@@ -121,12 +131,12 @@ def test_what_may_change_in_the_forward_is_copied_before_the_call_returns(tmp_pa
     extra["losses"].append(2.0)
     gate.open()
     saver.wait()
-    assert not torch.equal(model[0].running_mean, expected["0.running_mean"])
+    assert not torch.equal(model.get_buffer("0.running_mean"), expected["0.running_mean"])
     assert load(tmp_path / "a", model=model) == {"losses": [1.0]}
     assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
 
 
-def test_loading_waits_too_and_so_does_whoever_asks_to(tmp_path, gate, saver):
+def test_loading_waits_too_and_so_does_whoever_asks_to(tmp_path: Path, gate: Gate, saver: AsyncSaver) -> None:
     save(tmp_path / "old", model=large(7.0))
     model = large(1.0)
     saver.save(tmp_path / "a", model=model)
@@ -140,30 +150,37 @@ def test_loading_waits_too_and_so_does_whoever_asks_to(tmp_path, gate, saver):
     assert [value_of(tmp_path / name) for name in "ab"] == [1.0, 7.0]
 
 
-def step_unseen(model):
+def step_unseen(model: nn.Module) -> None:
     optimizer = sgd(model, foreach=True)
-    type(optimizer).step.__wrapped__(optimizer)
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
-def step_fused_and_unseen(model):
+def step_fused_and_unseen(model: nn.Module) -> None:
     optimizer = sgd(model, fused=True)
-    type(optimizer).step.__wrapped__(optimizer)
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def change_one_element(model):
+def change_one_element(model: nn.Linear) -> None:
     model.weight[3, 5] += 1
 
 
-def write_past_version_counters(model):
+def write_past_version_counters(model: nn.Linear) -> None:
     model.weight.data.mul_(2)
 
 
-UNSEEN = [step_unseen, step_fused_and_unseen, change_one_element, write_past_version_counters]
+UNSEEN: list[Callable[[nn.Linear], None]] = [
+    step_unseen,
+    step_fused_and_unseen,
+    change_one_element,
+    write_past_version_counters,
+]
 
 
 @pytest.mark.parametrize("change", UNSEEN)
-def test_a_state_that_changed_too_early_is_not_published(tmp_path, gate, saver, change):
+def test_a_state_that_changed_too_early_is_not_published(
+    tmp_path: Path, gate: Gate, saver: AsyncSaver, change: Callable[[nn.Linear], None]
+) -> None:
     model = large(1.0)
     gate.open()
     saver.save(tmp_path / "a", model=model).wait()
@@ -182,8 +199,10 @@ def test_a_state_that_changed_too_early_is_not_published(tmp_path, gate, saver, 
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
-def test_a_sharded_state_that_changed_too_early_on_one_rank_fails_on_all(kit, tmp_path, monkeypatch):
-    def save_and_change():
+def test_a_sharded_state_that_changed_too_early_on_one_rank_fails_on_all(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_and_change() -> None:
         gate = Gate(monkeypatch)
         model = kit.fully_shard(large(1.0))
         with AsyncSaver() as saver:
@@ -201,8 +220,10 @@ def test_a_sharded_state_that_changed_too_early_on_one_rank_fails_on_all(kit, tm
     assert not (tmp_path / "a").exists()
 
 
-def test_forward_and_backward_change_nothing_that_is_watched(kit, tmp_path, monkeypatch):
-    def save_and_train():
+def test_forward_and_backward_change_nothing_that_is_watched(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_and_train() -> dict[str, torch.Tensor]:
         gate = Gate(monkeypatch)
         model, optimizer = kit.build(sharded=True)
         monkeypatch.setattr(_copies, "_AT_ONCE_NBYTES", 0)
@@ -224,13 +245,14 @@ def test_forward_and_backward_change_nothing_that_is_watched(kit, tmp_path, monk
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_an_exception_while_the_state_is_copied_does_not_lose_it(tmp_path, gate):
-    def train(saver):
+def test_an_exception_while_the_state_is_copied_does_not_lose_it(tmp_path: Path, gate: Gate) -> None:
+    def train(saver: AsyncSaver) -> None:
         with saver:
             handles.append(saver.save(tmp_path / "a", model=large(1.0)))
             raise ZeroDivisionError
 
-    handles, saver = [], AsyncSaver()
+    handles: list[SaveHandle] = []
+    saver = AsyncSaver()
     with pytest.raises(ZeroDivisionError):
         train(saver)
     gate.open()
@@ -239,7 +261,7 @@ def test_an_exception_while_the_state_is_copied_does_not_lose_it(tmp_path, gate)
     assert value_of(tmp_path / "a") == 1.0
 
 
-def test_closing_while_the_state_is_copied_waits(tmp_path, gate):
+def test_closing_while_the_state_is_copied_waits(tmp_path: Path, gate: Gate) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     checkpoints.save_async(1, model=large(1.0))
     gate.open_soon()
@@ -247,7 +269,9 @@ def test_closing_while_the_state_is_copied_waits(tmp_path, gate):
     assert value_of(checkpoints.path(1)) == 1.0
 
 
-def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(tmp_path, gate, saver, monkeypatch):
+def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(
+    tmp_path: Path, gate: Gate, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = large(1.0)
     optimizer = sgd(model)
     monkeypatch.setattr(_copies.Copies, "_queue", lambda _: [][0])
@@ -260,7 +284,9 @@ def test_a_save_that_fails_to_copy_tells_and_lets_the_step_go_on(tmp_path, gate,
 
 
 @pytest.mark.parametrize("copy", [lambda _: [][0], lambda copies: copies._versions.raised.add("model.weight")])
-def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path, saver, monkeypatch, copy):
+def test_a_save_that_failed_holds_nothing_of_the_state(
+    tmp_path: Path, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch, copy: Callable[[_copies.Copies], object]
+) -> None:
     monkeypatch.setattr(_copies.Copies, "_queue", copy)
     model = large(1.0)
     storages = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
@@ -273,7 +299,7 @@ def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path, saver, monkeypa
     assert [storage() for storage in storages] == [None, None]
 
 
-def test_saves_inside_and_outside_of_inference_mode_use_one_memory(tmp_path):
+def test_saves_inside_and_outside_of_inference_mode_use_one_memory(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         with torch.inference_mode():
             saver.save(tmp_path / "a", model=large(1.0))
@@ -282,8 +308,8 @@ def test_saves_inside_and_outside_of_inference_mode_use_one_memory(tmp_path):
     assert [value_of(tmp_path / name) for name in "ab"] == [1.0, 2.0]
 
 
-def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp_path, gate):
-    def save_and_die():
+def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp_path: Path, gate: Gate) -> None:
+    def save_and_die() -> None:
         saver = AsyncSaver()
         gate.open()
         saver.save(tmp_path / "a", model=large(1.0)).wait()
@@ -295,7 +321,7 @@ def test_a_process_that_is_killed_while_it_copies_leaves_the_last_checkpoint(tmp
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
-def test_a_program_that_ends_at_once_has_saved_and_other_hooks_come_after_the_wait(tmp_path):
+def test_a_program_that_ends_at_once_has_saved_and_other_hooks_come_after_the_wait(tmp_path: Path) -> None:
     program = f"""
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook

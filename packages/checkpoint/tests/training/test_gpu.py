@@ -1,21 +1,27 @@
 """The same on GPUs, where NCCL alone carries the verdicts. Run by `gpu(1)` and `gpu(2)`."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, load, save
 from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._training import copies as _copies
 from lamella_testing import run_ranks
 from lamella_testing.gpu_training import build, train
+from lamella_testing.tiny import Kit
+
+State = dict[str, torch.Tensor]
 
 
-def cpu_state(kit, model, optimizer):
+def cpu_state(kit: Kit, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return {name: tensor.cpu() for name, tensor in kit.state(model, optimizer).items()}
 
 
-def train_and_save(kit, path, **options):
+def train_and_save(kit: Kit, path: Path, **options: bool) -> tuple[State, State]:
     model, optimizer = build(kit, **options)
     train(model, optimizer)
     save(path, model=model, optimizer=optimizer, extra={"step": 2})
@@ -24,7 +30,7 @@ def train_and_save(kit, path, **options):
     return saved, cpu_state(kit, model, optimizer)
 
 
-def load_and_train(kit, path, **options):
+def load_and_train(kit: Kit, path: Path, **options: bool) -> tuple[State, State, set[str]]:
     model, optimizer = build(kit, seed=1, **options)
     assert load(path, model=model, optimizer=optimizer) == {"step": 2}
     loaded = cpu_state(kit, model, optimizer)
@@ -33,20 +39,20 @@ def load_and_train(kit, path, **options):
     return loaded, cpu_state(kit, model, optimizer), devices
 
 
-def assert_equal(expected, got):
+def assert_equal(expected: State, got: State) -> None:
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def read_after_what_its_stream_was_given(path):
+def read_after_what_its_stream_was_given(path: Path) -> list[bool]:
     """Zeros that wait on a stream, then a load on it: copies on any other stream would come first, and be lost."""
     model = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(16)).cuda()
     save(path, model=model)
     expected = [param.detach().cpu() for param in model.parameters()]
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():
-        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles: about half a second
         for param in model.parameters():
             param.zero_()
         load(path, model=model)
@@ -57,7 +63,9 @@ def read_after_what_its_stream_was_given(path):
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_reads_of_several_threads_run_on_the_callers_stream(tmp_path, monkeypatch, num_threads):
+def test_reads_of_several_threads_run_on_the_callers_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
     monkeypatch.setattr(_items, "num_threads", lambda: num_threads)
     [equal] = run_ranks(lambda: read_after_what_its_stream_was_given(tmp_path / "a"), 1, device="cuda")
     assert all(equal)
@@ -67,7 +75,9 @@ def test_reads_of_several_threads_run_on_the_callers_stream(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "device"), [({}, "cpu"), ({"capturable": True}, "cuda"), ({"fused": True}, "cuda")]
 )
-def test_training_resumes_bit_equal_and_counts_steps_where_the_step_runs(kit, tmp_path, options, device):
+def test_training_resumes_bit_equal_and_counts_steps_where_the_step_runs(
+    kit: Kit, tmp_path: Path, options: dict[str, bool], device: str
+) -> None:
     [(saved, after)] = run_ranks(lambda: train_and_save(kit, tmp_path / "a", **options), 1, device="cuda")
     [(loaded, resumed, devices)] = run_ranks(lambda: load_and_train(kit, tmp_path / "a", **options), 1, device="cuda")
     assert_equal(saved, loaded)
@@ -76,15 +86,15 @@ def test_training_resumes_bit_equal_and_counts_steps_where_the_step_runs(kit, tm
 
 
 @pytest.mark.gpu1
-def test_a_host_checkpoint_loads_on_a_gpu_and_back(kit, tmp_path):
+def test_a_host_checkpoint_loads_on_a_gpu_and_back(kit: Kit, tmp_path: Path) -> None:
     # In ranks of their own: an optimizer's step makes even a process that trains on the host use CUDA.
-    def save_on_the_host():
+    def save_on_the_host() -> State:
         model, optimizer = kit.build(sharded=False)
         kit.train(model, optimizer)
         save(tmp_path / "host", model=model, optimizer=optimizer, extra={"step": 2})
         return kit.state(model, optimizer)
 
-    def load_on_the_host():
+    def load_on_the_host() -> set[str]:
         model, optimizer = kit.build(sharded=False)
         load(tmp_path / "gpu", model=model, optimizer=optimizer)
         return {state["step"].device.type for state in optimizer.state.values()}
@@ -97,15 +107,15 @@ def test_a_host_checkpoint_loads_on_a_gpu_and_back(kit, tmp_path):
 
 
 @pytest.mark.gpu2
-def test_two_gpus_save_and_one_resumes(kit, tmp_path):
+def test_two_gpus_save_and_one_resumes(kit: Kit, tmp_path: Path) -> None:
     saved, _ = run_ranks(lambda: train_and_save(kit, tmp_path / "a"), 2, device="cuda")[0]
     [(loaded, *_)] = run_ranks(lambda: load_and_train(kit, tmp_path / "a"), 1, device="cuda")
     assert_equal(saved, loaded)
 
 
 @pytest.mark.gpu2
-def test_the_current_device_need_not_be_set(kit, tmp_path):
-    def save_from_a_wrong_current_device():
+def test_the_current_device_need_not_be_set(kit: Kit, tmp_path: Path) -> None:
+    def save_from_a_wrong_current_device() -> int:
         model, optimizer = build(kit)
         train(model, optimizer)
         torch.cuda.set_device(0)  # What every process starts with.
@@ -117,8 +127,10 @@ def test_the_current_device_need_not_be_set(kit, tmp_path):
 
 
 @pytest.mark.gpu2
-def test_a_failing_rank_makes_every_rank_raise_over_nccl(kit, tmp_path, monkeypatch):
-    def save_and_fail():
+def test_a_failing_rank_makes_every_rank_raise_over_nccl(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_and_fail() -> type[BaseException]:
         model, optimizer = build(kit)
         if dist.get_rank() == 1:
             optimizer.param_groups[0]["owner"] = model  # Cannot be stored.
@@ -131,13 +143,14 @@ def test_a_failing_rank_makes_every_rank_raise_over_nccl(kit, tmp_path, monkeypa
 
 
 @pytest.mark.gpu1
-def test_what_was_taken_in_the_call_keeps_its_memory_until_it_has_been_copied(tmp_path):
-    def save_and_reuse_memory():
+def test_what_was_taken_in_the_call_keeps_its_memory_until_it_has_been_copied(tmp_path: Path) -> None:
+    def save_and_reuse_memory() -> int:
         model = torch.nn.Linear(16384, 16384, device="cuda")  # 1 GiB, which is copied before the samples are.
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model).wait()
-            torch.cuda._sleep(500_000_000)  # About a quarter of a second.
+            torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]  # About a quarter of a second.
             handle = saver.save(tmp_path / "a", model=model)
+            assert handle._copies is not None
             handle._copies._are_queued.wait()
             small = [torch.full((128,), -1, dtype=torch.int32, device="cuda") for _ in range(4096)]
             handle.wait()
@@ -147,14 +160,14 @@ def test_what_was_taken_in_the_call_keeps_its_memory_until_it_has_been_copied(tm
 
 
 @pytest.mark.gpu1
-def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goes_on(kit, tmp_path):
-    def save_while_the_gpu_is_busy():
+def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goes_on(kit: Kit, tmp_path: Path) -> None:
+    def save_while_the_gpu_is_busy() -> tuple[bool, State, State]:
         model, optimizer = build(kit, fused=True)
         train(model, optimizer)
         with AsyncSaver() as saver:
             saver.save(tmp_path / "first", model=model, optimizer=optimizer).wait()
             expected = cpu_state(kit, model, optimizer)
-            torch.cuda._sleep(2_000_000_000)  # About a second.
+            torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # About a second.
             handle = saver.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 2})
             train(model, optimizer)
             is_busy = not torch.cuda.current_stream().query()
@@ -169,7 +182,7 @@ def test_a_save_in_the_background_holds_the_state_of_the_call_while_the_host_goe
     assert not torch.equal(expected["head.weight"], later["head.weight"])
 
 
-def large(value):
+def large(value: float) -> nn.Linear:
     """A gibibyte of weights: tens of milliseconds on a bus. Given gradients, so that SGD can step."""
     model = torch.nn.Linear(1 << 14, 1 << 14, bias=False, device="cuda")
     torch.nn.init.constant_(model.weight, value)
@@ -177,7 +190,7 @@ def large(value):
     return model
 
 
-def value_of(path):
+def value_of(path: Path) -> float:
     model = torch.nn.Linear(1 << 14, 1 << 14, bias=False)
     load(path, model=model)
     assert model.weight.eq(model.weight[0, 0]).all()
@@ -186,8 +199,8 @@ def value_of(path):
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("fused", [False, True])
-def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path, fused):
-    def save_and_compute():
+def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path: Path, fused: bool) -> None:
+    def save_and_compute() -> tuple[bool, bool, float]:
         model = large(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
         a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -204,6 +217,7 @@ def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path
                 a @ a
             computed.record()
             computed.synchronize()
+            assert handle._copies is not None
             handle._copies._are_queued.wait()
             [copied] = handle._copies._copied
             is_overlapped = not copied.query()
@@ -217,8 +231,8 @@ def test_compute_overlaps_with_the_copies_and_the_step_comes_after_them(tmp_path
 
 
 @pytest.mark.gpu1
-def test_memory_that_training_lets_go_of_is_not_given_to_others_before_it_was_copied(tmp_path):
-    def save_and_replace():
+def test_memory_that_training_lets_go_of_is_not_given_to_others_before_it_was_copied(tmp_path: Path) -> None:
+    def save_and_replace() -> int:
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=large(0.0)).wait()
             model = large(1.0)
@@ -234,8 +248,8 @@ def test_memory_that_training_lets_go_of_is_not_given_to_others_before_it_was_co
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("way", ["unseen step", "by hand", "graph"])
-def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, way):
-    def save_and_change():
+def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path: Path, way: str) -> None:
+    def save_and_change() -> None:
         model = large(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
         graph = torch.cuda.CUDAGraph()
@@ -243,9 +257,9 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, wa
             model.weight.data.add_(1.0)
 
         @torch.no_grad()
-        def change():
+        def change() -> None:
             if way == "unseen step":
-                type(optimizer).step.__wrapped__(optimizer)
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
             elif way == "by hand":
                 model.weight[5, 7] = 3.0
             else:
@@ -255,9 +269,9 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, wa
         torch.nn.init.constant_(model.weight, 1.0)
         with AsyncSaver() as saver:
             saver.save(tmp_path / "a", model=model).wait()
-            held = torch.cuda.Stream()
+            held = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(held):
-                torch.cuda._sleep(1_000_000_000)  # About half a second, in which the bus is not used.
+                torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # About half a second, in which the bus is not used.
             _copies._stream_beside(model.weight.device).wait_stream(held)
             handle = saver.save(tmp_path / "a", model=model)
             change()
@@ -272,8 +286,8 @@ def test_a_state_that_changed_before_it_was_copied_is_not_published(tmp_path, wa
 
 
 @pytest.mark.gpu2
-def test_two_gpus_save_in_the_background_step_after_step_and_one_resumes(kit, tmp_path):
-    def save_three():
+def test_two_gpus_save_in_the_background_step_after_step_and_one_resumes(kit: Kit, tmp_path: Path) -> None:
+    def save_three() -> list[State]:
         model, optimizer = build(kit)
         states = []
         with CheckpointDirectory(tmp_path, keep=2) as checkpoints:
@@ -286,5 +300,5 @@ def test_two_gpus_save_in_the_background_step_after_step_and_one_resumes(kit, tm
     _, second, third = run_ranks(save_three, 2, device="cuda")[0]
     for step, expected in ((4, second), (6, third)):
         path = CheckpointDirectory(tmp_path).path(step)
-        [(loaded, *_)] = run_ranks(lambda path=path: load_and_train(kit, path), 1, device="cuda")
+        [(loaded, *_)] = run_ranks(load_and_train, 1, kit, path, device="cuda")
         assert_equal(expected, loaded)

@@ -1,5 +1,8 @@
 """Optimizer state that each rank keeps as plain tensors of its own elements is placed by its parameter."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,17 +17,21 @@ from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_testing import run_ranks
 from lamella_testing.local_slots import OnShards, make, numbered, over_all
 
+MakeSharded = Callable[[torch.Tensor], torch.Tensor]
 
-def over_any(values):
+
+def over_any(values: torch.Tensor) -> torch.Tensor:
     """Also where a rank is alone, as `fully_shard` does."""
     return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
-def over_two_axes(values):
+def over_two_axes(values: torch.Tensor) -> torch.Tensor:
     """Tensor parallelism cuts first, as Megatron-FSDP's meshes say, and there are two replicas of everything."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
-    mesh._shard_order = [0, 2, 1]
-    _, dp, tp = mesh.get_coordinate()
+    mesh._shard_order = [0, 2, 1]  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    _, dp, tp = coordinate
     part = values.tensor_split(_bounds(len(values), 2))[tp]
     mine = part.tensor_split(_bounds(len(part), 2))[dp]
     placements = [Replicate(), Shard(0), Shard(0)]
@@ -32,12 +39,12 @@ def over_two_axes(values):
     return DTensor.from_local(mine.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _bounds(size, num):
+def _bounds(size: int, num: int) -> list[int]:
     share = -(-size // num)
     return [min(share * each, size) for each in range(1, num)]
 
 
-def uneven(values):
+def uneven(values: torch.Tensor) -> nn.Parameter:
     """As Megatron's: cut where the placements do not say, told by functions on the local tensor."""
     num, rank = dist.get_world_size(), dist.get_rank()
     bounds = [0, *(min(1 + each * 3, len(values)) for each in range(num - 1)), len(values)]
@@ -46,7 +53,7 @@ def uneven(values):
         torch.Size((start, *[0] * (values.ndim - 1))), torch.Size((stop - start, *values.shape[1:]))
     )
 
-    def create_write_items(fqn, _):
+    def create_write_items(fqn: str, _: object) -> list[WriteItem]:
         data = TensorWriteData(chunk, TensorProperties(dtype=values.dtype), values.shape)
         item = WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
         return [item] if stop > start else []
@@ -55,19 +62,19 @@ def uneven(values):
     shape, stride = values.shape, values.stride()
     mine = values[start:stop].clone()
     made = nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride))
-    made._local_tensor.__create_write_items__ = create_write_items
-    made._local_tensor.__create_chunk_list__ = lambda: [chunk]
+    made._local_tensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
+    made._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
     return made
 
 
-def trained(make_sharded, num_steps, **options):
+def trained(make_sharded: MakeSharded, num_steps: int, **options: bool) -> tuple[nn.ParameterDict, OnShards]:
     model, optimizer = make(make_sharded, **options)
     for _ in range(num_steps):
         optimizer.step()
     return model, optimizer
 
 
-def assert_holds_what_one_rank_has(path, num_steps):
+def assert_holds_what_one_rank_has(path: Path, num_steps: int) -> None:
     """Read by one process, which steps whole tensors."""
     model, optimizer = make(lambda values: values)
     load(path, model=model, optimizer=optimizer)
@@ -84,12 +91,14 @@ def assert_holds_what_one_rank_has(path, num_steps):
     ("make_sharded", "num_ranks"), [(over_all, 4), (over_all, 3), (over_any, 1), (over_two_axes, 8), (uneven, 3)]
 )
 @pytest.mark.parametrize("flat", [False, True])
-def test_training_on_shards_resumes_on_other_ranks(tmp_path, make_sharded, num_ranks, flat):
-    def train_and_save():
+def test_training_on_shards_resumes_on_other_ranks(
+    tmp_path: Path, make_sharded: MakeSharded, num_ranks: int, flat: bool
+) -> None:
+    def train_and_save() -> None:
         model, optimizer = trained(make_sharded, 2, flat=flat)
         save(tmp_path / "two", model=model, optimizer=optimizer)
 
-    def resume(is_stepped):
+    def resume(is_stepped: bool) -> None:
         model, optimizer = trained(over_all, int(is_stepped), flat=flat and is_stepped)
         slots = [state.get("square") for state in optimizer.state.values()]
         load(tmp_path / "two", model=model, optimizer=optimizer)
@@ -101,12 +110,12 @@ def test_training_on_shards_resumes_on_other_ranks(tmp_path, make_sharded, num_r
     run_ranks(train_and_save, num_ranks)
     assert_holds_what_one_rank_has(tmp_path / "two", 2)
     for is_stepped in [False, True]:
-        run_ranks(lambda is_stepped=is_stepped: resume(is_stepped), 5)
+        run_ranks(resume, 5, is_stepped)
         assert_holds_what_one_rank_has(tmp_path / f"three{is_stepped}", 3)
 
 
-def test_a_save_in_the_background_places_them_alike(tmp_path):
-    def train_and_save():
+def test_a_save_in_the_background_places_them_alike(tmp_path: Path) -> None:
+    def train_and_save() -> None:
         model, optimizer = trained(over_all, 2)
         with AsyncSaver() as saver:
             saver.save(tmp_path / "two", model=model, optimizer=optimizer)
@@ -115,7 +124,7 @@ def test_a_save_in_the_background_places_them_alike(tmp_path):
     assert_holds_what_one_rank_has(tmp_path / "two", 2)
 
 
-def tensor_parallel_part(param):
+def tensor_parallel_part(param: DTensor) -> DTensor:
     """A slot that knows of the data-parallel ranks alone: its shape is that of a tensor-parallel rank's part."""
     mesh, part = param.device_mesh, (param.shape[0] // 2, *param.shape[1:])
     stride = numbered(part).stride()
@@ -123,20 +132,22 @@ def tensor_parallel_part(param):
     return DTensor.from_local(values, mesh["dp"], [Shard(0)], run_check=False, shape=torch.Size(part), stride=stride)
 
 
-def test_a_tensor_parallel_ranks_part_is_placed_by_its_parameter(tmp_path):
+def test_a_tensor_parallel_ranks_part_is_placed_by_its_parameter(tmp_path: Path) -> None:
     """By its own coordinates all tensor-parallel ranks would write one box, and equal values would hide it."""
 
-    def make_one():
+    def make_one() -> tuple[nn.ParameterDict, torch.optim.SGD]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        mesh._shard_order = [1, 0]
-        dp, tp = mesh.get_coordinate()
+        mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        dp, tp = coordinate
         mine = numbered((8, 2)).chunk(2)[tp].chunk(2)[dp].clone()
         model = nn.ParameterDict({"a": DTensor.from_local(mine, mesh, [Shard(0), Shard(0)], run_check=False)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         optimizer.state[model["a"]] = {slot: tensor_parallel_part(model["a"]) for slot in ("moment", "zero")}
         return model, optimizer
 
-    def save_and_load():
+    def save_and_load() -> tuple[bool, torch.Size]:
         model, optimizer = make_one()
         with torch.no_grad():
             optimizer.state[model["a"]]["moment"]._local_tensor.copy_(model["a"]._local_tensor + 100)
@@ -157,8 +168,8 @@ def test_a_tensor_parallel_ranks_part_is_placed_by_its_parameter(tmp_path):
 
 @pytest.mark.parametrize("num_elements", [4, 5, 12, 24])
 @pytest.mark.parametrize("step", ["save", "load"])
-def test_a_slot_of_another_size_is_refused_by_name(tmp_path, num_elements, step):
-    def run():
+def test_a_slot_of_another_size_is_refused_by_name(tmp_path: Path, num_elements: int, step: str) -> None:
+    def run() -> str:
         model, optimizer = make(over_all)
         if step == "load":
             save(tmp_path / "a", model=model, optimizer=trained_like(model))
@@ -174,16 +185,16 @@ def test_a_slot_of_another_size_is_refused_by_name(tmp_path, num_elements, step)
         assert list(tmp_path.iterdir()) == []
 
 
-def trained_like(model):
+def trained_like(model: nn.Module) -> OnShards:
     optimizer = OnShards(model.parameters())
     optimizer.step()
     return optimizer
 
 
-def test_a_slot_that_only_some_ranks_could_hold_is_refused(tmp_path):
+def test_a_slot_that_only_some_ranks_could_hold_is_refused(tmp_path: Path) -> None:
     """Three elements are the second rank's part, and nothing that the first could have."""
 
-    def save_one():
+    def save_one() -> type[BaseException]:
         model, optimizer = make(over_all)
         optimizer.state[model["hidden"]]["momentum"] = torch.zeros(9)
         with pytest.raises((ValueError, CheckpointFailed)) as info:

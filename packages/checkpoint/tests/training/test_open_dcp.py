@@ -2,38 +2,53 @@
 
 import pickle
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lamella_checkpoint import CheckpointFailed, CheckpointMismatch, FormatUnknown, check, load, save, verify
-from lamella_checkpoint.sources import Opened
+from lamella_checkpoint import (
+    CheckpointFailed,
+    CheckpointMismatch,
+    FormatUnknown,
+    PartialLoad,
+    Source,
+    check,
+    load,
+    save,
+    verify,
+)
+from lamella_checkpoint.sources import LiveNames, Opened
 from lamella_checkpoint.testing import MemorySource
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit, Tiny
 
+Trained = tuple[Tiny, torch.optim.Optimizer]
 WAY_OUT = r"Expected a checkpoint of torch DCP in .*pass lamella_convert.open_checkpoint\(path\) in place of the path"
 
 
-def dcp_save(entries, path):
+def dcp_save(entries: dict[str, Any], path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)
+        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
     return path
 
 
 @pytest.fixture
-def trained(kit):
+def trained(kit: Kit) -> Trained:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     return model, optimizer
 
 
-def assert_loads(kit, source, trained, **options):
+def assert_loads(kit: Kit, path: Path, trained: Trained) -> PartialLoad:
     expected = kit.state(*trained)
     model, optimizer = kit.build(sharded=False, seed=1)
-    result = load(source, model=model, optimizer=optimizer, **options)
+    result = load(path, model=model, optimizer=optimizer, strict=False)
     got = kit.state(model, optimizer)
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
     return result
@@ -41,22 +56,22 @@ def assert_loads(kit, source, trained, **options):
 
 @pytest.mark.parametrize("outer", [(), ("state_dict",), ("a", "b")])
 def test_what_plain_torch_saved_is_found_past_keys_and_prefixes_with_an_optimizer_that_counts(
-    kit, tmp_path, trained, outer
-):
+    kit: Kit, tmp_path: Path, trained: Trained, outer: tuple[str, ...]
+) -> None:
     model, optimizer = trained
-    entries = {
+    entries: dict[str, Any] = {
         "model": {f"module.{name}": value for name, value in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
     }
     for key in reversed(outer):
         entries = {key: entries}
-    found = assert_loads(kit, dcp_save(entries, tmp_path / "a"), trained, strict=False)
+    found = assert_loads(kit, dcp_save(entries, tmp_path / "a"), trained)
     assert found.stripped == (*outer, "module")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "a.pt", "folder", "folder_of_weights"])
 @pytest.mark.parametrize("act", [lambda path: load(path, model=nn.Linear(1, 1)), verify], ids=["load", "verify"])
-def test_other_formats_are_refused_with_the_way_out(tmp_path, name, act):
+def test_other_formats_are_refused_with_the_way_out(tmp_path: Path, name: str, act: Callable[[Path], object]) -> None:
     path = tmp_path / name
     if path.suffix:
         path.touch()
@@ -69,29 +84,29 @@ def test_other_formats_are_refused_with_the_way_out(tmp_path, name, act):
     assert info.value.file == str(path)
 
 
-def test_nothing_is_said_to_be_absent(tmp_path):
+def test_nothing_is_said_to_be_absent(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "absent", model=nn.Linear(1, 1))
 
 
-def source_of(model):
+def source_of(model: nn.Module) -> MemorySource:
     return MemorySource({f"model.{name}": tensor for name, tensor in model.state_dict().items()})
 
 
-def test_any_source_is_loaded():
+def test_any_source_is_loaded() -> None:
     saved, live = nn.Linear(2, 3), nn.Linear(2, 3)
     assert check(source_of(saved), model=live) == {}
     assert load(source_of(saved), model=live) == {}
     assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
 
 
-def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_beside():
+def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_beside() -> None:
     saved, live = nn.Linear(2, 3), nn.Linear(2, 3)
     optimizer = torch.optim.SGD(live.parameters(), lr=9.0)
-    told = []
+    told: list[LiveNames] = []
 
     class Foreign(MemorySource):
-        def for_live(self, names):
+        def for_live(self, names: LiveNames) -> Opened:
             told.append(names)
             options = {f"optimizer.param_groups.{name}.lr": 0.5 for name in names.optimizer}
             source = MemorySource(source_of(saved).held, options)
@@ -105,16 +120,16 @@ def test_a_source_that_asks_for_live_names_is_told_them_and_says_what_lies_besid
 
 
 @pytest.mark.parametrize("options", [{"trust": True}, {"verify": False}])
-def test_an_open_checkpoint_takes_no_options_of_opening(options):
+def test_an_open_checkpoint_takes_no_options_of_opening(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Expected `trust` and `verify` with a path only, got .* Pass them where"):
         load(source_of(nn.Linear(1, 1)), model=nn.Linear(1, 1), **options)
 
 
-def test_every_rank_raises_where_one_cannot_open():
-    def load_mine():
+def test_every_rank_raises_where_one_cannot_open() -> None:
+    def load_mine() -> bool:
         rank = torch.distributed.get_rank()
 
-        def open_mine():
+        def open_mine() -> Source:
             if rank == 1:
                 raise OSError("no such disk")
             return source_of(nn.Linear(1, 1))
@@ -126,14 +141,14 @@ def test_every_rank_raises_where_one_cannot_open():
     assert run_ranks(load_mine, 2) == [True, True]
 
 
-def test_a_folder_with_its_list_absent_is_damaged_and_not_another_format(tmp_path):
+def test_a_folder_with_its_list_absent_is_damaged_and_not_another_format(tmp_path: Path) -> None:
     save(tmp_path / "a", model=nn.Linear(1, 1))
     (tmp_path / "a" / ".metadata").unlink()
     with pytest.raises(ValueError, match="damaged file .*.metadata"):
         load(tmp_path / "a", model=nn.Linear(1, 1))
 
 
-def test_names_of_another_program_are_refused_with_the_way_out(tmp_path):
+def test_names_of_another_program_are_refused_with_the_way_out(tmp_path: Path) -> None:
     path = dcp_save({"model": {"decoder.weight": torch.ones(1, 1)}}, tmp_path / "a")
     with pytest.raises(CheckpointMismatch, match="Megatron's names: pass lamella_convert.open_checkpoint") as info:
         load(path, model=nn.Linear(1, 1))

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from lamella_checkpoint import load, save
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 PLAIN_TORCH = """
     import sys, warnings
@@ -69,8 +71,8 @@ PLAIN_TORCH = """
 """
 
 
-def test_plain_torch_loads_the_model_and_the_optimizer_with_no_lamella_installed(kit, tmp_path):
-    def train_and_save():
+def test_plain_torch_loads_the_model_and_the_optimizer_with_no_lamella_installed(kit: Kit, tmp_path: Path) -> None:
+    def train_and_save() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)
         save(tmp_path / "checkpoint", model=model, optimizer=optimizer, extra={"step": 2})
@@ -83,13 +85,13 @@ def test_plain_torch_loads_the_model_and_the_optimizer_with_no_lamella_installed
     )
 
 
-def test_what_plain_torch_wrote_from_sharded_parameters_loads(kit, tmp_path):
-    def train_and_save_with_torch():
+def test_what_plain_torch_wrote_from_sharded_parameters_loads(kit: Kit, tmp_path: Path) -> None:
+    def train_and_save_with_torch() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         flat = get_optimizer_state_dict(model, optimizer, options=options)
-        dcp.save({"model": model.state_dict(), "optimizer": flat}, checkpoint_id=tmp_path / "torch")
+        dcp.save({"model": model.state_dict(), "optimizer": flat}, checkpoint_id=tmp_path / "torch")  # type: ignore[attr-defined]
         return kit.state(model, optimizer)
 
     expected = run_ranks(train_and_save_with_torch, 2)[0]
@@ -102,7 +104,7 @@ def test_what_plain_torch_wrote_from_sharded_parameters_loads(kit, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_tensor_options_and_other_top_level_names_of_plain_torch_do_not_disturb(tmp_path):
+def test_tensor_options_and_other_top_level_names_of_plain_torch_do_not_disturb(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     entries = {
         "model": model.state_dict(),
@@ -110,7 +112,7 @@ def test_tensor_options_and_other_top_level_names_of_plain_torch_do_not_disturb(
         "optimizer": {f"param_groups.{name}.lr": torch.tensor(0.25) for name in ("weight", "bias")},
         "args": {"seed": 1},
     }
-    dcp.save(entries, checkpoint_id=tmp_path / "a")
+    dcp.save(entries, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
     load(tmp_path / "a", model=model, optimizer=optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.25

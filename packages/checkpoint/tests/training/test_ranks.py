@@ -1,5 +1,7 @@
 """A step succeeds on every rank or raises on every rank."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,31 +11,32 @@ from lamella_checkpoint._base.ranks import everywhere, exchange, num_ranks, on_d
 from lamella_testing import run_ranks
 
 
-def test_each_rank_gets_its_own_reply():
-    def double():
-        return exchange("double", rank, lambda ranks: [10 * each + len(ranks) for each in ranks])
+def test_each_rank_gets_its_own_reply() -> None:
+    def double() -> int:
+        doubled: int = exchange("double", rank, lambda ranks: [10 * each + len(ranks) for each in ranks])
+        return doubled
 
     assert run_ranks(double, 3) == [3, 13, 23]
 
 
-def test_without_a_group_a_step_is_a_call():
+def test_without_a_group_a_step_is_a_call() -> None:
     assert exchange("add", lambda: 1, lambda values: [values[0] + 1]) == 2
     assert everywhere("stay", lambda: "local") == "local"
     assert on_rank_zero("name", lambda: "zero") == "zero"
     assert (rank(), num_ranks()) == (0, 1)
     with pytest.raises(KeyError, match="lost"):
-        everywhere("fail", lambda: {}["lost"])
+        everywhere("fail", lambda: dict[str, int]()["lost"])
 
 
 class DoesNotPickle(Exception):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("no pickle")
         self.tensor_hook = lambda: None
 
 
-def test_errors_that_do_not_pickle_reach_every_rank_as_text():
-    def fail_on_two():
-        def work():
+def test_errors_that_do_not_pickle_reach_every_rank_as_text() -> None:
+    def fail_on_two() -> str | Mapping[int, str]:
+        def work() -> int:
             if dist.get_rank() in (1, 2):
                 raise DoesNotPickle
             return 1
@@ -44,13 +47,14 @@ def test_errors_that_do_not_pickle_reach_every_rank_as_text():
             return "own"
         except CheckpointFailed as failed:
             return failed.failures
+        pytest.fail("worked")
 
     told = {1: "DoesNotPickle: no pickle", 2: "DoesNotPickle: no pickle"}
     assert run_ranks(fail_on_two, 4) == [told, "own", "own", told]
 
 
-def test_a_failure_of_rank_zeros_part_reaches_every_rank():
-    def fail_at_zero():
+def test_a_failure_of_rank_zeros_part_reaches_every_rank() -> None:
+    def fail_at_zero() -> tuple[type[BaseException], int]:
         with pytest.raises((ZeroDivisionError, CheckpointFailed)) as info:
             on_rank_zero("divide", lambda: 1 // 0)
         return info.type, everywhere("go on", rank)
@@ -58,6 +62,6 @@ def test_a_failure_of_rank_zeros_part_reaches_every_rank():
     assert run_ranks(fail_at_zero, 2) == [(ZeroDivisionError, 0), (CheckpointFailed, 1)]
 
 
-def test_a_tensor_on_the_host_changes_no_device():
+def test_a_tensor_on_the_host_changes_no_device() -> None:
     with on_device_of([torch.ones(1)]):
         assert torch.ones(1).device.type == "cpu"

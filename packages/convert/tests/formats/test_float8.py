@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,13 +29,13 @@ from lamella_layout import Chunk
 FLOAT8 = torch.float8_e4m3fn
 
 
-def by_hand(weight, scales, block):
+def by_hand(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The product, block by block, in fp64."""
     result = torch.empty(weight.shape, dtype=torch.float64)
     for lead in product(*map(range, weight.shape[:-2])):
         for row in range(scales.shape[-2]):
             for column in range(scales.shape[-1]):
-                at = (
+                at: tuple[int | slice, ...] = (
                     *lead,
                     slice(row * block[0], (row + 1) * block[0]),
                     slice(column * block[1], (column + 1) * block[1]),
@@ -51,14 +52,16 @@ blocks = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 
 @st.composite
-def boxes(draw, shape):
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Chunk:
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     return Chunk(tuple(starts), tuple(draw(st.integers(1, size - at)) for at, size in zip(starts, shape, strict=True)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), shapes, blocks, st.integers(0, 1000))
-def test_any_box_is_the_product_with_its_blocks_scales(data, shape, block, seed):
+def test_any_box_is_the_product_with_its_blocks_scales(
+    data: st.DataObject, shape: tuple[int, ...], block: tuple[int, int], seed: int
+) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(shape).mul(50).to(FLOAT8)
     scales = torch.rand(_float8.num_blocks(shape, block)) + 0.01
@@ -72,7 +75,9 @@ def test_any_box_is_the_product_with_its_blocks_scales(data, shape, block, seed)
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), shapes, blocks, st.integers(0, 1000), st.integers(1, 20))
-def test_what_is_quantised_is_within_float8s_rounding(data, shape, block, seed, piece):
+def test_what_is_quantised_is_within_float8s_rounding(
+    data: st.DataObject, shape: tuple[int, ...], block: tuple[int, int], seed: int, piece: int
+) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(shape) * torch.rand(shape).mul(8).exp()
     with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +102,7 @@ def test_what_is_quantised_is_within_float8s_rounding(data, shape, block, seed, 
     assert torch.equal(read_tensor(quantised, "other"), weight)
 
 
-def test_numbers_that_float8_has_come_back_as_they_were():
+def test_numbers_that_float8_has_come_back_as_they_were() -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
     numbers = numbers[numbers.isfinite()]
     weight = torch.stack([numbers * 2.0**power for power in (-9, 0, 3, 20)]).repeat_interleave(2, 0)
@@ -106,7 +111,7 @@ def test_numbers_that_float8_has_come_back_as_they_were():
     assert torch.equal(read_tensor(Dequantised(quantised, block=(2, len(numbers))), "w", dtype=torch.float32), weight)
 
 
-def test_what_was_published_is_quantised_to_the_same_bits_again():
+def test_what_was_published_is_quantised_to_the_same_bits_again() -> None:
     torch.manual_seed(0)
     once = Quantised(MemorySource({"w": torch.randn(300, 200)}), which=lambda *_: True)
     bits, scales = read_tensor(once, "w").view(torch.uint8), read_tensor(once, "w_scale_inv")
@@ -118,13 +123,13 @@ def test_what_was_published_is_quantised_to_the_same_bits_again():
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-45, 1e-38])
-def test_blocks_of_nothing_or_next_to_it_stay_numbers(number):
+def test_blocks_of_nothing_or_next_to_it_stay_numbers(number: float) -> None:
     quantised = Quantised(MemorySource({"w": torch.full((3, 3), number)}), which=lambda *_: True)
     assert (read_tensor(quantised, "w_scale_inv") > 0).all()
     assert read_tensor(Dequantised(quantised), "w", dtype=torch.float32).isfinite().all()
 
 
-def test_infinities_are_refused_by_name():
+def test_infinities_are_refused_by_name() -> None:
     weight = torch.ones(3, 3)
     weight[1, 1] = torch.inf
     with pytest.raises(ValueError, match="finite.*'w'"):
@@ -139,7 +144,7 @@ def test_infinities_are_refused_by_name():
         ({"w": torch.ones(3, 200).to(FLOAT8), "w_scale_inv": torch.ones(1, 1)}, ["(1, 2)", "got (1, 1)"]),
     ],
 )
-def test_scales_that_do_not_fit_are_damage(tmp_path, tensors, words):
+def test_scales_that_do_not_fit_are_damage(tmp_path: Path, tensors: dict[str, torch.Tensor], words: list[str]) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointDamaged) as info:
         Dequantised(SafetensorsSource(tmp_path / "a.safetensors"))
@@ -162,11 +167,11 @@ def test_scales_that_do_not_fit_are_damage(tmp_path, tensors, words):
         ("model.layers.0.self_attn.q_proj.bias", False),
     ],
 )
-def test_linear_layers_are_quantised_and_what_chooses_or_names_tokens_is_not(name, chosen):
+def test_linear_layers_are_quantised_and_what_chooses_or_names_tokens_is_not(name: str, chosen: bool) -> None:
     assert linear_weights(name, TensorInfo((256, 256), torch.bfloat16, ())) is chosen
 
 
-def test_stacks_of_experts_are_quantised_and_small_or_whole_numbers_are_not():
+def test_stacks_of_experts_are_quantised_and_small_or_whole_numbers_are_not() -> None:
     assert linear_weights("mlp.experts.gate_up_proj", TensorInfo((4, 256, 256), torch.bfloat16, ()))
     assert not linear_weights("conv1d.weight", TensorInfo((256, 1, 4), torch.bfloat16, ()))
     assert not linear_weights("q_proj.weight", TensorInfo((256, 64), torch.bfloat16, ()))
@@ -175,12 +180,12 @@ def test_stacks_of_experts_are_quantised_and_small_or_whole_numbers_are_not():
     assert not linear_weights("q_proj.weight", TensorInfo((256, 256), FLOAT8, ()))
 
 
-def test_a_vector_cannot_be_chosen():
+def test_a_vector_cannot_be_chosen() -> None:
     with pytest.raises(ValueError, match=r"'b' of shape \(3,\)"):
         Quantised(MemorySource({"b": torch.ones(3)}), which=lambda *_: True)
 
 
-def test_a_configuration_says_how_and_is_read_back():
+def test_a_configuration_says_how_and_is_read_back() -> None:
     quantised = Quantised(MemorySource({"q.weight": torch.ones(256, 128), "head.weight": torch.ones(256, 128)}))
     assert quantised.left_alone == ("head",) and is_quantised(quantised)
     config = quantised_config({"model_type": "x"}, quantised.left_alone)
@@ -193,7 +198,7 @@ def test_a_configuration_says_how_and_is_read_back():
 
 
 @pytest.mark.parametrize("block", [None, (4, 2)])
-def test_a_model_loads_the_numbers(tmp_path, block):
+def test_a_model_loads_the_numbers(tmp_path: Path, block: tuple[int, int] | None) -> None:
     torch.manual_seed(0)
     edges = block or (128, 128)
     weight = torch.randn(6, 5).mul(50).to(FLOAT8)

@@ -7,11 +7,16 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, CheckpointUntrusted, load, save
 from lamella_checkpoint._formats.items import unpickle
@@ -27,12 +32,12 @@ _ESCAPES = "a\n\x1b[2J\u202eb"
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     save(tmp_path / "a", model=nn.Linear(2, 2), extra={"step": 1})
     return tmp_path / "a"
 
 
-def refused(file, act, *words):
+def refused(file: Path, act: Callable[[], object], *words: str) -> None:
     with pytest.raises(CheckpointDamaged) as info:
         act()
     assert info.value.file == str(file)
@@ -42,28 +47,28 @@ def refused(file, act, *words):
 
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_link, make_deep])
 @pytest.mark.parametrize("name", ["common.pt", "metadata.json", "latest_checkpointed_iteration.txt", "train_state.pt"])
-def test_so_are_megatrons(tmp_path, name, harm):
+def test_so_are_megatrons(tmp_path: Path, name: str, harm: Callable[[Path], None]) -> None:
     path = tmp_path / "a"
-    dcp.save({"decoder.layers.mlp.weight": torch.ones(2, 2)}, checkpoint_id=path)
+    dcp.save({"decoder.layers.mlp.weight": torch.ones(2, 2)}, checkpoint_id=path)  # type: ignore[attr-defined]
     (path / "run_config.yaml").touch()
     harm(path / name)
     refused(path / name, lambda: inspect(path) if name != "train_state.pt" else train_state(path))
 
 
 @pytest.mark.parametrize("harm", [make_huge, make_deep])
-def test_so_is_an_index(tmp_path, harm):
+def test_so_is_an_index(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     harm(tmp_path / "model.safetensors.index.json")
     refused(tmp_path / "model.safetensors.index.json", lambda: inspect(tmp_path))
 
 
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_deep])
-def test_so_is_a_configuration(path, harm):
+def test_so_is_a_configuration(path: Path, harm: Callable[[Path], None]) -> None:
     (path / "hf").mkdir()
     harm(path / "hf" / "config.json")
     refused(path / "hf" / "config.json", lambda: convert(path, path.parent / "b", to="hf"))
 
 
-def change_manifest(path, **changes):
+def change_manifest(path: Path, **changes: Any) -> None:
     file = path / "lamella.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -76,13 +81,13 @@ def change_manifest(path, **changes):
         {"class": "a", "options": [], "local_slots": [1, "b"]},
     ],
 )
-def test_an_optimizers_names_are_text(path, kind):
+def test_an_optimizers_names_are_text(path: Path, kind: dict[str, Any]) -> None:
     change_manifest(path, optimizer=kind)
     forget_checksums(path)
     refused(path / "lamella.json", lambda: convert(path, path.parent / "b", to="dcp"), "expected names")
 
 
-def write_safetensors(file, header, data=b""):
+def write_safetensors(file: Path, header: object, data: bytes = b"") -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
@@ -96,40 +101,42 @@ def write_safetensors(file, header, data=b""):
         {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
     ],
 )
-def test_headers_that_make_no_sense_are_refused(tmp_path, entry):
+def test_headers_that_make_no_sense_are_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
     file = tmp_path / "a.safetensors"
     write_safetensors(file, {"a": entry}, b"1234" if entry["data_offsets"][1] else b"")
     refused(file, lambda: inspect(file), "'a'")
 
 
-def test_a_name_that_comes_twice_is_found_among_many(tmp_path):
+def test_a_name_that_comes_twice_is_found_among_many(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     write_safetensors(file, b"{" + b",".join(b'"%d":1' % each for each in range(100_000)) + b',"0":1}')
     refused(file, lambda: inspect(file), "'0' appears twice")
 
 
-def test_a_name_that_is_no_unicode_is_not_written(tmp_path):
+def test_a_name_that_is_no_unicode_is_not_written(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1")
     with pytest.raises(ValueError, match="UTF-8, got .*ud800"):
         convert(tmp_path / "a.safetensors", tmp_path / "b", to="hf")
 
 
-def test_an_object_of_terabytes_is_not_held(tmp_path):
-    dcp.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 3}, checkpoint_id=tmp_path)
+def test_an_object_of_terabytes_is_not_held(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 3}, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
     make_huge(tmp_path / "__9_0.distcp")
 
-    def grow(metadata):
+    def grow(metadata: Metadata) -> None:
         for index, place in metadata.storage_data.items():
             if index.fqn == "epoch":
                 place.relative_path, place.offset, place.length = "__9_0.distcp", 0, _TERABYTES
 
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()  # type: ignore[attr-defined]
     grow(metadata)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(tmp_path / "__9_0.distcp", lambda: inspect(tmp_path), "'epoch'")
 
 
-def archive(value, *, compressed=False, change=lambda name, content: content):
+def archive(
+    value: object, *, compressed: bool = False, change: Callable[[str, bytes], bytes] = lambda name, content: content
+) -> bytes:
     """What torch.save writes of a value, packed again."""
     plain, packed = io.BytesIO(), io.BytesIO()
     torch.save(value, plain)
@@ -140,7 +147,7 @@ def archive(value, *, compressed=False, change=lambda name, content: content):
     return packed.getvalue()
 
 
-def test_compressed_archives_are_refused_wherever_they_are(tmp_path):
+def test_compressed_archives_are_refused_wherever_they_are(tmp_path: Path) -> None:
     bomb = archive({"step": torch.zeros(1 << 20)}, compressed=True)
     assert len(bomb) < 1 << 14
     for name in ("a.pt", "common.pt", "train_state.pt"):
@@ -149,10 +156,10 @@ def test_compressed_archives_are_refused_wherever_they_are(tmp_path):
     refused(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "compressed")
     refused(tmp_path / "train_state.pt", lambda: train_state(tmp_path), "compressed")
     for trust in (False, True):
-        refused(tmp_path / "a", lambda trust=trust: unpickle(io.BytesIO(bomb), tmp_path / "a", "x", trust=trust))
+        refused(tmp_path / "a", partial(unpickle, io.BytesIO(bomb), tmp_path / "a", "x", trust=trust))
 
 
-def test_records_that_are_longer_than_the_archive_are_refused(tmp_path):
+def test_records_that_are_longer_than_the_archive_are_refused(tmp_path: Path) -> None:
     content = bytearray(archive({"a": torch.ones(4)}))
     at = content.find(b"PK\1\2")  # The first entry of the directory: data.pkl's sizes.
     content[at + 20 : at + 28] = b"\xf0\xff\xff\xff" * 2
@@ -160,7 +167,7 @@ def test_records_that_are_longer_than_the_archive_are_refused(tmp_path):
     refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "ends behind the archive")
 
 
-def test_two_records_of_one_name_are_refused(tmp_path):
+def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
     content = io.BytesIO(archive({"a": torch.ones(4)}))
     with zipfile.ZipFile(content, "a") as more:
         more.writestr("other/data.pkl", b"N.")
@@ -171,10 +178,10 @@ def test_two_records_of_one_name_are_refused(tmp_path):
 class Called:
     """Is unpickled by a call."""
 
-    def __init__(self, function, *args):
+    def __init__(self, function: Callable[..., object], *args: object) -> None:
         self.call = function, args
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return self.call
 
 
@@ -182,11 +189,11 @@ class _Storage:
     pass
 
 
-def tensor_file(file, *args):
+def tensor_file(file: Path, *args: object) -> Path:
     """A file with one tensor of four floats, rebuilt with any arguments."""
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, value):
+        def persistent_id(self, value: object) -> tuple[object, ...] | None:
             return ("storage", torch.FloatStorage, "0", "cpu", 4) if value is _Storage else None
 
     content = io.BytesIO()
@@ -215,13 +222,13 @@ def tensor_file(file, *args):
         (0, (1 << 60, 1 << 60), (0, 0)),
     ],
 )
-def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path, args):
+def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, args: tuple[object, ...]) -> None:
     file = tensor_file(tmp_path / "a.pt", *args)
     refused(file, lambda: inspect(file))
     assert not verify(file)
 
 
-def test_a_conversion_that_no_disk_has_room_for_does_not_begin(tmp_path):
+def test_a_conversion_that_no_disk_has_room_for_does_not_begin(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(1 << 30, 1 << 20)}, tmp_path / "a.pt")
     for to in ("dcp", "hf", "torch"):
         with pytest.raises(OSError, match="room for .* bytes of tensors") as info:
@@ -240,13 +247,13 @@ def test_a_conversion_that_no_disk_has_room_for_does_not_begin(tmp_path):
         [{"params": [0], "param_names": [None]}],
     ],
 )
-def test_param_groups_that_make_no_sense_are_refused(tmp_path, groups):
+def test_param_groups_that_make_no_sense_are_refused(tmp_path: Path, groups: object) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": groups}}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "groups")
 
 
-def test_values_that_contain_themselves_are_refused(tmp_path):
-    cycle = {}
+def test_values_that_contain_themselves_are_refused(tmp_path: Path) -> None:
+    cycle: dict[object, object] = {}
     cycle[1, 2] = cycle
     torch.save({"w": torch.ones(1), "x": cycle}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "PickleTooLarge")
@@ -257,18 +264,18 @@ def test_values_that_contain_themselves_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("told", [b"9" * 5000, b"\xff\xfe", "\u0663".encode(), b"../3", b"-3"])
-def test_an_iteration_that_is_none_is_refused(tmp_path, told):
+def test_an_iteration_that_is_none_is_refused(tmp_path: Path, told: bytes) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(told)
     refused(tmp_path / "latest_checkpointed_iteration.txt", lambda: iteration_directory(tmp_path))
 
 
 @pytest.mark.parametrize("state", [{"step": "abc"}, {"step": float("inf")}, {"step": -1}, [1]])
-def test_a_train_state_that_is_none_is_refused(tmp_path, state):
+def test_a_train_state_that_is_none_is_refused(tmp_path: Path, state: object) -> None:
     torch.save(state, tmp_path / "latest_train_state.pt")
     refused(tmp_path / "latest_train_state.pt", lambda: iteration_directory(tmp_path))
 
 
-def test_an_iteration_does_not_lead_outside(path, tmp_path):
+def test_an_iteration_does_not_lead_outside(path: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (root / "latest_checkpointed_iteration.txt").write_text("3")
@@ -276,7 +283,7 @@ def test_an_iteration_does_not_lead_outside(path, tmp_path):
     refused(root / "iter_0000003", lambda: inspect(root), "leads outside", repr(str(path)))
 
 
-def test_a_flipped_bit_is_found_in_a_file_that_was_converted(tmp_path):
+def test_a_flipped_bit_is_found_in_a_file_that_was_converted(tmp_path: Path) -> None:
     save(tmp_path / "a", model=nn.Linear(30, 30))
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
     with zipfile.ZipFile(tmp_path / "b.pt") as written:
@@ -290,7 +297,7 @@ def test_a_flipped_bit_is_found_in_a_file_that_was_converted(tmp_path):
     assert not verify(tmp_path / "b.pt")
 
 
-def test_a_flipped_bit_of_a_plain_value_is_found(tmp_path):
+def test_a_flipped_bit_of_a_plain_value_is_found(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 777}, tmp_path / "a.pt")
     content = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(content.replace(b"M\x09\x03", b"M\x09\x02", 1))
@@ -300,15 +307,16 @@ def test_a_flipped_bit_of_a_plain_value_is_found(tmp_path):
 # -- what is trusted --------------------------------------------------------------------------------------------------
 
 
-def dcp_with_a_writers_own_metadata(path):
+def dcp_with_a_writers_own_metadata(path: Path) -> None:
     save(path, model=nn.Linear(2, 2))
     forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.storage_meta.save_id = argparse.Namespace()
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.save_id = argparse.Namespace()  # type: ignore[assignment]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-TRUSTED = {
+TRUSTED: dict[str, Callable[[Path], None]] = {
     "lamella": dcp_with_a_writers_own_metadata,
     "module": lambda path: torch.save(nn.Linear(2, 2), path),
     "module before torch 1.6": lambda path: torch.save(nn.Linear(2, 2), path, _use_new_zipfile_serialization=False),
@@ -333,7 +341,9 @@ TRUSTED = {
     ],
     ids=["inspect", "verify", "diff", "convert", "load"],
 )
-def test_what_is_refused_is_read_with_trust(tmp_path, make, act):
+def test_what_is_refused_is_read_with_trust(
+    tmp_path: Path, make: Callable[[Path], None], act: Callable[..., object]
+) -> None:
     make(tmp_path / "a.pt")
     with pytest.raises(CheckpointUntrusted, match="--trust"):
         act(tmp_path / "a.pt")
@@ -341,13 +351,13 @@ def test_what_is_refused_is_read_with_trust(tmp_path, make, act):
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
-def test_an_object_is_converted_with_trust(tmp_path, kind):
+def test_an_object_is_converted_with_trust(tmp_path: Path, kind: str) -> None:
     state = {
         "model": nn.Linear(2, 2).state_dict(),
         "optimizer": {"state": {}, "param_groups": {"w": argparse.Namespace()}},
     }
     if kind == "dcp":
-        dcp.save(state, checkpoint_id=tmp_path / "a.pt")
+        dcp.save(state, checkpoint_id=tmp_path / "a.pt")  # type: ignore[attr-defined]
     else:
         torch.save(state, tmp_path / "a.pt")
     inspect(tmp_path / "a.pt")
@@ -361,10 +371,10 @@ def test_an_object_is_converted_with_trust(tmp_path, kind):
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_shown_is_text_on_lines_of_its_own(tmp_path):
+def test_what_is_shown_is_text_on_lines_of_its_own(tmp_path: Path) -> None:
     torch.save({_ESCAPES: torch.ones(2), "x" + _ESCAPES: _ESCAPES}, tmp_path / "a.pt")
     torch.save({"y" + _ESCAPES: torch.ones(2)}, tmp_path / "b.pt")
-    dcp.save({"model": {_ESCAPES: torch.ones(2)}}, checkpoint_id=tmp_path / "c")
+    dcp.save({"model": {_ESCAPES: torch.ones(2)}}, checkpoint_id=tmp_path / "c")  # type: ignore[attr-defined]
     (tmp_path / "c" / f"{_ESCAPES}.distcp").touch()
     data = next((tmp_path / "c").glob("__*.distcp"))
     data.write_bytes(b"\x13" * data.stat().st_size)
@@ -378,7 +388,7 @@ def test_what_is_shown_is_text_on_lines_of_its_own(tmp_path):
     assert any(r"a\n\x1b[2J\u202eb" in line for line in shown)
 
 
-def test_a_refused_load_shows_text_too(path):
+def test_a_refused_load_shows_text_too(path: Path) -> None:
     torch.save({_ESCAPES: torch.ones(2)}, path.parent / "a.pt")
     change_manifest(path, optimizer={"class": _ESCAPES, "options": [_ESCAPES]})
     model = nn.Linear(2, 2)
@@ -390,7 +400,7 @@ def test_a_refused_load_shows_text_too(path):
         assert r"a\n\x1b[2J\u202eb" in str(info.value)
 
 
-def test_a_number_that_python_does_not_write_out_is_shown_as_one(tmp_path):
+def test_a_number_that_python_does_not_write_out_is_shown_as_one(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1), "x": 1 << 100_000}, tmp_path / "a.pt")
     found = inspect(tmp_path / "a.pt")
     assert any("x = <int>" in line for line in found.lines())
@@ -399,7 +409,7 @@ def test_a_number_that_python_does_not_write_out_is_shown_as_one(tmp_path):
     assert done.left == ("x",)
 
 
-def test_names_of_very_many_parts_are_listed(tmp_path):
+def test_names_of_very_many_parts_are_listed(tmp_path: Path) -> None:
     names = [".".join(["a"] * (count + 1)) for count in range(1500)]
     write_safetensors(
         tmp_path / "a.safetensors", {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
@@ -407,7 +417,7 @@ def test_names_of_very_many_parts_are_listed(tmp_path):
     assert len(list(inspect(tmp_path / "a.safetensors").lines())) == 1 + len(names)
 
 
-def test_objects_with_tensors_inside_are_compared(tmp_path):
+def test_objects_with_tensors_inside_are_compared(tmp_path: Path) -> None:
     for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         torch.save({"w": torch.ones(1), "x": {(0, 1): [torch.full((3,), value)]}}, tmp_path / f"{name}.pt")
     assert not diff(tmp_path / "a.pt", tmp_path / "b.pt")

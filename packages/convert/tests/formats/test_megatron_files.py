@@ -3,6 +3,8 @@
 import os
 import warnings
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from lamella_convert._tools.convert import convert
 from lamella_convert._tools.inspect import inspect
 
 
-def save(path, values):
+def save(path: Path, values: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no group.
-        dcp.save(values, checkpoint_id=path, no_dist=True)
+        dcp.save(values, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
 
 
-def counted(*shape, start=0.0):
+def counted(*shape: int, start: float = 0.0) -> torch.Tensor:
     return torch.arange(start, start + torch.Size(shape).numel()).reshape(shape)
 
 
@@ -31,7 +33,7 @@ class TestTorchDist:
     stacked = "decoder.layers.self_attention.linear_proj.weight"
     experts = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
-    def write(self, path, *, args=None):
+    def write(self, path: Path, *, args: Namespace | None = None) -> torch.Tensor:
         model = {
             "embedding.word_embeddings.weight": counted(4, 2).bfloat16(),
             self.stacked: counted(3, 2, 2),
@@ -63,7 +65,7 @@ class TestTorchDist:
         (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
         return main
 
-    def test_stacked_layers_and_experts_come_apart(self, tmp_path):
+    def test_stacked_layers_and_experts_come_apart(self, tmp_path: Path) -> None:
         main = self.write(tmp_path)
         opened = open_megatron(tmp_path)
         assert opened.source.left_over == ("rng_state/shard_0_1",)
@@ -81,7 +83,7 @@ class TestTorchDist:
         assert opened.source.tensors["model.embedding.word_embeddings.weight"].dtype == torch.float32
         assert torch.equal(values["model.embedding.word_embeddings.weight"], main)
 
-    def test_common_values_are_objects_and_the_step_every_parameters(self, tmp_path):
+    def test_common_values_are_objects_and_the_step_every_parameters(self, tmp_path: Path) -> None:
         self.write(tmp_path)
         opened = open_megatron(tmp_path)
         assert opened.sizes == {"tp": 2}
@@ -96,7 +98,7 @@ class TestTorchDist:
         assert read("optimizer.state.decoder.layers.0.mlp.experts.linear_fc2.weight1.step") == 12
         assert read("optimizer.optimizer.param_groups.1.lr") == 0.25
 
-    def test_newer_releases_keep_the_same_in_an_object(self, tmp_path):
+    def test_newer_releases_keep_the_same_in_an_object(self, tmp_path: Path) -> None:
         common = {"args": Namespace(tensor_model_parallel_size=2), "iteration": 12}
         save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2), "common_state/shard_0_1": (common,)})
         (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
@@ -105,14 +107,14 @@ class TestTorchDist:
         assert (opened.format, opened.sizes, opened.counters.found) == ("torch_dist", {"tp": 2}, {"iteration": 12})
         assert list(opened.source.tensors) == [f"model.decoder.layers.{layer}.mlp.router.weight" for layer in range(2)]
 
-    def test_names_are_listed_without_the_sizes_that_reading_needs(self, tmp_path):
+    def test_names_are_listed_without_the_sizes_that_reading_needs(self, tmp_path: Path) -> None:
         name = "model.module.decoder.layers.0.self_attention.in_proj.weight"
         save(tmp_path, {name: counted(8, 2), "checkpoint_version": 3.0})
         assert [entry.name for entry in inspect(tmp_path).entries] == [name, "checkpoint_version"]
         with pytest.raises(SizeUnknown, match="'tp'.*in_proj"):
             _ = open_checkpoint(tmp_path).source
 
-    def test_a_model_alone_is_known_by_its_format(self, tmp_path):
+    def test_a_model_alone_is_known_by_its_format(self, tmp_path: Path) -> None:
         save(tmp_path, {"decoder.layers.mlp.router.weight": counted(2, 2, 2)})
         (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
         assert open_megatron(tmp_path).format == "torch_dist"
@@ -120,23 +122,23 @@ class TestTorchDist:
         with pytest.raises(CheckpointDamaged, match=r"metadata\.json"):
             open_megatron(tmp_path)
 
-    def test_nothing_in_it_runs(self, tmp_path):
+    def test_nothing_in_it_runs(self, tmp_path: Path) -> None:
         class Harm:
-            def __reduce__(self):
+            def __reduce__(self) -> tuple[object, ...]:
                 return os.mkdir, (str(tmp_path / "harm"),)
 
         self.write(tmp_path / "it", args=Namespace(tensor_model_parallel_size=4, bad=Harm()))
         assert open_megatron(tmp_path / "it").sizes == {"tp": 4}
         assert not (tmp_path / "harm").exists()
 
-    def test_a_truncated_common_file_is_named(self, tmp_path):
+    def test_a_truncated_common_file_is_named(self, tmp_path: Path) -> None:
         self.write(tmp_path)
         content = (tmp_path / "common.pt").read_bytes()
         (tmp_path / "common.pt").write_bytes(content[: len(content) // 2])
         with pytest.raises(CheckpointDamaged, match=r"common\.pt"):
             open_megatron(tmp_path)
 
-    def test_slots_that_were_stored_flat_are_left_over(self, tmp_path):
+    def test_slots_that_were_stored_flat_are_left_over(self, tmp_path: Path) -> None:
         weight = "decoder.layers.0.self_attention.linear_proj.weight"
         flat = f"optimizer.state.exp_avg.{weight}"
         save(
@@ -152,7 +154,7 @@ class TestTorchDist:
 class TestBridge:
     weight = "model.module.decoder.layers.0.self_attention.in_proj.weight"
 
-    def write(self, root, *, in_proj=True):
+    def write(self, root: Path, *, in_proj: bool = True) -> Path:
         path = root / "iter_0000040"
         values = {f"{self.weight}.query": counted(4, 2)} if in_proj else {self.weight: counted(32, 1)}
         save(path, values | {"iteration": 0, "checkpoint_version": 3.0})
@@ -169,10 +171,11 @@ class TestBridge:
         )
         return path
 
-    def test_a_converted_directory_gives_what_it_has_and_says_what_it_lacks(self, tmp_path):
+    def test_a_converted_directory_gives_what_it_has_and_says_what_it_lacks(self, tmp_path: Path) -> None:
         path = self.write(tmp_path)
         assert iteration_directory(tmp_path) == path
         opened = open_megatron(tmp_path)
+        assert opened.dialect is not None
         assert (opened.format, opened.dialect.name) == ("fsdp_dtensor", "bridge")
         assert opened.counters.found == {
             "checkpoint_version": 3.0,
@@ -189,14 +192,14 @@ class TestBridge:
         )
         assert opened.sizes == {"tp": 2, "qk": 4, "v": 8, "nvh": 4}
 
-    def test_its_configuration_tells_what_fused_tensors_are_made_of(self, tmp_path):
+    def test_its_configuration_tells_what_fused_tensors_are_made_of(self, tmp_path: Path) -> None:
         self.write(tmp_path, in_proj=False)
         values = read_all(open_megatron(tmp_path).source)
         name = "model.decoder.layers.0.self_attention.in_proj.weight"
         assert values[f"{name}.key"].flatten().tolist() == [2, 3, 18, 19]
         assert values[f"{name}.alpha"].flatten().tolist() == [14, 15, 30, 31]
 
-    def test_the_args_of_a_checkpoint_tell_them_too(self, tmp_path):
+    def test_the_args_of_a_checkpoint_tell_them_too(self, tmp_path: Path) -> None:
         args = Namespace(
             tensor_model_parallel_size=2,
             linear_num_key_heads=2,
@@ -206,11 +209,11 @@ class TestBridge:
         )
         save(tmp_path, {self.weight: counted(32, 1), "args": args})
         opened = open_megatron(tmp_path)
-        assert opened.dialect.name == "release-0.19"
+        assert opened.dialect is not None and opened.dialect.name == "release-0.19"
         values = read_all(opened.source)
         assert values["model.decoder.layers.0.self_attention.in_proj.weight.query"].flatten().tolist() == [0, 1, 16, 17]
 
-    def test_no_tracker_leads_outside(self, tmp_path):
+    def test_no_tracker_leads_outside(self, tmp_path: Path) -> None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
         with pytest.raises(CheckpointDamaged, match="expected an iteration, got '../elsewhere'"):
             iteration_directory(tmp_path)
@@ -220,7 +223,7 @@ class TestBridge:
         (tmp_path / "iter_0000007").mkdir()
         assert iteration_directory(tmp_path) == tmp_path / "iter_0000007"
 
-    def test_files_that_are_not_torchs_are_named(self, tmp_path):
+    def test_files_that_are_not_torchs_are_named(self, tmp_path: Path) -> None:
         (tmp_path / "train_state.pt").write_bytes(b"no")
         with pytest.raises(CheckpointDamaged, match=r"train_state\.pt"):
             train_state(tmp_path)
@@ -228,7 +231,7 @@ class TestBridge:
             plain_contents(tmp_path / "train_state.pt")
 
 
-def test_random_states_of_megatrons_ranks_are_told_by_a_conversion(tmp_path):
+def test_random_states_of_megatrons_ranks_are_told_by_a_conversion(tmp_path: Path) -> None:
     rng_state = {"(0, 0)": [{"torch_rng_state": torch.zeros(3)}]}
     save(tmp_path / "a", {"model": {"module.a": torch.ones(2)}, "checkpoint_version": 3.0, "rng_state": rng_state})
     done = convert(tmp_path / "a", tmp_path / "b", to="dcp", translate=lambda source: source)

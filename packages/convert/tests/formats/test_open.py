@@ -2,6 +2,9 @@
 
 import json
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,34 +14,40 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, check, load, save
+from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, Source, check, load, save
 from lamella_convert import Format, convert, open_checkpoint
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit, Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def dcp_save(entries, path):
+Trained = tuple[Tiny, torch.optim.Optimizer]
+Write = Callable[[dict[str, Any], Path], Path]
+
+
+def dcp_save(entries: dict[str, Any], path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)
+        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
     return path
 
 
-def torch_save(entries, path):
+def torch_save(entries: dict[str, Any], path: Path) -> Path:
     torch.save(entries, path)
     return path
 
 
 @pytest.fixture
-def trained(kit):
+def trained(kit: Kit) -> Trained:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.125
     return model, optimizer
 
 
-def assert_loads(kit, path, trained, *, with_optimizer=True, **options):
+def assert_loads(kit: Kit, path: Path, trained: Trained, *, with_optimizer: bool = True, **options: Any) -> Any:
+    """Return what `load` returns, which depends on the options."""
     expected = kit.state(*trained) if with_optimizer else kit.weights(trained[0])
     model, optimizer = kit.build(sharded=False, seed=1)
     result = load(open_checkpoint(path), model=model, optimizer=optimizer if with_optimizer else None, **options)
@@ -59,14 +68,16 @@ def assert_loads(kit, path, trained, *, with_optimizer=True, **options):
         ("model", "optim"),
     ],
 )
-def test_an_optimizer_that_counts_its_parameters_is_loaded_by_their_order(kit, tmp_path, trained, write, keys):
+def test_an_optimizer_that_counts_its_parameters_is_loaded_by_their_order(
+    kit: Kit, tmp_path: Path, trained: Trained, write: Write, keys: tuple[str, ...]
+) -> None:
     model, optimizer = trained
     path = write({keys[0]: model.state_dict(), keys[1]: optimizer.state_dict(), "epoch": 7}, tmp_path / "a.pt")
     assert assert_loads(kit, path, trained) == {"epoch": 7}
 
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
-def test_the_dict_of_torchs_tutorials_is_loaded(kit, tmp_path, trained, write):
+def test_the_dict_of_torchs_tutorials_is_loaded(kit: Kit, tmp_path: Path, trained: Trained, write: Write) -> None:
     of_model, of_optimizer = get_state_dict(*trained)
     path = write({"app": {"model": of_model, "optim": of_optimizer}}, tmp_path / "a.pt")
     assert assert_loads(kit, path, trained, strict=False).stripped == ("app",)
@@ -74,8 +85,10 @@ def test_the_dict_of_torchs_tutorials_is_loaded(kit, tmp_path, trained, write):
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
 @pytest.mark.parametrize("outer", [(), ("state_dict",), ("a", "b")])
-def test_keys_that_everything_shares_are_passed(kit, tmp_path, trained, write, outer):
-    entries = {"model": trained[0].state_dict(), "optimizer": trained[1].state_dict()}
+def test_keys_that_everything_shares_are_passed(
+    kit: Kit, tmp_path: Path, trained: Trained, write: Write, outer: tuple[str, ...]
+) -> None:
+    entries: dict[str, Any] = {"model": trained[0].state_dict(), "optimizer": trained[1].state_dict()}
     for key in reversed(outer):
         entries = {key: entries}
     path = write(entries, tmp_path / "a.pt")
@@ -84,14 +97,16 @@ def test_keys_that_everything_shares_are_passed(kit, tmp_path, trained, write, o
 
 @pytest.mark.parametrize("write", [dcp_save, torch_save])
 @pytest.mark.parametrize("key", [None, "net", "model"])
-def test_a_state_dict_alone_is_a_model(kit, tmp_path, trained, write, key):
+def test_a_state_dict_alone_is_a_model(
+    kit: Kit, tmp_path: Path, trained: Trained, write: Write, key: str | None
+) -> None:
     state = trained[0].state_dict()
     path = write(state if key is None else {key: state}, tmp_path / "a.pt")
     assert_loads(kit, path, trained, with_optimizer=False)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_fsdp_wrapped_module.", "module._orig_mod.", "backbone.net."])
-def test_a_prefix_that_all_names_share_is_left_out(kit, tmp_path, trained, prefix):
+def test_a_prefix_that_all_names_share_is_left_out(kit: Kit, tmp_path: Path, trained: Trained, prefix: str) -> None:
     state = {f"{prefix}{name}": value for name, value in trained[0].state_dict().items()}
     path = dcp_save({"model": state}, tmp_path / "a")
     found = assert_loads(kit, path, trained, with_optimizer=False, strict=False)
@@ -101,14 +116,14 @@ def test_a_prefix_that_all_names_share_is_left_out(kit, tmp_path, trained, prefi
     assert_loads(kit, dcp_save({"model": nested}, tmp_path / "b"), trained, with_optimizer=False)
 
 
-def test_the_state_of_a_model_inside_ddp_is_loaded_without_it(kit, tmp_path):
-    def save_with_ddp():
+def test_the_state_of_a_model_inside_ddp_is_loaded_without_it(kit: Kit, tmp_path: Path) -> None:
+    def save_with_ddp() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=False)
         wrapped = DistributedDataParallel(model)
         kit.train(wrapped, optimizer)
         optimizer.param_groups[0]["lr"] = 0.125
         named = get_optimizer_state_dict(wrapped, optimizer)
-        dcp.save({"model": wrapped.state_dict(), "optimizer": named}, checkpoint_id=tmp_path / "a")
+        dcp.save({"model": wrapped.state_dict(), "optimizer": named}, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
         return kit.state(model, optimizer)
 
     expected = run_ranks(save_with_ddp, 2)[0]
@@ -118,15 +133,15 @@ def test_the_state_of_a_model_inside_ddp_is_loaded_without_it(kit, tmp_path):
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_sharded_models_of_plain_torch_are_loaded_sharded(kit, tmp_path):
-    def save_with_fsdp():
+def test_sharded_models_of_plain_torch_are_loaded_sharded(kit: Kit, tmp_path: Path) -> None:
+    def save_with_fsdp() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True)
         kit.train(model, optimizer)
         of_model, of_optimizer = get_state_dict(model, optimizer)
-        dcp.save({"app": {"model": of_model, "optim": of_optimizer}}, checkpoint_id=tmp_path / "a")
+        dcp.save({"app": {"model": of_model, "optim": of_optimizer}}, checkpoint_id=tmp_path / "a")  # type: ignore[attr-defined]
         return kit.state(model, optimizer)
 
-    def load_sharded():
+    def load_sharded() -> dict[str, torch.Tensor]:
         model, optimizer = kit.build(sharded=True, seed=1)
         load(open_checkpoint(tmp_path / "a"), model=model, optimizer=optimizer)
         return kit.state(model, optimizer)
@@ -136,7 +151,7 @@ def test_sharded_models_of_plain_torch_are_loaded_sharded(kit, tmp_path):
         assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_parameters_are_named_by_the_file_where_it_can(tmp_path):
+def test_parameters_are_named_by_the_file_where_it_can(tmp_path: Path) -> None:
     """torch keeps names in groups if it was given them; then the order does not matter."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.Adam(reversed(list(model.named_parameters())))
@@ -153,17 +168,20 @@ def test_parameters_are_named_by_the_file_where_it_can(tmp_path):
         assert torch.equal(optimizer.state[param]["exp_avg"], loaded.state[other]["exp_avg"])
 
 
-def test_groups_keep_their_options(tmp_path):
+def test_groups_keep_their_options(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     groups = [{"params": [model.bias], "lr": 0.5}, {"params": [model.weight], "lr": 0.25}]
     optimizer = torch.optim.SGD(groups)
     path = torch_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    live = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
+    live_groups: list[dict[str, Any]] = [{"params": [model.bias]}, {"params": [model.weight]}]
+    live = torch.optim.SGD(live_groups, lr=9.0)
     load(open_checkpoint(path), model=model, optimizer=live)
     assert [group["lr"] for group in live.param_groups] == [0.5, 0.25]
 
 
-def test_an_optimizer_of_another_number_of_parameters_is_not_taken_by_its_order(kit, tmp_path, trained):
+def test_an_optimizer_of_another_number_of_parameters_is_not_taken_by_its_order(
+    kit: Kit, tmp_path: Path, trained: Trained
+) -> None:
     model, optimizer = trained
     fewer = torch.optim.AdamW(list(model.parameters())[:3])
     fewer.step()
@@ -172,7 +190,7 @@ def test_an_optimizer_of_another_number_of_parameters_is_not_taken_by_its_order(
         load(open_checkpoint(path), model=model, optimizer=optimizer)
 
 
-def test_a_name_that_is_the_models_is_not_taken_for_a_prefix(tmp_path):
+def test_a_name_that_is_the_models_is_not_taken_for_a_prefix(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1)})
     path = dcp_save({"model": model.state_dict()}, tmp_path / "a")
     load(open_checkpoint(path), model=model)
@@ -180,7 +198,7 @@ def test_a_name_that_is_the_models_is_not_taken_for_a_prefix(tmp_path):
     assert load(open_checkpoint(path), model=model, strict=False).stripped == ()
 
 
-def test_a_checkpoint_of_another_model_is_told_by_its_own_names(tmp_path):
+def test_a_checkpoint_of_another_model_is_told_by_its_own_names(tmp_path: Path) -> None:
     path = dcp_save({"model": {"encoder.a": torch.ones(1), "encoder.b": torch.ones(1)}}, tmp_path / "a")
     with pytest.raises(CheckpointMismatch) as info:
         load(open_checkpoint(path), model=nn.Linear(2, 2))
@@ -188,7 +206,7 @@ def test_a_checkpoint_of_another_model_is_told_by_its_own_names(tmp_path):
     assert info.value.missing == ("model.weight", "model.bias")
 
 
-def test_sections_with_like_names_are_told_apart(tmp_path):
+def test_sections_with_like_names_are_told_apart(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     entries = {"model_ema": nn.Linear(2, 2).state_dict(), "model": model.state_dict(), "models": {"x": torch.ones(1)}}
     for path in (dcp_save(entries, tmp_path / "a"), torch_save(entries, tmp_path / "b.pt")):
@@ -198,12 +216,12 @@ def test_sections_with_like_names_are_told_apart(tmp_path):
         assert "model_ema.weight" in open_checkpoint(path).source.tensors
 
 
-def test_translation_gives_other_names(tmp_path):
+def test_translation_gives_other_names(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = dcp_save({"model": {"w": model.weight.detach(), "b": model.bias.detach()}}, tmp_path / "a")
     live = nn.Linear(2, 2)
 
-    def translate(source):
+    def translate(source: Source) -> Source:
         from lamella_checkpoint.sources import rename
 
         return rename(source, {"model.w": "model.weight", "model.b": "model.bias"}.__getitem__)
@@ -215,7 +233,7 @@ def test_translation_gives_other_names(tmp_path):
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_formats_are_told_by_what_is_there(tmp_path):
+def test_formats_are_told_by_what_is_there(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path / "own", model=model, extra={"step": 3})
     dcp_save({"model": model.state_dict()}, tmp_path / "dcp")
@@ -231,23 +249,23 @@ def test_formats_are_told_by_what_is_there(tmp_path):
         assert set(each.source.tensors) == {"model.weight", "model.bias"}
 
 
-def test_weights_of_hugging_face_are_loaded_and_scaled_float8_is_numbers(tmp_path):
+def test_weights_of_hugging_face_are_loaded_and_scaled_float8_is_numbers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 2))
     save(tmp_path / "own", model=model)
     convert(tmp_path / "own", tmp_path / "hf", to="hf")
     convert(tmp_path / "own", tmp_path / "float8", to="hf", float8=True)
     live = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 2))
     load(open_checkpoint(tmp_path / "hf"), model=live)
-    assert torch.equal(live[0].weight, model[0].weight)
+    assert torch.equal(live.get_parameter("0.weight"), model.get_parameter("0.weight"))
     opened = open_checkpoint(tmp_path / "float8")
     assert opened.format is Format.SAFETENSORS and "0.weight_scale_inv" in opened.raw.tensors
     load(open_checkpoint(tmp_path / "float8"), model=live)
-    assert not torch.equal(live[0].weight, model[0].weight)
-    torch.testing.assert_close(live[0].weight, model[0].weight, rtol=0.07, atol=1e-3)
+    assert not torch.equal(live.get_parameter("0.weight"), model.get_parameter("0.weight"))
+    torch.testing.assert_close(live.get_parameter("0.weight"), model.get_parameter("0.weight"), rtol=0.07, atol=1e-3)
 
 
 @pytest.mark.parametrize("has_head", [True, False])
-def test_names_that_begin_with_model_are_names(tmp_path, has_head):
+def test_names_that_begin_with_model_are_names(tmp_path: Path, has_head: bool) -> None:
     state = {"model.embed.weight": torch.ones(2, 2), **({"lm_head.weight": torch.ones(2, 2)} if has_head else {})}
     save_file(state, tmp_path / "model.safetensors")
     torch_save(state, tmp_path / "a.pt")
@@ -256,14 +274,14 @@ def test_names_that_begin_with_model_are_names(tmp_path, has_head):
         assert set(open_checkpoint(path).source.tensors) == {f"model.{name}" for name in state}
 
 
-def megatron(path, **more):
+def megatron(path: Path, **more: Any) -> Path:
     """What Megatron-LM writes as `fsdp_dtensor`, on a tiny scale."""
     weights = {"module.decoder.layers.0.mlp.linear_fc2.weight": torch.arange(4.0).reshape(2, 2)}
     state = {f"module.module.{name}": {"exp_avg": value + 1} for name, value in weights.items()}
     return dcp_save({"model": weights, "optimizer": {"state": state}, "checkpoint_version": 3.0, **more}, path)
 
 
-def test_an_iteration_of_megatron_is_found_through_its_tracker(tmp_path):
+def test_an_iteration_of_megatron_is_found_through_its_tracker(tmp_path: Path) -> None:
     megatron(tmp_path / "iter_0000012", iteration=12)
     megatron(tmp_path / "iter_0000007", iteration=7)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
@@ -275,7 +293,7 @@ def test_an_iteration_of_megatron_is_found_through_its_tracker(tmp_path):
     assert "optimizer.state.decoder.layers.0.mlp.linear_fc2.weight.exp_avg" in opened.source.tensors
 
 
-def test_a_directory_that_bridge_converted_says_what_it_lacks(tmp_path):
+def test_a_directory_that_bridge_converted_says_what_it_lacks(tmp_path: Path) -> None:
     dcp_save({"model": {"module.x": torch.ones(2)}}, tmp_path / "iter_0000003")
     state = {"step": torch.tensor(3), "consumed_train_samples": torch.tensor(96)}
     torch.save(state, tmp_path / "latest_train_state.pt")
@@ -286,7 +304,7 @@ def test_a_directory_that_bridge_converted_says_what_it_lacks(tmp_path):
     assert {"args", "optimizer", "checkpoint_version"} <= set(opened.lacking)
 
 
-def test_torch_dist_is_told_by_its_common_file(tmp_path):
+def test_torch_dist_is_told_by_its_common_file(tmp_path: Path) -> None:
     dcp_save({"embedding.weight": torch.ones(2)}, tmp_path / "a")
     torch.save({"iteration": 5}, tmp_path / "a" / "common.pt")
     (tmp_path / "a" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -294,7 +312,7 @@ def test_torch_dist_is_told_by_its_common_file(tmp_path):
     assert opened.format is Format.TORCH_DIST and "model.embedding.weight" in opened.source.tensors
 
 
-def test_ddps_names_alone_are_not_megatrons(tmp_path):
+def test_ddps_names_alone_are_not_megatrons(tmp_path: Path) -> None:
     path = dcp_save({"model": {"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}}, tmp_path / "a")
     opened = open_checkpoint(path)
     assert opened.format is Format.DCP and opened.stripped == ("module",)
@@ -302,14 +320,14 @@ def test_ddps_names_alone_are_not_megatrons(tmp_path):
 
 
 @pytest.mark.parametrize("tracked", ["13", "../elsewhere", ""])
-def test_a_tracker_that_leads_nowhere_is_named(tmp_path, tracked):
+def test_a_tracker_that_leads_nowhere_is_named(tmp_path: Path, tracked: str) -> None:
     megatron(tmp_path / "iter_0000012")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
     with pytest.raises(CheckpointDamaged):
         open_checkpoint(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path):
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(CheckpointDamaged, match="of a format that is known"):

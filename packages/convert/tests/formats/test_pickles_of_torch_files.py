@@ -1,6 +1,9 @@
 """A file of `torch.save` is data from elsewhere: no pickle in it takes more than its length can need."""
 
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ NUMBERED = {"by four bytes": b"r" + (1 << 26).to_bytes(4, "little"), "in digits"
 """Opcodes that number a value so that the unpickler makes a table of 1 GiB."""
 
 
-def numbered(content, how):
+def numbered(content: bytes, how: str) -> bytes:
     """A pickle of protocol 2 or later, with the first value numbered."""
     return content[:2] + b"N" + NUMBERED[how] + b"0" + content[2:]
 
@@ -25,7 +28,7 @@ class TestTablesOfWhatIsRemembered:
     """A few bytes cannot make Python's unpickler hold gigabytes."""
 
     @pytest.mark.parametrize("name", ["a.pt", "common.pt"])
-    def test_an_archive_is_refused(self, tmp_path, name, how):
+    def test_an_archive_is_refused(self, tmp_path: Path, name: str, how: str) -> None:
         file = tmp_path / name
         torch.save({"step": 3}, file)
         with zipfile.ZipFile(file) as archive:
@@ -33,7 +36,7 @@ class TestTablesOfWhatIsRemembered:
         with zipfile.ZipFile(file, "w") as archive:
             for each, content in held.items():
                 archive.writestr(each, numbered(content, how) if each.endswith("data.pkl") else content)
-        read = {
+        read: dict[str, Callable[[], object]] = {
             "a.pt": lambda: open_checkpoint(file),
             "common.pt": lambda: plain_contents(file),
         }
@@ -42,15 +45,15 @@ class TestTablesOfWhatIsRemembered:
         assert info.value.file == str(file)
 
 
-def _doubled(depth=40):
-    node = ["leaf", "leaf"]
+def _doubled(depth: int = 40) -> list[Any]:
+    node: list[Any] = ["leaf", "leaf"]
     for _ in range(depth):
         node = [node, node]
     return node
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_checkpoint_that_never_ends_is_refused_by_name(tmp_path, trust):
+def test_a_checkpoint_that_never_ends_is_refused_by_name(tmp_path: Path, trust: bool) -> None:
     file = tmp_path / "bomb.pt"
     torch.save({"model": {"weight": torch.zeros(2)}, "epoch": _doubled()}, file)
     with pytest.raises(CheckpointDamaged, match="bomb.pt"):

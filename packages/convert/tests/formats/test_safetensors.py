@@ -2,6 +2,8 @@
 
 import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +19,17 @@ from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
 from lamella_layout import Chunk
 from lamella_testing.bits import random_bits, same_bits
 
+Box = tuple[tuple[int, ...], Chunk]
+Sharded = tuple[Path, dict[str, torch.Tensor]]
 
-def write_raw(path, header, data=b"", *, nbytes=None):
+
+def write_raw(path: Path, header: object, data: bytes = b"", *, nbytes: int | None = None) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if nbytes is None else nbytes).to_bytes(8, "little") + text + data)
 
 
 @pytest.mark.parametrize("dtype", [each for each in DTYPES.values() if each is not torch.float8_e8m0fnu], ids=str)
-def test_every_dtype_that_the_library_writes_is_read_bit_by_bit(tmp_path, dtype):
+def test_every_dtype_that_the_library_writes_is_read_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"a": random_bits((3, 5), dtype), "scalar": random_bits((), dtype), "empty": random_bits((0, 4), dtype)}
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsSource(tmp_path)
@@ -35,7 +40,7 @@ def test_every_dtype_that_the_library_writes_is_read_bit_by_bit(tmp_path, dtype)
 
 
 @st.composite
-def boxes(draw):
+def boxes(draw: st.DrawFn) -> Box:
     shape = draw(st.lists(st.integers(1, 9), min_size=0, max_size=4))
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     ends = [draw(st.integers(start, size)) for start, size in zip(starts, shape, strict=True)]
@@ -44,13 +49,15 @@ def boxes(draw):
 
 
 @pytest.mark.parametrize(("buffer", "gap"), [(8 << 20, 32 << 10), (40, 0), (16, 12), (8, 0)])
-def test_any_box_is_read_whatever_the_buffer(tmp_path, monkeypatch, buffer, gap):
+def test_any_box_is_read_whatever_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer: int, gap: int
+) -> None:
     monkeypatch.setattr(_file_boxes, "BUFFER_NBYTES", buffer)
     monkeypatch.setattr(_file_boxes, "_GAP_NBYTES", gap)
 
     @settings(max_examples=60, deadline=None)
     @given(boxes(), st.sampled_from([torch.float32, torch.float64]), st.booleans())
-    def check(box, dtype, transposed):
+    def check(box: Box, dtype: torch.dtype, transposed: bool) -> None:
         shape, chunk = box
         tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
         save_file({"a": tensor, "b": -tensor}, tmp_path / "a.safetensors")
@@ -66,7 +73,7 @@ def test_any_box_is_read_whatever_the_buffer(tmp_path, monkeypatch, buffer, gap)
 
 @settings(max_examples=60, deadline=None)
 @given(boxes(), st.integers(1, 30))
-def test_pieces_are_a_box_once_in_the_order_of_its_memory(box, max_numel):
+def test_pieces_are_a_box_once_in_the_order_of_its_memory(box: Box, max_numel: int) -> None:
     shape, chunk = box
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     cuts = list(_file_boxes.pieces(chunk, max_numel))
@@ -75,13 +82,13 @@ def test_pieces_are_a_box_once_in_the_order_of_its_memory(box, max_numel):
     assert found == box_of(tensor, chunk).flatten().tolist()
 
 
-def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path, monkeypatch):
+def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.zeros(1000, 1000), "b": torch.zeros(1000, 1000)}, tmp_path / "a.safetensors")
     source = SafetensorsSource(tmp_path / "a.safetensors")
     num_read = []
     preadv = os.preadv
 
-    def count(descriptor, buffers, offset):
+    def count(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         num_read.append(preadv(descriptor, buffers, offset))
         return num_read[-1]
 
@@ -90,19 +97,26 @@ def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path, monkeypatch):
     assert sum(num_read) == 20 * 1000 * 4
 
 
-def test_a_column_is_read_without_the_rows_around_it_where_they_are_long(tmp_path, monkeypatch):
+def test_a_column_is_read_without_the_rows_around_it_where_they_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = torch.arange(4 * 100_000, dtype=torch.float32).reshape(4, 100_000)
     save_file({"a": tensor}, tmp_path / "a.safetensors")
     source = SafetensorsSource(tmp_path / "a.safetensors")
-    num_read = []
+    num_read: list[int] = []
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: num_read.append(preadv(*args)) or num_read[-1])
+
+    def count(*args: Any) -> int:
+        num_read.append(preadv(*args))
+        return num_read[-1]
+
+    monkeypatch.setattr(os, "preadv", count)
     assert torch.equal(read_tensor(source, "a", Chunk((0, 5), (4, 3))), tensor[:, 5:8])
     assert num_read == [12] * 4
 
 
 @pytest.fixture
-def sharded(tmp_path):
+def sharded(tmp_path: Path) -> Sharded:
     """A model in two files with an index, as the hub has them."""
     tensors = {"a": torch.rand(3, 4), "b": torch.rand(2), "c": torch.rand(5)}
     homes = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -114,7 +128,7 @@ def sharded(tmp_path):
     return tmp_path, tensors
 
 
-def test_a_model_in_many_files_is_one_source_in_the_order_of_its_index(sharded):
+def test_a_model_in_many_files_is_one_source_in_the_order_of_its_index(sharded: Sharded) -> None:
     path, tensors = sharded
     source = SafetensorsSource(path)
     assert list(source.tensors) == ["a", "b", "c"] and len(source.files) == 2
@@ -123,7 +137,9 @@ def test_a_model_in_many_files_is_one_source_in_the_order_of_its_index(sharded):
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
 
 
-def test_links_are_followed_as_the_hubs_cache_has_them(sharded, tmp_path_factory):
+def test_links_are_followed_as_the_hubs_cache_has_them(
+    sharded: Sharded, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path, tensors = sharded
     snapshot = tmp_path_factory.mktemp("snapshot")
     for file in path.iterdir():
@@ -131,7 +147,7 @@ def test_links_are_followed_as_the_hubs_cache_has_them(sharded, tmp_path_factory
     assert torch.equal(read_tensor(SafetensorsSource(snapshot), "c"), tensors["c"])
 
 
-def refused(path, file, *words):
+def refused(path: Path, file: Path, *words: str) -> None:
     with pytest.raises(CheckpointDamaged) as info:
         SafetensorsSource(path)
     assert info.value.file == str(file)
@@ -162,27 +178,29 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"[" * 100_000, b"", ["no JSON"]),
     ],
 )
-def test_a_file_whose_header_and_bytes_disagree_is_refused(tmp_path, header, data, words):
+def test_a_file_whose_header_and_bytes_disagree_is_refused(
+    tmp_path: Path, header: object, data: bytes, words: list[str]
+) -> None:
     file = tmp_path / "model.safetensors"
     write_raw(file, header, data)
     refused(tmp_path, file, *words)
 
 
 @pytest.mark.parametrize("nbytes", [3, 1 << 40, (1 << 64) - 1, 100_000_001])
-def test_a_header_longer_than_its_file_is_refused_unread(tmp_path, nbytes):
+def test_a_header_longer_than_its_file_is_refused_unread(tmp_path: Path, nbytes: int) -> None:
     file = tmp_path / "a.safetensors"
     write_raw(file, b"{}", nbytes=nbytes)
     refused(file, file, "header")
 
 
 @pytest.mark.parametrize("content", [b"", b"1234", b"\x02\0\0\0\0\0\0\0{"])
-def test_a_stub_of_a_file_is_refused(tmp_path, content):
+def test_a_stub_of_a_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     refused(tmp_path / "a.safetensors", tmp_path / "a.safetensors", "header")
 
 
 @pytest.mark.parametrize("outside", ["../model.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ""])
-def test_an_index_never_leads_outside_its_directory(sharded, outside):
+def test_an_index_never_leads_outside_its_directory(sharded: Sharded, outside: str) -> None:
     path, _ = sharded
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": outside}}))
@@ -190,31 +208,31 @@ def test_an_index_never_leads_outside_its_directory(sharded, outside):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": [1]}', "{}", '{"weight_map": {"a": 1, "a": 2}}'])
-def test_an_index_that_is_none_is_refused(sharded, content):
+def test_an_index_that_is_none_is_refused(sharded: Sharded, content: str) -> None:
     path, _ = sharded
     (path / "model.safetensors.index.json").write_text(content)
     refused(path, path / "model.safetensors.index.json")
 
 
-def test_a_shard_that_is_absent_is_named_with_a_tensor(sharded):
+def test_a_shard_that_is_absent_is_named_with_a_tensor(sharded: Sharded) -> None:
     path, _ = sharded
     (path / "model-00002-of-00002.safetensors").unlink()
     refused(path, path / "model-00002-of-00002.safetensors", "absent", "'b'")
 
 
-def test_a_tensor_in_the_index_alone_is_named(sharded):
+def test_a_tensor_in_the_index_alone_is_named(sharded: Sharded) -> None:
     path, _ = sharded
     save_file({"b": torch.zeros(1)}, path / "model-00002-of-00002.safetensors")
     refused(path, path / "model-00002-of-00002.safetensors", "'c' is in its index and not in the file")
 
 
-def test_a_tensor_in_a_shard_alone_is_named(sharded):
+def test_a_tensor_in_a_shard_alone_is_named(sharded: Sharded) -> None:
     path, _ = sharded
     save_file({"a": torch.zeros(1), "z": torch.zeros(1)}, path / "model-00001-of-00002.safetensors")
     refused(path, path / "model-00001-of-00002.safetensors", "'z' is not in its index and in the file")
 
 
-def test_a_file_replaced_after_opening_is_refused(sharded):
+def test_a_file_replaced_after_opening_is_refused(sharded: Sharded) -> None:
     path, _ = sharded
     source = SafetensorsSource(path)
     save_file({"b": torch.zeros(3), "c": torch.zeros(4)}, path / "model-00002-of-00002.safetensors")
@@ -222,6 +240,6 @@ def test_a_file_replaced_after_opening_is_refused(sharded):
         read_tensor(source, "b")
 
 
-def test_a_directory_without_weights_says_what_it_needs(tmp_path):
+def test_a_directory_without_weights_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="'model.safetensors' or 'model.safetensors.index.json'"):
         SafetensorsSource(tmp_path)

@@ -1,5 +1,7 @@
 """Safetensors and GPUs: written from one or two, read into one. Run by `gpu(1)` and `gpu(2)`."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,22 +12,25 @@ from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
 from lamella_testing.gpu_training import build, train
+from lamella_testing.tiny import Kit
+
+State = dict[str, torch.Tensor]
 
 
-def assert_equal(expected, got):
+def assert_equal(expected: State, got: State) -> None:
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 @pytest.mark.gpu1
-def test_safetensors_are_written_from_a_gpu_and_read_into_one(kit, tmp_path):
-    def write():
+def test_safetensors_are_written_from_a_gpu_and_read_into_one(kit: Kit, tmp_path: Path) -> None:
+    def write() -> State:
         model, optimizer = build(kit)
         train(model, optimizer)  # Still running when the weights are asked for.
         save_safetensors(tmp_path / "a", model=model)
         return {name: tensor.cpu() for name, tensor in kit.weights(model).items()}
 
-    def read():
+    def read() -> State:
         model, _ = build(kit, seed=1)
         load(tmp_path / "b", model=model)
         return {name: tensor.cpu() for name, tensor in kit.weights(model).items()}
@@ -37,16 +42,16 @@ def test_safetensors_are_written_from_a_gpu_and_read_into_one(kit, tmp_path):
 
 
 @pytest.mark.gpu1
-def test_boxes_arrive_on_the_callers_stream(tmp_path):
+def test_boxes_arrive_on_the_callers_stream(tmp_path: Path) -> None:
     """Threads read; what they copy must wait for the stream that is current where `read` was called."""
 
-    def read():
+    def read() -> tuple[bool, bool]:
         save_file({"a": torch.arange(4_000_000.0)}, tmp_path / "a.safetensors")
         source = SafetensorsSource(tmp_path / "a.safetensors")
         into = torch.empty(4_000_000, device="cuda")
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
             into.fill_(-1)  # Late: a copy that does not wait for this stream comes before it.
             source.read([Wanted("a", Chunk((0,), (4_000_000,)), into)])
             late = into.cpu()
@@ -56,8 +61,8 @@ def test_boxes_arrive_on_the_callers_stream(tmp_path):
 
 
 @pytest.mark.gpu2
-def test_two_gpus_write_one_model(kit, tmp_path):
-    def write():
+def test_two_gpus_write_one_model(kit: Kit, tmp_path: Path) -> None:
+    def write() -> State:
         model, optimizer = build(kit)
         train(model, optimizer)
         save_safetensors(tmp_path / "a", model=model, max_shard_nbytes=100)

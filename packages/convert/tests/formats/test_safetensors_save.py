@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,35 +13,36 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lamella_checkpoint import CheckpointFailed, save
+from lamella_checkpoint import CheckpointFailed, TensorInfo, save
 from lamella_convert import convert, save_safetensors
 from lamella_convert._formats import safetensors_write as _safetensors_write
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_write import Blank, plan_files
 from lamella_convert._tools import safetensors_save as _safetensors_save
 from lamella_testing import RankFailure, run_ranks
+from lamella_testing.tiny import Kit
 
 
-def opened(path):
+def opened(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a directory, by the library."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         tensors.update(load_file(file))
     return tensors
 
 
-def equal(one, other):
+def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     assert set(one) == set(other)
     return all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("num_ranks", [0, 1, 2, 4])
 @pytest.mark.parametrize("max_shard_nbytes", [1 << 30, 100])
-def test_any_number_of_ranks_writes_the_model(kit, tmp_path, num_ranks, max_shard_nbytes):
-    def write():
+def test_any_number_of_ranks_writes_the_model(kit: Kit, tmp_path: Path, num_ranks: int, max_shard_nbytes: int) -> None:
+    def write() -> None:
         model, _ = kit.build(sharded=num_ranks > 0)
         assert save_safetensors(tmp_path / "a", model=model, max_shard_nbytes=max_shard_nbytes) == tmp_path / "a"
 
@@ -48,7 +52,7 @@ def test_any_number_of_ranks_writes_the_model(kit, tmp_path, num_ranks, max_shar
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-PLACEMENTS = {
+PLACEMENTS: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
     "rows": ((4,), [Shard(0)]),
     "columns": ((4,), [Shard(1)]),
     "replicas": ((4,), [Replicate()]),
@@ -61,17 +65,17 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (7, 5, 3), (3, 1)], ids=str)
-def test_each_rank_writes_its_boxes_where_they_belong(tmp_path, shape):
+def test_each_rank_writes_its_boxes_where_they_belong(tmp_path: Path, shape: tuple[int, ...]) -> None:
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
-    def write():
+    def write() -> list[str]:
         model = nn.Module()
         for name, (sizes, placements) in PLACEMENTS.items():
             mesh = init_device_mesh("cpu", sizes)
             plain = [Shard(each.dim) if isinstance(each, _StridedShard) else each for each in placements]
             tensor = distribute_tensor(whole, mesh, plain)
             if plain != placements:
-                if any(shape[each.dim] % 4 for each in placements):
+                if any(isinstance(each, Shard | _StridedShard) and shape[each.dim] % 4 for each in placements):
                     continue  # torch cuts strided shards of uneven sizes in ways of its own.
                 tensor = distribute_tensor(whole, mesh, placements)
             model.register_buffer(name, tensor)
@@ -84,11 +88,13 @@ def test_each_rank_writes_its_boxes_where_they_belong(tmp_path, shape):
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (2, 130, 257), (128, 128)], ids=str)
-def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(tmp_path, shape):
+def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     whole = torch.randn(shape) * torch.rand(shape).exp()
 
-    def write():
+    def write() -> None:
         model = nn.Module()
         for name, (sizes, placements) in PLACEMENTS.items():
             if not any(isinstance(each, _StridedShard) for each in placements):
@@ -112,16 +118,16 @@ def test_blocks_that_ranks_share_have_the_scale_that_one_process_gives_them(tmp_
     assert configs[0]["quantization_config"]["modules_to_not_convert"] == ["left"]
 
 
-def matrices(name, info):
+def matrices(name: str, info: TensorInfo) -> bool:
     return len(info.shape) > 1 and name != "left"
 
 
-def bits(tensor):
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-def test_what_float8_cannot_be_made_of_is_refused_on_every_rank_by_name(tmp_path):
-    def write(number):
+def test_what_float8_cannot_be_made_of_is_refused_on_every_rank_by_name(tmp_path: Path) -> None:
+    def write(number: float) -> None:
         model = nn.Linear(4, 4)
         weight = torch.zeros(4, 4)
         weight[3, 1] = number
@@ -136,12 +142,17 @@ def test_what_float8_cannot_be_made_of_is_refused_on_every_rank_by_name(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_axes_replicate_is_written_once(tmp_path, monkeypatch):
-    num_written = []
+def test_what_axes_replicate_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_written: list[int] = []
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda *args: num_written.append(pwrite(*args)) or num_written[-1])
 
-    def write():
+    def count(*args: Any) -> int:
+        num_written.append(pwrite(*args))
+        return num_written[-1]
+
+    monkeypatch.setattr(os, "pwrite", count)
+
+    def write() -> int:
         model = nn.Module()
         model.register_buffer("plain", torch.ones(10))
         model.register_buffer(
@@ -155,10 +166,11 @@ def test_what_axes_replicate_is_written_once(tmp_path, monkeypatch):
     assert sum(run_ranks(write, 4)) == (10 + 10 + 10 * 4) * 4
 
 
-def test_parts_of_a_model_on_different_ranks_make_one_model(tmp_path):
-    def write():
-        model = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(2, 3), "shared": nn.Linear(1, 1)})
-        nn.init.constant_(model["shared"].weight, 3)
+def test_parts_of_a_model_on_different_ranks_make_one_model(tmp_path: Path) -> None:
+    def write() -> None:
+        shared = nn.Linear(1, 1)
+        model = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(2, 3), "shared": shared})
+        nn.init.constant_(shared.weight, 3)
         save_safetensors(tmp_path / "a", model=model)
 
     run_ranks(write, 3)
@@ -167,8 +179,8 @@ def test_parts_of_a_model_on_different_ranks_make_one_model(tmp_path):
     assert tensors["shared.weight"].item() == 3
 
 
-def test_ranks_that_differ_are_told_the_tensor(tmp_path):
-    def write():
+def test_ranks_that_differ_are_told_the_tensor(tmp_path: Path) -> None:
+    def write() -> None:
         with pytest.raises((ValueError, CheckpointFailed), match=r"'model.weight'.*\(1, 2\).*rank 1.*\(1, 1\)"):
             save_safetensors(tmp_path / "a", model=nn.Linear(1 + dist.get_rank(), 1))
 
@@ -176,7 +188,7 @@ def test_ranks_that_differ_are_told_the_tensor(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dtype_is_for_floating_point(kit, tmp_path):
+def test_a_dtype_is_for_floating_point(kit: Kit, tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("a", torch.tensor([1.0009765625]))
     model.register_buffer("count", torch.tensor([300]))
@@ -193,14 +205,14 @@ def test_a_dtype_is_for_floating_point(kit, tmp_path):
     assert found["a"].item() == 1.0 and found["count"].item() == 300
 
 
-def test_a_tied_weight_is_written_under_its_first_name(tmp_path):
+def test_a_tied_weight_is_written_under_its_first_name(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
     save_safetensors(tmp_path / "a", model=model)
     assert set(opened(tmp_path / "a")) == {"embed.weight"}
 
 
-def test_files_that_lie_beside_the_weights_come_along(tmp_path):
+def test_files_that_lie_beside_the_weights_come_along(tmp_path: Path) -> None:
     like = tmp_path / "like"
     like.mkdir()
     for name in ("config.json", "tokenizer.json", "merges.txt", "modeling_x.py"):
@@ -218,15 +230,15 @@ def test_files_that_lie_beside_the_weights_come_along(tmp_path):
     assert (tmp_path / "a" / "config.json").read_text() == "config.json"
 
 
-def test_a_dtype_that_the_format_lacks_is_named(tmp_path):
+def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("wave", torch.ones(1, dtype=torch.complex128))
     with pytest.raises(TypeError, match="complex128 for 'wave'"):
         save_safetensors(tmp_path / "a", model=model)
 
 
-def test_a_tensor_that_is_not_reduced_is_refused(tmp_path):
-    def write():
+def test_a_tensor_that_is_not_reduced_is_refused(tmp_path: Path) -> None:
+    def write() -> None:
         model = nn.Module()
         model.register_buffer("a", DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()]))
         with pytest.raises(ValueError, match="no rank has its values"):
@@ -237,7 +249,7 @@ def test_a_tensor_that_is_not_reduced_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("existing", ["file", "checkpoint"])
-def test_what_exists_is_never_replaced(tmp_path, existing):
+def test_what_exists_is_never_replaced(tmp_path: Path, existing: str) -> None:
     path = tmp_path / "a"
     path.mkdir()
     (path / ("notes.txt" if existing == "file" else ".metadata")).write_text("mine")
@@ -246,12 +258,14 @@ def test_what_exists_is_never_replaced(tmp_path, existing):
     assert len(list(path.iterdir())) == 1
 
 
-def test_a_killed_save_leaves_nothing_by_that_name_and_the_next_cleans_up(tmp_path, monkeypatch):
-    def die(*_):
+def test_a_killed_save_leaves_nothing_by_that_name_and_the_next_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write():
+    def write() -> None:
         save_safetensors(tmp_path / "a", model=nn.Linear(2, 2))
 
     with monkeypatch.context() as patch:
@@ -264,11 +278,13 @@ def test_a_killed_save_leaves_nothing_by_that_name_and_the_next_cleans_up(tmp_pa
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_that_cannot_write_makes_every_rank_raise(tmp_path, monkeypatch, failing_rank):
-    def no_space(*_):
+def test_a_rank_that_cannot_write_makes_every_rank_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
+) -> None:
+    def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def write():
+    def write() -> type[BaseException]:
         if dist.get_rank() == failing_rank:
             monkeypatch.setattr(_safetensors_write.Filling, "sync", no_space)
         with pytest.raises((OSError, CheckpointFailed), match="No space left") as info:
@@ -279,11 +295,13 @@ def test_a_rank_that_cannot_write_makes_every_rank_raise(tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_every_file_is_on_the_disk_before_the_directory_appears(tmp_path, monkeypatch):
+def test_every_file_is_on_the_disk_before_the_directory_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = []
     fsync = os.fsync
 
-    def record(descriptor):
+    def record(descriptor: int) -> None:
         synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         assert not (tmp_path / "a").exists() or synced[-1] == tmp_path.name
         fsync(descriptor)
@@ -301,13 +319,13 @@ def test_every_file_is_on_the_disk_before_the_directory_appears(tmp_path, monkey
 
 
 class TestPlan:
-    def test_shards_are_full_and_a_larger_tensor_has_one_of_its_own(self):
+    def test_shards_are_full_and_a_larger_tensor_has_one_of_its_own(self) -> None:
         blanks = {name: Blank((nbytes,), torch.uint8) for name, nbytes in zip("abcde", (4, 5, 20, 3, 7), strict=True)}
         files = plan_files(blanks, 10)
         assert [list(file.tensors) for file in files] == [["a", "b"], ["c"], ["d", "e"]]
         assert files[1].name == "model-00002-of-00003.safetensors"
 
-    def test_tensors_are_aligned_whatever_comes_first(self, tmp_path):
+    def test_tensors_are_aligned_whatever_comes_first(self, tmp_path: Path) -> None:
         blanks = {"a": Blank((3,), torch.bool), "b": Blank((1,), torch.float64), "c": Blank((1,), torch.bfloat16)}
         [file] = plan_files(blanks)
         assert all(stored.start % stored.dtype.itemsize == 0 for stored in file.tensors.values())
@@ -316,7 +334,7 @@ class TestPlan:
             name: blank.dtype for name, blank in blanks.items()
         }
 
-    def test_an_index_is_the_hubs(self, tmp_path):
+    def test_an_index_is_the_hubs(self, tmp_path: Path) -> None:
         files = plan_files({"a": Blank((4,), torch.float32), "b": Blank((2,), torch.float32)}, 16)
         _safetensors_write.write_index(tmp_path, files)
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -325,16 +343,16 @@ class TestPlan:
             "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
         }
 
-    def test_nothing_to_write_is_an_error(self):
+    def test_nothing_to_write_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="got none"):
             plan_files({})
 
-    def test_the_formats_own_name_is_refused(self):
+    def test_the_formats_own_name_is_refused(self) -> None:
         with pytest.raises(ValueError, match="__metadata__"):
             plan_files({"__metadata__": Blank((), torch.uint8)})
 
 
-def test_a_failure_while_files_are_made_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failure_while_files_are_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_safetensors_save, "make_files", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_safetensors(tmp_path / "a", model=nn.Linear(1, 1))

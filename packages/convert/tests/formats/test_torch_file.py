@@ -3,37 +3,40 @@
 import argparse
 import os
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Wanted, load
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Source, Wanted, load
 from lamella_checkpoint._base.boxes import whole_box
-from lamella_checkpoint._formats import items as _items
+from lamella_checkpoint.archives import Expected, ItemRead, read_tensors
 from lamella_convert import open_checkpoint
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_layout import Chunk
 
 
 class Runs:
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return (os.mkdir, ("ran",))
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs(tmp_path, monkeypatch):
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
     assert not os.path.exists("ran")
 
 
-def saved(tmp_path, value, **options):
+def saved(tmp_path: Path, value: object, **options: bool) -> Path:
     torch.save(value, tmp_path / "a.pt", **options)
     return tmp_path / "a.pt"
 
 
-def whole(source, name):
+def whole(source: Source, name: str) -> torch.Tensor:
     info = source.tensors[name]
     into = torch.empty(info.shape, dtype=info.dtype)
     source.read([Wanted(name, whole_box(info.shape), into)])
@@ -57,7 +60,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before torch 1.6"])
-def test_every_tensor_comes_back_bit_by_bit(tmp_path, verify, is_archive):
+def test_every_tensor_comes_back_bit_by_bit(tmp_path: Path, verify: bool, is_archive: bool) -> None:
     tensors = {name: tensor for name, tensor in TENSORS.items() if is_archive or name != "float8"}
     file = saved(tmp_path, {"model": tensors}, _use_new_zipfile_serialization=is_archive)
     source = TorchFile(file, verify=verify)
@@ -68,17 +71,31 @@ def test_every_tensor_comes_back_bit_by_bit(tmp_path, verify, is_archive):
         assert torch.equal(got.float(), tensor.detach().float()), name
 
 
-def test_a_box_costs_its_own_bytes(tmp_path, monkeypatch):
+def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that are read at the files' own positions from here on."""
+    sizes: list[int] = []
+    preadv = os.preadv
+
+    def count(*args: Any) -> int:
+        sizes.append(preadv(*args))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, "preadv", count)
+    return sizes
+
+
+def test_a_box_costs_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = TorchFile(saved(tmp_path, {"x": torch.arange(1_000_000.0).reshape(1000, 1000)}), verify=False)
-    sizes, preadv = [], os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(preadv(*args)) or sizes[-1])
+    sizes = reads_of(monkeypatch)
     into = torch.empty(2, 1000)
     source.read([Wanted("x", Chunk((10, 0), (2, 1000)), into)])
     assert into[0, 0] == 10_000 and sum(sizes) == into.nbytes
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_verified(tmp_path, monkeypatch, verify):
+def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
     flat = torch.arange(1_000_000.0)
     views = {
         "x": flat[:400_000].view(400, 1000),
@@ -86,8 +103,7 @@ def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_ve
         "t": flat[:400_000].view(400, 1000).t(),
     }
     source = TorchFile(saved(tmp_path, views), verify=verify)
-    sizes, preadv = [], os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(preadv(*args)) or sizes[-1])
+    sizes = reads_of(monkeypatch)
     into, other, turned = torch.empty(2, 1000), torch.empty(3, 1000), torch.empty(1000, 400)
     for name, first, rows in (("x", 10, into), ("y", 20, other), ("x", 20, into)):
         source.read([Wanted(name, Chunk((first, 0), tuple(rows.shape)), rows)])
@@ -97,21 +113,23 @@ def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_ve
     assert torch.equal(turned, views["t"]) and sum(sizes) == 7 * 4000 + verify * flat.nbytes + turned.nbytes
 
 
-def test_a_tied_tensor_is_read_once(tmp_path, monkeypatch):
+def test_a_tied_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(1000.0)
     source = TorchFile(saved(tmp_path, {"a": tensor, "b": tensor}))
-    reads = []
-    read_tensors = _items.read_tensors
-    monkeypatch.setattr(
-        "lamella_convert._formats.torch_file.read_tensors", lambda d, r, e: reads.extend(r) or read_tensors(d, r, e)
-    )
+    reads: list[ItemRead] = []
+
+    def read(directory: Path, of_items: Sequence[ItemRead], expected: Expected | None) -> None:
+        reads.extend(of_items)
+        read_tensors(directory, of_items, expected)
+
+    monkeypatch.setattr("lamella_convert._formats.torch_file.read_tensors", read)
     one, other = torch.empty(1000), torch.empty(1000)
     source.read([Wanted("a", whole_box((1000,)), one), Wanted("b", whole_box((1000,)), other)])
     assert torch.equal(one, tensor) and torch.equal(other, tensor) and len(reads) == 1
 
 
 @pytest.mark.parametrize("name", ["plain", "transposed", "rows"])
-def test_a_flipped_bit_is_found(tmp_path, name):
+def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     file = saved(tmp_path, {"x": TENSORS[name]})
     content = bytearray(file.read_bytes())
     content[content.find(TENSORS["plain"][2:4].numpy().tobytes())] ^= 1
@@ -122,7 +140,7 @@ def test_a_flipped_bit_is_found(tmp_path, name):
     whole(TorchFile(file, verify=False), "x")
 
 
-def test_names_are_the_keys_and_lists_of_plain_data_are_values(tmp_path):
+def test_names_are_the_keys_and_lists_of_plain_data_are_values(tmp_path: Path) -> None:
     value = {
         "model": OrderedDict(w=torch.ones(1)),
         "list": [torch.zeros(1), {"a": 1}],
@@ -144,12 +162,12 @@ def test_names_are_the_keys_and_lists_of_plain_data_are_values(tmp_path):
     }
 
 
-def test_two_values_of_one_name_are_refused(tmp_path):
+def test_two_values_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match=r"two values have the name 'a\.b'"):
         TorchFile(saved(tmp_path, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}))
 
 
-def test_tensors_are_read_beside_objects_that_are_not(tmp_path):
+def test_tensors_are_read_beside_objects_that_are_not(tmp_path: Path) -> None:
     file = saved(tmp_path, {"model": {"weight": base}, "args": argparse.Namespace(lr=1), "bad": Runs()})
     source = TorchFile(file)
     assert torch.equal(whole(source, "model.weight"), base)
@@ -159,13 +177,13 @@ def test_tensors_are_read_beside_objects_that_are_not(tmp_path):
         assert {"argparse.Namespace", "posix.mkdir"} <= set(info.value.type_name.split(", "))
 
 
-def test_trust_makes_objects(tmp_path):
+def test_trust_makes_objects(tmp_path: Path) -> None:
     source = TorchFile(saved(tmp_path, {"args": argparse.Namespace(lr=1), "w": base}), trust=True)
     assert source.read_object("args") == argparse.Namespace(lr=1)
     assert torch.equal(whole(source, "w"), base)
 
 
-def test_a_pickled_module_is_refused_by_name_and_can_be_trusted(tmp_path):
+def test_a_pickled_module_is_refused_by_name_and_can_be_trusted(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     file = saved(tmp_path, model)
     with pytest.raises(CheckpointUntrusted, match="torch.nn.modules.linear.Linear"):
@@ -176,21 +194,21 @@ def test_a_pickled_module_is_refused_by_name_and_can_be_trusted(tmp_path):
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
-def test_code_does_not_run(tmp_path, is_archive):
+def test_code_does_not_run(tmp_path: Path, is_archive: bool) -> None:
     file = saved(tmp_path, Runs(), _use_new_zipfile_serialization=is_archive)
     with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
         TorchFile(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02garbage", b"PK\x03\x04 truncated"])
-def test_garbage_is_named(tmp_path, content):
+def test_garbage_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(CheckpointDamaged) as info:
         open_checkpoint(tmp_path / "a.pt")
     assert info.value.file == str(tmp_path / "a.pt")
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     file = saved(tmp_path, {"x": torch.ones(10_000)})
     os.truncate(file, file.stat().st_size - 100)
     with pytest.raises(CheckpointDamaged):
@@ -198,19 +216,19 @@ def test_a_truncated_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], 3])
-def test_what_is_no_dict_is_refused(tmp_path, value):
+def test_what_is_no_dict_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointDamaged, match="Expected a dict of named tensors"):
         TorchFile(saved(tmp_path, value))
 
 
-def test_a_dict_that_holds_itself_is_refused(tmp_path):
-    cycle = {}
+def test_a_dict_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    cycle: dict[str, Any] = {}
     cycle["again"] = cycle
     with pytest.raises(CheckpointDamaged, match="PickleTooLarge"):
         TorchFile(saved(tmp_path, cycle))
 
 
-def test_views_outside_their_storage_are_refused(tmp_path):
+def test_views_outside_their_storage_are_refused(tmp_path: Path) -> None:
     """torch checks this when it makes the view; here nothing is made."""
     import io
     import zipfile

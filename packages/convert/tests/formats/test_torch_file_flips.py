@@ -2,7 +2,10 @@
 
 import io
 import zipfile
+from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -30,33 +33,33 @@ class Wrapper(torch.Tensor):
     """A subclass that holds its elements in a tensor beside a storage of its own."""
 
     @staticmethod
-    def __new__(cls, inner):
+    def __new__(cls, inner: torch.Tensor) -> Self:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-    def __init__(self, inner):
-        self.inner = inner
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner  # type: ignore[assignment, method-assign]
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:  # type: ignore[override]
         raise NotImplementedError(func)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return Wrapper, (self.inner,)
 
 
 class Holder:
     """An object that is no tensor, and has one."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.inner = base.clone()
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], object]] = {
     "plain": base.clone,
     "part": lambda: base.clone()[1:3],
     "odd bytes": lambda: torch.arange(13, dtype=torch.uint8)[:12].view(torch.float32),
     "parameter": lambda: nn.Parameter(base.clone()),
-    "two tensors": lambda: TwoTensor(base.clone(), base + 1),
+    "two tensors": lambda: TwoTensor(base.clone(), base + 1),  # type: ignore[no-untyped-call]
     "wrapper": lambda: Wrapper(base.clone()),
     "COO": lambda: base.to_sparse(),
     "CSR": lambda: base.to_sparse_csr(),
@@ -66,29 +69,29 @@ KINDS = {
     "attributes": lambda: nn.Buffer(base.clone()),
     "object": Holder,
     "storage": lambda: base.clone().untyped_storage(),
-    "inside a tuple": lambda: (1, (TwoTensor(base.clone(), base + 1),)),
+    "inside a tuple": lambda: (1, (TwoTensor(base.clone(), base + 1),)),  # type: ignore[no-untyped-call]
 }
 
 
-def saved(value, **options):
+def saved(value: object, **options: bool) -> bytes:
     torch.save(value, buffer := io.BytesIO(), **options)
     return buffer.getvalue()
 
 
-def record_places(content):
+def record_places(content: bytes) -> dict[str, slice]:
     """The records of an archive by their names, as slices of its bytes."""
     reader = torch._C.PyTorchFileReader(io.BytesIO(content))
-    starts = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
+    starts = {name: reader.get_record_offset(name) for name in reader.get_all_records()}  # type: ignore[attr-defined]
     return {name: slice(start, start + len(reader.get_record(name))) for name, start in starts.items()}
 
 
-def flipped(content, position, bit=0):
+def flipped(content: bytes, position: int, bit: int = 0) -> bytes:
     changed = bytearray(content)
     changed[position] ^= 1 << bit
     return bytes(changed)
 
 
-def every_record_is_verified(file, content, is_named):
+def every_record_is_verified(file: Path, content: bytes, is_named: str) -> None:
     for name, place in record_places(content).items():
         if name.startswith("data/") and place.start < place.stop:
             file.write_bytes(flipped(content, (place.start + place.stop) // 2))
@@ -98,7 +101,9 @@ def every_record_is_verified(file, content, is_named):
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_a_flipped_bit_is_named_by_record_and_by_tensor_whatever_the_tensor(tmp_path, make):
+def test_a_flipped_bit_is_named_by_record_and_by_tensor_whatever_the_tensor(
+    tmp_path: Path, make: Callable[[], object]
+) -> None:
     content = saved({"model": {"first": torch.ones(2), "w": make()}})
     (tmp_path / "a.pt").write_bytes(content)
     found = verify(tmp_path / "a.pt")
@@ -107,8 +112,8 @@ def test_a_flipped_bit_is_named_by_record_and_by_tensor_whatever_the_tensor(tmp_
     every_record_is_verified(tmp_path / "a.pt", content, "'model.")
 
 
-def test_a_flipped_bit_of_a_distributed_tensor_is_named(tmp_path):
-    def save_sharded():
+def test_a_flipped_bit_of_a_distributed_tensor_is_named(tmp_path: Path) -> None:
+    def save_sharded() -> None:
         mesh = init_device_mesh("cpu", (1,))
         (tmp_path / "a.pt").write_bytes(saved({"w": distribute_tensor(base, mesh)}))
         dist.barrier()
@@ -119,7 +124,7 @@ def test_a_flipped_bit_of_a_distributed_tensor_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "byteorder", "version", ".data/serialization_id"])
-def test_a_flipped_bit_of_any_other_record_is_named_and_the_rest_is_still_verified(tmp_path, name):
+def test_a_flipped_bit_of_any_other_record_is_named_and_the_rest_is_still_verified(tmp_path: Path, name: str) -> None:
     content = saved({"w": base.clone(), "v": base.clone()})
     places = record_places(content)
     both = flipped(flipped(content, places[name].start), places["data/1"].start)
@@ -128,8 +133,8 @@ def test_a_flipped_bit_of_any_other_record_is_named_and_the_rest_is_still_verifi
     assert f"{name!r}" in text and "data/1" in text and "data/0" not in text
 
 
-def test_a_record_that_a_tensor_needs_and_that_is_absent_is_named(tmp_path):
-    content = saved({"w": TwoTensor(base.clone(), base + 1)})
+def test_a_record_that_a_tensor_needs_and_that_is_absent_is_named(tmp_path: Path) -> None:
+    content = saved({"w": TwoTensor(base.clone(), base + 1)})  # type: ignore[no-untyped-call]
     with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(tmp_path / "a.pt", "w") as lacking:
         for info in whole.infolist():
             if not info.filename.endswith("data/1"):
@@ -138,7 +143,7 @@ def test_a_record_that_a_tensor_needs_and_that_is_absent_is_named(tmp_path):
     assert problem.problem == "no record 'data/1', which 'w' needs"
 
 
-def test_tensors_that_share_a_storage_are_told_once_together(tmp_path):
+def test_tensors_that_share_a_storage_are_told_once_together(tmp_path: Path) -> None:
     shared = base.clone()
     content = saved(dict.fromkeys("abcde", shared[0]))
     (tmp_path / "a.pt").write_bytes(flipped(content, record_places(content)["data/0"].start))
@@ -147,7 +152,7 @@ def test_tensors_that_share_a_storage_are_told_once_together(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["two tensors", "COO", "inside a tuple"])
-def test_a_flipped_bit_is_found_when_torch_reads_the_value_for_us(tmp_path, kind):
+def test_a_flipped_bit_is_found_when_torch_reads_the_value_for_us(tmp_path: Path, kind: str) -> None:
     content = saved({"first": torch.ones(2), "w": KINDS[kind]()})
     last = max(name for name in record_places(content) if name.startswith("data/"))
     (tmp_path / "a.pt").write_bytes(flipped(content, record_places(content)[last].start))
@@ -156,10 +161,10 @@ def test_a_flipped_bit_is_found_when_torch_reads_the_value_for_us(tmp_path, kind
     open_checkpoint(tmp_path / "a.pt", trust=True, verify=False).raw.read_object("w")
 
 
-def test_of_a_file_from_before_torch_1_6_nothing_is_called_verified(tmp_path):
+def test_of_a_file_from_before_torch_1_6_nothing_is_called_verified(tmp_path: Path) -> None:
     content = saved({"w": base}, _use_new_zipfile_serialization=False)
     (tmp_path / "a.pt").write_bytes(content)
-    told = []
+    told: list[tuple[int, int]] = []
     found = verify(tmp_path / "a.pt", on_progress=lambda *so_far: told.append(so_far))
     assert found and found.num_bytes == found.num_unverified_bytes == len(content)
     assert told[-1] == (len(content), len(content))
@@ -167,14 +172,14 @@ def test_of_a_file_from_before_torch_1_6_nothing_is_called_verified(tmp_path):
 
 
 PLAIN = {"model": {"w": base, "b": torch.arange(40.0).bfloat16()}, "lr": 0.1, "tied": base}
-FILES = {
+FILES: dict[str, Callable[[], bytes]] = {
     "plain": lambda: saved(PLAIN),
     "sparse": lambda: saved({"w": base.to_sparse(), "c": torch.complex(base, base).conj()}),
     "rewritten": lambda: _rewritten(saved(PLAIN)),
 }
 
 
-def _rewritten(content):
+def _rewritten(content: bytes) -> bytes:
     """As by Python's own zip writer: no padding, no ZIP64 records."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(out := io.BytesIO(), "w") as other:
         for info in archive.infolist():
@@ -182,7 +187,7 @@ def _rewritten(content):
     return out.getvalue()
 
 
-def is_read_as_before(file, value):
+def is_read_as_before(file: Path, value: object) -> bool:
     """Whether torch reads what was saved, from memory and from a mapped file; an error is no."""
     try:
         loads = [torch.load(file, weights_only=True, mmap=mmap) for mmap in (False, True)]
@@ -191,21 +196,25 @@ def is_read_as_before(file, value):
     return all(_is_same(loaded, value) for loaded in loads)
 
 
-def _is_same(one, other):
+def _is_same(one: object, other: object) -> bool:
     if isinstance(other, dict):
         return isinstance(one, dict) and [*one] == [*other] and all(_is_same(one[key], other[key]) for key in other)
     if isinstance(other, torch.Tensor):
-        return same_bits(one.to_dense().resolve_conj(), other.to_dense().resolve_conj())
+        return isinstance(one, torch.Tensor) and same_bits(
+            one.to_dense().resolve_conj(), other.to_dense().resolve_conj()
+        )
     return type(one) is type(other) and one == other
 
 
-def found_or_harmless(file, content, value, where):
+def found_or_harmless(file: Path, content: bytes, value: object, where: object) -> None:
     file.write_bytes(content)
     assert not verify(file) or is_read_as_before(file, value), where
 
 
 @pytest.mark.parametrize("make", FILES.values(), ids=FILES)
-def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(tmp_path, make):
+def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(
+    tmp_path: Path, make: Callable[[], bytes]
+) -> None:
     """Local headers, padding, descriptors, the directory, its ends: every region of the file."""
     content = make()
     value = torch.load(io.BytesIO(content), weights_only=True)
@@ -213,7 +222,7 @@ def test_wherever_a_bit_flips_torch_reads_what_was_saved_or_it_is_found(tmp_path
         found_or_harmless(tmp_path / "a.pt", flipped(content, position, position % 8), value, position)
 
 
-def test_contents_that_are_marked_as_a_directory_are_found(tmp_path):
+def test_contents_that_are_marked_as_a_directory_are_found(tmp_path: Path) -> None:
     """torch reads none of them, and leaves the memory that was to hold them as it is."""
     content = saved(PLAIN)
     directory = content.index(b"PK\1\2")
@@ -225,7 +234,7 @@ def test_contents_that_are_marked_as_a_directory_are_found(tmp_path):
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(data=st.data(), kind=st.sampled_from([*FILES]))
-def test_so_it_is_with_any_flips(tmp_path_factory, data, kind):
+def test_so_it_is_with_any_flips(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str) -> None:
     content = FILES[kind]()
     value = torch.load(io.BytesIO(content), weights_only=True)
     bits = data.draw(st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=4))
@@ -233,7 +242,7 @@ def test_so_it_is_with_any_flips(tmp_path_factory, data, kind):
     found_or_harmless(tmp_path_factory.mktemp("flips") / "a.pt", changed, value, bits)
 
 
-def test_a_cut_off_end_is_found(tmp_path):
+def test_a_cut_off_end_is_found(tmp_path: Path) -> None:
     content = saved(PLAIN)
     for end in range(0, len(content), 7):
         (tmp_path / "a.pt").write_bytes(content[:end])
@@ -244,7 +253,9 @@ def test_a_cut_off_end_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("value", "held"), [(torch.arange(4.0), "one tensor without a name"), ([torch.ones(2)], "a list")]
 )
-def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(tmp_path, is_archive, value, held):
+def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(
+    tmp_path: Path, is_archive: bool, value: object, held: str
+) -> None:
     torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
     found = verify(tmp_path / "a.pt")
     assert found and found.problems == () and found.num_bytes > 0
@@ -254,7 +265,7 @@ def test_a_whole_file_without_names_is_said_to_be_whole_and_no_checkpoint(tmp_pa
         open_checkpoint(tmp_path / "a.pt")
 
 
-def test_a_flipped_bit_is_found_in_a_file_without_names(tmp_path):
+def test_a_flipped_bit_is_found_in_a_file_without_names(tmp_path: Path) -> None:
     tensor = torch.arange(400.0)
     torch.save(tensor, tmp_path / "a.pt")
     content = bytearray((tmp_path / "a.pt").read_bytes())

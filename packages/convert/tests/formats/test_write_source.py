@@ -1,11 +1,16 @@
 """Other formats written from a source piece by piece: torch and the libraries read what was in it, bit by bit."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+from lamella_checkpoint import Source
 from lamella_checkpoint.sources import WriteOptions
 from lamella_checkpoint.testing import MemorySource, read_tensor
 from lamella_convert._formats.safetensors import SafetensorsSource
@@ -20,24 +25,24 @@ SMALL = 600
 
 
 @pytest.fixture
-def source():
+def source() -> MemorySource:
     torch.manual_seed(0)
     tensors = {f"model.{dtype}".replace("torch.", ""): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
     return MemorySource({**tensors, "model.scalar": torch.tensor(3.5), "model.empty": torch.empty(0, 4)})
 
 
-def kept(source):
+def kept(source: Source) -> dict[str, torch.dtype]:
     return {name: info.dtype for name, info in source.tensors.items()}
 
 
-def equal(found, source, prefix=""):
+def equal(found: Mapping[str, torch.Tensor], source: MemorySource, prefix: str = "") -> bool:
     assert set(found) == {name.removeprefix(prefix) for name in source.tensors}
     return all(same_bits(found[name.removeprefix(prefix)], source.held[name]) for name in source.tensors)
 
 
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
 class TestEachFormat:
-    def test_safetensors(self, source, tmp_path, buffer_nbytes):
+    def test_safetensors(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
         options = WriteOptions(max_file_nbytes=500, buffer_nbytes=buffer_nbytes)
         write_safetensors(source, kept(source), tmp_path, options=options)
         files = list(tmp_path.glob("*.safetensors"))
@@ -46,36 +51,39 @@ class TestEachFormat:
         opened = SafetensorsSource(tmp_path)
         assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
 
-    def test_torch_save(self, source, tmp_path, buffer_nbytes):
+    def test_torch_save(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
         write_torch(source, kept(source), tmp_path / "a.pt", options=WriteOptions(buffer_nbytes=buffer_nbytes))
         assert equal(torch.load(tmp_path / "a.pt", weights_only=True), source, "model.")
         assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True), source, "model.")
 
 
-def test_a_dtype_is_what_is_written(tmp_path):
+def test_a_dtype_is_what_is_written(tmp_path: Path) -> None:
     source = MemorySource({"model.a": torch.tensor([1.0009765625]), "model.b": torch.tensor([2])})
     dtypes = {"model.a": torch.bfloat16, "model.b": torch.int64}
     write_torch(source, dtypes, tmp_path / "a.pt")
     assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.tensor([1.0], dtype=torch.bfloat16))
 
 
-def test_one_file_of_torch_puts_no_fake_gpus_in_the_process(source, tmp_path, monkeypatch):
+def test_one_file_of_torch_puts_no_fake_gpus_in_the_process(
+    source: MemorySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With them, autograd would have threads from then on, and forks of the process no autograd."""
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: pytest.fail("fake GPUs"))
     write_torch(source, kept(source), tmp_path / "a.pt")
     assert equal(torch.load(tmp_path / "a.pt"), source, "model.")
 
 
-def trained(seed=0):
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}])
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.AdamW(groups)
     model(torch.rand(2, 3)).sum().backward()
     optimizer.step()
     return model, optimizer
 
 
-def native(model, optimizer):
+def native(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:
     """A model and its optimizer as a source under native names."""
     names = {param: name for name, param in model.named_parameters()}
     values = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -88,7 +96,7 @@ def native(model, optimizer):
     return MemorySource(values)
 
 
-def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path):
+def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
     source = native(model, optimizer)
     write_torch(source, kept(source), tmp_path / "a.pt")
@@ -105,19 +113,19 @@ def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path):
 class TestTies:
     source = MemorySource({"model.embed": torch.rand(300, 2)})
 
-    def test_and_memory_in_one_file(self, tmp_path):
+    def test_and_memory_in_one_file(self, tmp_path: Path) -> None:
         write_torch(self.source, kept(self.source), tmp_path / "a.pt", aliases={"model.head": "model.embed"})
         found = torch.load(tmp_path / "a.pt")
         assert found["head"].data_ptr() == found["embed"].data_ptr()
         assert torch.equal(found["head"], self.source.held["model.embed"])
 
 
-def test_progress_adds_up_to_what_was_written(source, tmp_path):
+def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Path) -> None:
     total = sum(tensor.nbytes for tensor in source.held.values())
     for write, target in ((write_torch, "a.pt"), (write_safetensors, "hf")):
         if target != "a.pt":
             (tmp_path / target).mkdir()
-        steps = []
+        steps: list[int] = []
         options = WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append)
         write(source, kept(source), tmp_path / target, options=options)
         assert sum(steps) == total and len(steps) > 10

@@ -6,7 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from lamella_checkpoint import CheckpointDamaged, load, save
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint.sources import rename
 from lamella_checkpoint.testing import read_tensor
-from lamella_convert import convert, diff, open_both, save_safetensors
+from lamella_convert import Target, convert, diff, open_both, save_safetensors
 from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
 from lamella_convert._tools.published import SIDE_FILES
 from lamella_testing.bits import random_bits, same_bits
@@ -27,7 +30,7 @@ from lamella_testing.bits import random_bits, same_bits
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]
 
 
-def published(path, tensors, **config):
+def published(path: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
     """A Hugging Face directory."""
     path.mkdir()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -36,12 +39,12 @@ def published(path, tensors, **config):
     return path
 
 
-def opened(path):
+def opened(path: Path) -> dict[str, torch.Tensor]:
     source = SafetensorsSource(path)
     return {name: read_tensor(source, name) for name in source.tensors}
 
 
-def equal(one, other):
+def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     assert set(one) == set(other)
     return all(same_bits(one[name], other[name]) for name in one)
 
@@ -57,7 +60,13 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
     st.integers(1, 500),
     st.integers(1, 500),
 )
-def test_there_and_back_through_every_format_is_bit_equal(tmp_path_factory, blanks, seed, buffer, shard):
+def test_there_and_back_through_every_format_is_bit_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    blanks: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    seed: int,
+    buffer: int,
+    shard: int,
+) -> None:
     torch.manual_seed(seed)
     root = tmp_path_factory.mktemp("legs")
     tensors = {name: random_bits(shape, dtype) for name, (shape, dtype) in blanks.items()}
@@ -72,9 +81,9 @@ def test_there_and_back_through_every_format_is_bit_equal(tmp_path_factory, blan
     assert equal(opened(root / "f"), tensors)
 
 
-def test_a_report_says_what_was_done(tmp_path):
+def test_a_report_says_what_was_done(tmp_path: Path) -> None:
     tensors = {"a": torch.rand(3, 4), "b": torch.ones(5, dtype=torch.int64)}
-    steps = []
+    steps: list[tuple[int, int]] = []
     source = published(tmp_path / "a", tensors)
     report = convert(source, tmp_path / "b", to="dcp", on_progress=lambda *step: steps.append(step), buffer_nbytes=64)
     assert (report.source, report.target, report.to) == (source, tmp_path / "b", "dcp")
@@ -83,7 +92,7 @@ def test_a_report_says_what_was_done(tmp_path):
     assert steps[-1] == (88, 88) and len(steps) > 4 and steps == sorted(steps)
 
 
-def build(seed=0):
+def build(seed: int = 0) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "hidden": nn.Linear(4, 4), "head": nn.Linear(4, 6, bias=False)})
     model["head"].weight = model["embed"].weight
@@ -93,7 +102,7 @@ def build(seed=0):
     return model, optimizer
 
 
-def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(tmp_path):
+def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     report = convert(tmp_path / "a", tmp_path / "b", to="hf")
@@ -104,7 +113,7 @@ def test_a_saved_checkpoint_becomes_weights_and_says_that_the_optimizer_stayed(t
     assert "optimizer.param_groups.hidden.bias.lr" in report.left
 
 
-def test_of_tied_names_the_published_one_is_given_back(tmp_path):
+def test_of_tied_names_the_published_one_is_given_back(tmp_path: Path) -> None:
     model, _ = build()
     like = published(tmp_path / "like", {name: model.state_dict()[name] for name in ("head.weight", "hidden.weight")})
     save(tmp_path / "a", model=model)
@@ -112,19 +121,20 @@ def test_of_tied_names_the_published_one_is_given_back(tmp_path):
     assert set(opened(tmp_path / "b")) == {"head.weight", "hidden.weight", "hidden.bias"}
 
 
-def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(tmp_path):
+def test_a_saved_checkpoint_is_copied_with_its_optimizer_its_extra_and_its_ties(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer, extra={"step": 3})
     convert(tmp_path / "a", tmp_path / "b", to="dcp", buffer_nbytes=64)
     fresh, its_optimizer = build(seed=1)
     assert load(tmp_path / "b", model=fresh, optimizer=its_optimizer) == {"step": 3}
     assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
-    slots = its_optimizer.state[fresh["hidden"].weight]
-    assert all(torch.equal(value, optimizer.state[model["hidden"].weight][slot]) for slot, value in slots.items())
+    slots = its_optimizer.state[fresh.get_parameter("hidden.weight")]
+    expected = optimizer.state[model.get_parameter("hidden.weight")]
+    assert all(torch.equal(value, expected[slot]) for slot, value in slots.items())
     assert Manifest.read(tmp_path / "b").optimizer == Manifest.read(tmp_path / "a").optimizer
 
 
-def test_and_to_one_file_with_ties(tmp_path):
+def test_and_to_one_file_with_ties(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
@@ -132,16 +142,16 @@ def test_and_to_one_file_with_ties(tmp_path):
     assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
     fresh, _ = build(seed=1)
     fresh.load_state_dict(found["model"])
-    assert torch.equal(fresh["hidden"].weight, model["hidden"].weight)
+    assert torch.equal(fresh.get_parameter("hidden.weight"), model.get_parameter("hidden.weight"))
     assert found["optimizer"]["param_groups"][0]["lr"] == 0.25
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("b")] == ["b.pt"]
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
-def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path, is_archive):
+def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path: Path, is_archive: bool) -> None:
     model, _ = build()
     empty = {"one": torch.empty(0), "other": torch.empty(0)}  # Nothing that lies nowhere twice.
-    weights = {**model.state_dict(), "view": model["embed"].weight[1:], **empty}
+    weights = {**model.state_dict(), "view": model.get_parameter("embed.weight")[1:], **empty}
     torch.save({"model": weights}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_archive)
     convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
     convert(tmp_path / "b", tmp_path / "c.pt", to="torch")
@@ -156,7 +166,7 @@ def test_what_is_tied_in_one_file_is_tied_wherever_it_goes(tmp_path, is_archive)
     assert len(opened(tmp_path / "f")) == len(weights) - 1
 
 
-def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_path):
+def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
@@ -170,17 +180,17 @@ def test_training_resumes_from_a_checkpoint_that_was_one_file_in_between(tmp_pat
         assert all(torch.equal(its_optimizer.state[one][slot], value) for slot, value in slots.items())
 
 
-def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path):
+def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path: Path) -> None:
     model, optimizer = build()
     save(tmp_path / "a", model=model, optimizer=optimizer)
     convert(tmp_path / "a", tmp_path / "b.pt", to="torch", dtype=torch.bfloat16)
     found = torch.load(tmp_path / "b.pt", weights_only=True)
     assert found["model"]["hidden.weight"].dtype == torch.bfloat16
     assert found["optimizer"]["state"]["hidden.weight"]["exp_avg"].dtype == torch.float32
-    assert torch.equal(found["model"]["hidden.weight"], model["hidden"].weight.detach().bfloat16())
+    assert torch.equal(found["model"]["hidden.weight"], model.get_parameter("hidden.weight").detach().bfloat16())
 
 
-def test_a_configuration_says_the_dtype_that_was_written(tmp_path):
+def test_a_configuration_says_the_dtype_that_was_written(tmp_path: Path) -> None:
     source = published(tmp_path / "a", {"a": torch.ones(2)}, text_config={"torch_dtype": "float32"})
     convert(source, tmp_path / "b", to="hf", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "b" / "config.json").read_text())
@@ -190,23 +200,23 @@ def test_a_configuration_says_the_dtype_that_was_written(tmp_path):
 
 
 class TestSideFiles:
-    def test_are_kept_in_a_checkpoint_that_says_so(self, tmp_path):
+    def test_are_kept_in_a_checkpoint_that_says_so(self, tmp_path: Path) -> None:
         convert(published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b", to="dcp")
         names = {"config.json", "tokenizer.json", "lamella_published.json"}
         assert {file.name for file in (tmp_path / "b" / SIDE_FILES).iterdir()} == names
         assert Manifest.read(tmp_path / "b").side_files == SIDE_FILES
 
-    def test_of_another_directory_take_their_place(self, tmp_path):
+    def test_of_another_directory_take_their_place(self, tmp_path: Path) -> None:
         like = published(tmp_path / "like", {"other": torch.ones(1)}, mark=1)
         convert(published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b", to="hf", like=like)
         assert json.loads((tmp_path / "b" / "config.json").read_text())["mark"] == 1
         assert set(opened(tmp_path / "b")) == {"a"}
 
-    def test_of_a_lone_file_are_not_looked_for(self, tmp_path):
+    def test_of_a_lone_file_are_not_looked_for(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         assert convert(source / "model.safetensors", tmp_path / "b", to="hf").side_files == ()
 
-    def test_are_found_through_the_links_of_the_hubs_cache(self, tmp_path):
+    def test_are_found_through_the_links_of_the_hubs_cache(self, tmp_path: Path) -> None:
         blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "main"
         snapshot.mkdir(parents=True)
         published(blobs, {"a": torch.ones(2)})
@@ -216,7 +226,7 @@ class TestSideFiles:
         assert not (tmp_path / "b" / "config.json").is_symlink()
 
     @pytest.mark.parametrize("of", ["hf", "dcp"])
-    def test_that_lead_outside_are_not_copied(self, tmp_path, of):
+    def test_that_lead_outside_are_not_copied(self, tmp_path: Path, of: str) -> None:
         (tmp_path / "secret").write_text("mine")
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         if of == "dcp":
@@ -228,14 +238,14 @@ class TestSideFiles:
             convert(source, tmp_path / "b", to="hf")
         assert not (tmp_path / "b").exists()
 
-    def test_in_a_folder_that_leads_outside_are_not_copied(self, tmp_path):
+    def test_in_a_folder_that_leads_outside_are_not_copied(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         convert(source / "model.safetensors", tmp_path / "dcp", to="dcp")
         (tmp_path / "dcp" / SIDE_FILES).symlink_to(source)
         with pytest.raises(CheckpointDamaged, match="leads outside"):
             convert(tmp_path / "dcp", tmp_path / "b", to="hf")
 
-    def test_a_configuration_that_is_none_is_damage(self, tmp_path):
+    def test_a_configuration_that_is_none_is_damage(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         (source / "config.json").write_text("[")
         with pytest.raises(CheckpointDamaged, match="config.json"):
@@ -249,7 +259,7 @@ MATRICES = {
 }
 
 
-def test_two_checkpoints_are_opened_under_names_that_both_have(tmp_path):
+def test_two_checkpoints_are_opened_under_names_that_both_have(tmp_path: Path) -> None:
     weight = torch.randn(128, 128)
     source = published(tmp_path / "a", {"layer.weight": weight})
     convert(source, tmp_path / "b", to="hf", float8=True)
@@ -264,12 +274,12 @@ def test_two_checkpoints_are_opened_under_names_that_both_have(tmp_path):
 
 class TestFloat8:
     @pytest.fixture
-    def quantised(self, tmp_path):
+    def quantised(self, tmp_path: Path) -> Path:
         source = published(tmp_path / "a", MATRICES)
         convert(source, tmp_path / "quantised", to="hf", float8=True, buffer_nbytes=10_000)
         return tmp_path / "quantised"
 
-    def test_is_written_with_scales_and_a_configuration_that_says_so(self, quantised):
+    def test_is_written_with_scales_and_a_configuration_that_says_so(self, quantised: Path) -> None:
         found = opened(quantised)
         assert found["layers.0.q_proj.weight"].dtype == torch.float8_e4m3fn
         assert found["layers.0.q_proj.weight_scale_inv"].shape == (2, 3)
@@ -277,7 +287,7 @@ class TestFloat8:
         config = json.loads((quantised / "config.json").read_text())["quantization_config"]
         assert config["weight_block_size"] == [128, 128] and config["modules_to_not_convert"] == ["embed_tokens"]
 
-    def test_becomes_numbers_elsewhere(self, quantised, tmp_path):
+    def test_becomes_numbers_elsewhere(self, quantised: Path, tmp_path: Path) -> None:
         convert(quantised, tmp_path / "b", to="dcp")
         convert(tmp_path / "b", tmp_path / "c", to="hf")
         found = opened(tmp_path / "c")
@@ -286,7 +296,9 @@ class TestFloat8:
         torch.testing.assert_close(found["layers.0.q_proj.weight"], weight, rtol=1 / 15, atol=1e-3)
         assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
 
-    def test_stays_as_it_is_between_directories_and_its_scales_are_not_cast(self, quantised, tmp_path):
+    def test_stays_as_it_is_between_directories_and_its_scales_are_not_cast(
+        self, quantised: Path, tmp_path: Path
+    ) -> None:
         convert(quantised, tmp_path / "b", to="hf", dtype=torch.float16)
         before, after = opened(quantised), opened(tmp_path / "b")
         for name in ("layers.0.q_proj.weight", "layers.0.q_proj.weight_scale_inv"):
@@ -294,28 +306,28 @@ class TestFloat8:
         assert after["embed_tokens.weight"].dtype == torch.float16
         assert "quantization_config" in json.loads((tmp_path / "b" / "config.json").read_text())
 
-    def test_becomes_numbers_where_asked(self, quantised, tmp_path):
+    def test_becomes_numbers_where_asked(self, quantised: Path, tmp_path: Path) -> None:
         convert(quantised, tmp_path / "b", to="hf", float8=False)
         assert set(opened(tmp_path / "b")) == set(MATRICES)
 
-    def test_is_written_where_asked(self, tmp_path):
+    def test_is_written_where_asked(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", MATRICES)
         convert(source, tmp_path / "b", to="hf", float8=lambda name, _: name == "embed_tokens.weight")
         names = {name for name, tensor in opened(tmp_path / "b").items() if tensor.dtype == torch.float8_e4m3fn}
         assert names == {"embed_tokens.weight"}
 
-    def test_is_for_safetensors_alone(self, tmp_path):
+    def test_is_for_safetensors_alone(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="to='dcp'"):
             convert(tmp_path, tmp_path / "b", to="dcp", float8=True)
 
 
-def test_names_are_translated_on_the_way(tmp_path):
+def test_names_are_translated_on_the_way(tmp_path: Path) -> None:
     source = published(tmp_path / "a", {"old": torch.ones(2)})
     convert(source, tmp_path / "b", to="hf", translate=lambda each: rename(each, lambda _: "model.new"))
     assert set(opened(tmp_path / "b")) == {"new"}
 
 
-def test_a_live_model_goes_to_hugging_face_and_back_into_a_live_model(tmp_path):
+def test_a_live_model_goes_to_hugging_face_and_back_into_a_live_model(tmp_path: Path) -> None:
     model, _ = build()
     save_safetensors(tmp_path / "a", model=model)
     convert(tmp_path / "a", tmp_path / "b", to="dcp")
@@ -325,22 +337,22 @@ def test_a_live_model_goes_to_hugging_face_and_back_into_a_live_model(tmp_path):
 
 
 class TestBadInput:
-    def test_an_unknown_format_is_named(self, tmp_path):
+    def test_an_unknown_format_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="'gguf'"):
-            convert(tmp_path, tmp_path / "b", to="gguf")
+            convert(tmp_path, tmp_path / "b", to="gguf")  # type: ignore[arg-type]
 
-    def test_a_source_that_is_absent_is_named(self, tmp_path):
+    def test_a_source_that_is_absent_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="absent"):
             convert(tmp_path / "absent", tmp_path / "b", to="hf")
 
-    def test_a_target_that_exists_is_named_and_stays(self, tmp_path):
+    def test_a_target_that_exists_is_named_and_stays(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         for to in ("hf", "dcp", "torch"):
             with pytest.raises(FileExistsError, match=str(source)):
                 convert(source, source, to=to)
         assert set(opened(source)) == {"a"}
 
-    def test_only_a_checkpoint_gives_way_and_only_when_told_to(self, tmp_path):
+    def test_only_a_checkpoint_gives_way_and_only_when_told_to(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         for to in ("hf", "dcp", "torch"):
             convert(published(tmp_path / f"old{to}", {"b": torch.ones(2)}), tmp_path / to, to=to)
@@ -358,7 +370,7 @@ class TestBadInput:
             convert(source, tmp_path / "hf", to="hf", replace=True)
         assert set(opened(source)) == {"a"} and (tmp_path / "hf" / "runs").is_dir()
 
-    def test_a_dtype_that_the_format_lacks_is_named_with_the_tensor(self, tmp_path):
+    def test_a_dtype_that_the_format_lacks_is_named_with_the_tensor(self, tmp_path: Path) -> None:
         model = nn.Module()
         model.register_buffer("wave", torch.ones(1, dtype=torch.complex128))
         save(tmp_path / "a", model=model)
@@ -366,12 +378,12 @@ class TestBadInput:
             convert(tmp_path / "a", tmp_path / "b", to="hf")
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
-    def test_nothing_to_write_is_said(self, tmp_path):
+    def test_nothing_to_write_is_said(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         with pytest.raises(ValueError, match=r"got none in '.*/a'"):
             convert(source, tmp_path / "b", to="hf", translate=lambda each: rename(each, lambda _: None))
 
-    def test_megatrons_names_need_a_configuration_or_rules(self, tmp_path):
+    def test_megatrons_names_need_a_configuration_or_rules(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         with pytest.raises(ValueError, match="'tiny'.*Pass `translate`"):
             convert(source, tmp_path / "b", to="fsdp_dtensor")
@@ -382,7 +394,7 @@ class TestBadInput:
             convert(source, tmp_path / "b", to="fsdp_dtensor")
 
     @pytest.mark.parametrize("of", ["dcp", "torch"])
-    def test_a_flipped_bit_is_found_and_nothing_is_written(self, tmp_path, of):
+    def test_a_flipped_bit_is_found_and_nothing_is_written(self, tmp_path: Path, of: str) -> None:
         weight = torch.arange(10_000.0)
         source = tmp_path / "a"
         if of == "dcp":
@@ -402,7 +414,7 @@ class TestBadInput:
         convert(source, tmp_path / "b", to="hf", verify=False)
         assert not torch.equal(opened(tmp_path / "b")["weight"], weight)
 
-    def test_damage_that_shows_on_the_way_leaves_nothing(self, tmp_path, monkeypatch):
+    def test_damage_that_shows_on_the_way_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(200)})
         preadv = os.preadv
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 0 if at > 500 else preadv(fd, buffers, at))
@@ -413,10 +425,10 @@ class TestBadInput:
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
-def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(tmp_path, to):
+def test_a_killed_conversion_leaves_nothing_by_that_name_and_the_next_cleans_up(tmp_path: Path, to: Target) -> None:
     source = published(tmp_path / "a", {"a": torch.ones(2000)})
 
-    def die(done, total):
+    def die(done: int, total: int) -> None:
         if done > total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -453,7 +465,7 @@ NUM_MEBIBYTES, BUFFER_MEBIBYTES = 128, 8
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory):
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tensors, each much larger than the buffer, and a small model, in two formats."""
     root = tmp_path_factory.mktemp("large")
     model = nn.Module()
@@ -468,7 +480,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("of", "to"), [("hf", "hf"), ("hf", "dcp"), ("hf", "torch"), ("dcp", "hf"), ("dcp", "torch")])
-def test_a_conversion_holds_a_buffer_and_not_the_model(large, tmp_path, of, to):
+def test_a_conversion_holds_a_buffer_and_not_the_model(large: Path, tmp_path: Path, of: str, to: str) -> None:
     arguments = [str(large / of), str(tmp_path / "b"), to, str(BUFFER_MEBIBYTES << 20)]
     ran = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -477,7 +489,7 @@ def test_a_conversion_holds_a_buffer_and_not_the_model(large, tmp_path, of, to):
     shutil.rmtree(tmp_path)
 
 
-def test_every_shard_is_a_file_that_the_library_opens(tmp_path):
+def test_every_shard_is_a_file_that_the_library_opens(tmp_path: Path) -> None:
     tensors = {f"layer{index}.weight": torch.rand(10, 10) for index in range(5)}
     convert(published(tmp_path / "a", tensors), tmp_path / "b", to="hf", max_shard_nbytes=1000)
     found = [load_file(file) for file in sorted((tmp_path / "b").glob("model-*-of-00003.safetensors"))]

@@ -1,21 +1,25 @@
 """Slots that an optimizer keeps as plain tensors of a rank stay so through a conversion."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+from torch import nn
 
 from lamella_checkpoint import load, save
 from lamella_convert import convert
 from lamella_testing import run_ranks
-from lamella_testing.local_slots import make, over_all
+from lamella_testing.local_slots import OnShards, make, over_all
 
 
-def trained(make_sharded, num_steps, **options):
-    model, optimizer = make(make_sharded, **options)
+def trained(make_sharded: Callable[[torch.Tensor], torch.Tensor], num_steps: int) -> tuple[nn.ParameterDict, OnShards]:
+    model, optimizer = make(make_sharded)
     for _ in range(num_steps):
         optimizer.step()
     return model, optimizer
 
 
-def assert_holds_what_one_rank_has(path, num_steps):
+def assert_holds_what_one_rank_has(path: Path, num_steps: int) -> None:
     """Read by one process, which steps whole tensors."""
     model, optimizer = make(lambda values: values)
     load(path, model=model, optimizer=optimizer)
@@ -28,12 +32,12 @@ def assert_holds_what_one_rank_has(path, num_steps):
             assert torch.equal(state[slot], value), (name, slot)
 
 
-def test_a_converted_checkpoint_still_says_which_slots_are_plain(tmp_path):
-    def train_and_save():
+def test_a_converted_checkpoint_still_says_which_slots_are_plain(tmp_path: Path) -> None:
+    def train_and_save() -> None:
         model, optimizer = trained(over_all, 2)
         save(tmp_path / "two", model=model, optimizer=optimizer)
 
-    def resume():
+    def resume() -> None:
         model, optimizer = make(over_all)
         load(tmp_path / "converted", model=model, optimizer=optimizer)
         optimizer.step()

@@ -4,32 +4,37 @@ import json
 import os
 import pickle
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lamella_checkpoint import CheckpointUntrusted, save
 from lamella_checkpoint.testing import forget_checksums
 from lamella_convert import Format, diff, inspect, save_safetensors, verify
 from lamella_convert._tools import diff as _diff
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 
-def dcp_save(entries, path):
+def dcp_save(entries: dict[str, Any], path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)
+        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
     return path
 
 
-def torch_save(entries, path):
+def torch_save(entries: dict[str, Any], path: Path) -> Path:
     torch.save(entries, path)
     return path
 
 
 @pytest.fixture
-def own(kit, tmp_path):
+def own(kit: Kit, tmp_path: Path) -> Path:
     model, optimizer = kit.build(sharded=False)
     kit.train(model, optimizer)
     save(tmp_path / "own", model=model, optimizer=optimizer, extra={"step": 2})
@@ -37,7 +42,7 @@ def own(kit, tmp_path):
 
 
 @pytest.fixture
-def everywhere(tmp_path, kit):
+def everywhere(tmp_path: Path, kit: Kit) -> dict[Format, Path]:
     """One model in each format."""
     model, _ = kit.build(sharded=False)
     state = model.state_dict()
@@ -56,7 +61,7 @@ def everywhere(tmp_path, kit):
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_format_is_listed_alike(everywhere):
+def test_every_format_is_listed_alike(everywhere: dict[Format, Path]) -> None:
     listed = {kind: inspect(path, native=True) for kind, path in everywhere.items()}
     assert all(found.format is kind for kind, found in listed.items())
     entries = [{entry.name: entry[1:3] + entry[4:] for entry in found.entries} for found in listed.values()]
@@ -65,7 +70,7 @@ def test_every_format_is_listed_alike(everywhere):
     assert len({found.nbytes for found in listed.values()}) == 1
 
 
-def test_the_tree_shows_shapes_bytes_and_chunks(own):
+def test_the_tree_shows_shapes_bytes_and_chunks(own: Path) -> None:
     text = str(inspect(own))
     lines = [line.strip() for line in text.splitlines()]
     assert "lamella, " in lines[0] and "4 files" in lines[0] and "step = 2" in lines
@@ -75,8 +80,8 @@ def test_the_tree_shows_shapes_bytes_and_chunks(own):
     assert "model  " in shallow and "hidden" not in shallow
 
 
-def test_chunks_are_counted(kit, tmp_path):
-    def save_sharded():
+def test_chunks_are_counted(kit: Kit, tmp_path: Path) -> None:
+    def save_sharded() -> None:
         save(tmp_path / "a", model=kit.build(sharded=True)[0])
 
     run_ranks(save_sharded, 3)
@@ -85,7 +90,7 @@ def test_chunks_are_counted(kit, tmp_path):
     assert "3 chunks" in str(inspect(tmp_path / "a"))
 
 
-def test_the_listing_is_json(own, everywhere):
+def test_the_listing_is_json(own: Path, everywhere: dict[Format, Path]) -> None:
     for path in (own, *everywhere.values()):
         content = json.loads(json.dumps(inspect(path).as_json()))
         assert content["nbytes"] == sum(entry["nbytes"] for entry in content["entries"])
@@ -95,7 +100,7 @@ def test_the_listing_is_json(own, everywhere):
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_model_in_two_formats_is_equal(everywhere):
+def test_the_same_model_in_two_formats_is_equal(everywhere: dict[Format, Path]) -> None:
     paths = list(everywhere.values())
     for a in paths:
         for b in paths:
@@ -103,7 +108,7 @@ def test_the_same_model_in_two_formats_is_equal(everywhere):
             assert not found and found.num_equal == len(inspect(a).entries)
 
 
-def test_differences_are_told_in_order_with_the_first_element(tmp_path):
+def test_differences_are_told_in_order_with_the_first_element(tmp_path: Path) -> None:
     a = {
         "same": torch.ones(2),
         "value": torch.arange(6.0).reshape(2, 3),
@@ -132,7 +137,7 @@ def test_differences_are_told_in_order_with_the_first_element(tmp_path):
     assert "model.only_b: only in b" in str(found) and json.dumps(found.as_json())
 
 
-def test_values_need_not_be_compared(tmp_path):
+def test_values_need_not_be_compared(tmp_path: Path) -> None:
     a = torch_save({"x": torch.ones(2), "step": 1}, tmp_path / "a.pt")
     b = torch_save({"x": torch.zeros(2), "step": 2}, tmp_path / "b.pt")
     assert not diff(a, b, values=False) and len(diff(a, b).differences) == 2
@@ -150,7 +155,7 @@ def test_values_need_not_be_compared(tmp_path):
         (torch.float8_e4m3fn, 1, {}, False),
     ],
 )
-def test_tolerances(tmp_path, dtype, near, options, is_equal):
+def test_tolerances(tmp_path: Path, dtype: torch.dtype, near: float, options: dict[str, Any], is_equal: bool) -> None:
     values = torch.tensor([1.0, 2.0])
     a = torch_save({"x": values.to(dtype)}, tmp_path / "a.pt")
     b = torch_save({"x": (values.double() + near).to(dtype)}, tmp_path / "b.pt")
@@ -158,13 +163,13 @@ def test_tolerances(tmp_path, dtype, near, options, is_equal):
     assert not diff(a, a)
 
 
-def test_not_a_number_equals_itself(tmp_path):
+def test_not_a_number_equals_itself(tmp_path: Path) -> None:
     a = torch_save({"x": torch.tensor([float("nan"), 1.0])}, tmp_path / "a.pt")
     b = torch_save({"x": torch.tensor([1.0, 1.0])}, tmp_path / "b.pt")
     assert not diff(a, a) and not diff(a, a, atol=1.0) and diff(a, b) and diff(a, b, atol=1.0)
 
 
-def test_objects_are_compared_too(kit, tmp_path):
+def test_objects_are_compared_too(kit: Kit, tmp_path: Path) -> None:
     model, optimizer = kit.build(sharded=False)
     save(tmp_path / "a", model=model, optimizer=optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -173,16 +178,17 @@ def test_objects_are_compared_too(kit, tmp_path):
     assert found.differences[0] == ("optimizer.param_groups.embed.weight.lr", "0.05", "0.5", "object")
 
 
-def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path, monkeypatch):
+def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_diff, "_BUFFER_NBYTES", 4096)
     tensor = torch.arange(10_000.0)
     a = dcp_save({"x": tensor}, tmp_path / "a")
     tensor[7777] += 1
     b = dcp_save({"x": tensor}, tmp_path / "b")
-    told, sizes = [], []
+    told: list[tuple[int, int]] = []
+    sizes: list[int] = []
     read = _diff._read
 
-    def counting(*args):
+    def counting(*args: Any) -> list[torch.Tensor]:
         got = read(*args)
         sizes.append(sum(each.nbytes for each in got))
         return got
@@ -196,31 +202,34 @@ def test_a_comparison_holds_a_piece_and_tells_how_far_it_is(tmp_path, monkeypatc
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_is_found_to_be(own, everywhere):
-    for path in (own, *everywhere.values()):
-        told = []
-        found = verify(path, on_progress=lambda *so_far, told=told: told.append(so_far))
+def test_what_is_whole_is_found_to_be(own: Path, everywhere: dict[Format, Path]) -> None:
+    def check(path: Path) -> None:
+        told: list[tuple[int, int]] = []
+        found = verify(path, on_progress=lambda *so_far: told.append(so_far))
         assert found and found.problems == () and found.num_bytes > 0, str(found)
         assert told[-1] == (found.num_bytes, found.num_bytes) and "whole" in str(found)
+
+    for path in (own, *everywhere.values()):
+        check(path)
     assert verify(own).num_unverified_bytes == 0
     assert verify(everywhere[Format.SAFETENSORS]).num_unverified_bytes > 0
 
 
-def flip(file, position):
+def flip(file: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= 1
     file.write_bytes(content)
 
 
-def rewrite_metadata(path, change):
+def rewrite_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.mark.parametrize("position", range(0, 2000, 333))
-def test_any_flipped_bit_is_found(everywhere, position):
+def test_any_flipped_bit_is_found(everywhere: dict[Format, Path], position: int) -> None:
     for kind, name in ((Format.LAMELLA, "__0_0.distcp"), (Format.LAMELLA, ".metadata")):
         file = everywhere[kind] / name
         content = file.read_bytes()
@@ -229,7 +238,7 @@ def test_any_flipped_bit_is_found(everywhere, position):
         file.write_bytes(content)
 
 
-def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path):
+def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     for path, file in (
         (dcp_save({"model": {"x": tensor}}, tmp_path / "a"), "__0_0.distcp"),
@@ -241,7 +250,7 @@ def test_a_flipped_bit_in_other_programs_tensors_is_found(tmp_path):
         assert problem.file == str(target) and "with the checksum" in problem.problem
 
 
-def test_truncated_files_of_other_formats_are_problems(everywhere):
+def test_truncated_files_of_other_formats_are_problems(everywhere: dict[Format, Path]) -> None:
     file = everywhere[Format.TORCH]
     os.truncate(file, file.stat().st_size - 50)
     assert not verify(file)
@@ -250,9 +259,9 @@ def test_truncated_files_of_other_formats_are_problems(everywhere):
     assert not verify(file)
 
 
-def test_nothing_runs(own):
+def test_nothing_runs(own: Path) -> None:
     class Runs:
-        def __reduce__(self):
+        def __reduce__(self) -> tuple[object, ...]:
             return (os.mkdir, ("ran",))
 
     rewrite_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))

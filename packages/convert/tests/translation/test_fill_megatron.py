@@ -14,7 +14,7 @@ from lamella_layout import Range
 from lamella_testing import run_ranks
 
 
-def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding():
+def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding() -> None:
     exact = 1.0009765625 + 2**-20
     whole = torch.full((8, 2), exact)
     halves = {
@@ -31,10 +31,10 @@ def test_main_weights_arrive_at_full_precision_and_compute_sees_their_rounding()
     assert (computing == 1.0).all()
 
 
-def test_each_rank_fills_its_part():
+def test_each_rank_fills_its_part() -> None:
     values = torch.arange(12.0).reshape(6, 2)
 
-    def fill_mine():
+    def fill_mine() -> tuple[torch.Tensor, torch.Tensor]:
         mesh = init_device_mesh("cpu", (2,))
         even = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
         rows = Range(0, 2) if dist.get_rank() == 0 else Range(2, 12)

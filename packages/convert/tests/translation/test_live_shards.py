@@ -5,6 +5,9 @@ two tensor-parallel, these outermost. Values are flat indices, so that whatever 
 """
 
 import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +15,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lamella_checkpoint import Correspondence, load, save
 from lamella_checkpoint._base.boxes import places_in_memory
-from lamella_checkpoint._state.shards import LiveCut, LiveShard, written_pieces
-from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19
+from lamella_checkpoint._state.shards import LiveCut, LivePiece, LiveShard, written_pieces
+from lamella_convert._translation.megatron import BRIDGE, RELEASE_0_19, Dialect
 from lamella_convert._translation.megatron_model import from_megatron_model
 from lamella_layout import Chunk, Range, Region, mesh_region
 from lamella_testing import run_ranks
@@ -33,7 +37,7 @@ GDN_SIZES = {"qk": 4, "v": 8, "nvh": 4}
 FC1_SLICES = [Range(0, 6), Range(0, 6), Range(6, 8), Range(6, 8)]
 IN_PROJ_SLICES = [Range(0, 6), Range(0, 6), Range(6, 16), Range(6, 16)]
 
-ON_DISK = {
+ON_DISK: dict[str, tuple[list[Any], list[Any]]] = {
     f"{FC1}_w": ([[0, 1], [2, 3], [8, 9], [10, 11]], [((0, 0), (2, 2)), ((2, 0), (2, 2))]),
     f"{FC1}_v": ([[4, 5], [6, 7], [12, 13], [14, 15]], [((row, 0), (1, 2)) for row in range(4)]),
     f"{IN_PROJ}.query": ([0, 1, 16, 17], [(0, 2), (2, 2)]),
@@ -45,26 +49,26 @@ ON_DISK = {
 }
 
 
-def flat_indices(shape):
+def flat_indices(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def cut(num_tp=2, dialect=BRIDGE):
+def cut(num_tp: int = 2, dialect: Dialect = BRIDGE) -> LiveCut:
     return LiveCut(from_megatron_model(SHAPES, sizes={"tp": num_tp, **GDN_SIZES}, dialect=dialect), to="left")
 
 
-def shard_of(name, rank):
+def shard_of(name: str, rank: int) -> LiveShard:
     slices = FC1_SLICES if name == FC1 else IN_PROJ_SLICES
     return LiveShard.of_rows(SHAPES[name], slices[rank], tp_dim=0, num_tp=2, tp_rank=rank % 2)
 
 
-def held_of(name, rank):
+def held_of(name: str, rank: int) -> torch.Tensor:
     """The rank's rows of the global tensor."""
     whole, shard = flat_indices(SHAPES[name]), shard_of(name, rank)
     return torch.cat([whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]] for chunk in shard.region.chunks])
 
 
-def as_table(pieces):
+def as_table(pieces: Iterable[LivePiece]) -> dict[str, tuple[tuple[int, ...], list[float]]]:
     return {piece.name: (piece.chunk.offsets, piece.values.flatten().tolist()) for piece in pieces}
 
 
@@ -78,12 +82,14 @@ def as_table(pieces):
     ],
 )
 @pytest.mark.parametrize("shape", [(-1, 2), (-1,)])
-def test_halves_of_a_gated_layer(rank, expected, shape):
+def test_halves_of_a_gated_layer(
+    rank: int, expected: dict[str, tuple[tuple[int, ...], list[float]]], shape: tuple[int, ...]
+) -> None:
     held = held_of(FC1, rank)
     assert as_table(cut().pieces(FC1, shard_of(FC1, rank), held.reshape(shape))) == expected
 
 
-def test_one_tensor_parallel_rank_shares_the_value_component():
+def test_one_tensor_parallel_rank_shares_the_value_component() -> None:
     pieces = [
         as_table(
             cut(num_tp=1).pieces(
@@ -105,12 +111,12 @@ def test_one_tensor_parallel_rank_shares_the_value_component():
     }
 
 
-def test_the_release_stores_gated_deltas_as_ranks_hold_them():
+def test_the_release_stores_gated_deltas_as_ranks_hold_them() -> None:
     pieces = cut(dialect=RELEASE_0_19).pieces(IN_PROJ, shard_of(IN_PROJ, 3), held_of(IN_PROJ, 3))
     assert as_table(pieces) == {IN_PROJ: ((22, 0), list(range(22, 32)))}
 
 
-def global_dtensor(name, mesh):
+def global_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
     """As Megatron-FSDP makes it: the whole mesh, tensor-parallel outermost, which plain placements do not say."""
     held = held_of(name, dist.get_rank())
     shape = torch.Size(SHAPES[name])
@@ -119,7 +125,7 @@ def global_dtensor(name, mesh):
     )
 
 
-def tp_local_dtensor(name, mesh):
+def tp_local_dtensor(name: str, mesh: DeviceMesh) -> torch.Tensor:
     """A tensor-parallel rank's part, on the data-parallel axis alone: it does not know of the other ranks' parts."""
     held = held_of(name, dist.get_rank())
     shape = torch.Size([SHAPES[name][0] // 2, SHAPES[name][1]])
@@ -127,26 +133,32 @@ def tp_local_dtensor(name, mesh):
     return DTensor.from_local(held, mesh["dp"], [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-def plain(name, mesh):
+def plain(name: str, mesh: DeviceMesh) -> torch.Tensor:
     return held_of(name, dist.get_rank())
 
 
-def save_by_four(path, make):
-    def save_mine():
+Make = Callable[[str, DeviceMesh], torch.Tensor]
+
+
+def save_by_four(path: Path, make: Make) -> None:
+    def save_mine() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         tensors = {name: (shard_of(name, dist.get_rank()), make(name, mesh)) for name in [FC1, IN_PROJ]}
-        dcp.save(dict(written_pieces(cut(), tensors)), checkpoint_id=path)
+        dcp.save(dict(written_pieces(cut(), tensors)), checkpoint_id=path)  # type: ignore[attr-defined]
 
     run_ranks(save_mine, 4)
 
 
-def stored(path):
+def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]]:
     """What one process without a group reads, and the chunks that the metadata has."""
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata: dict[str, TensorStorageMetadata] = {}
+    for name, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        metadata[name] = entry
     whole = {name: torch.full(tuple(info.size), -1.0) for name, info in metadata.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no group.
-        dcp.load(whole, checkpoint_id=path, no_dist=True)
+        dcp.load(whole, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     chunks = {
         name: sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in info.chunks)
         for name, info in metadata.items()
@@ -155,7 +167,7 @@ def stored(path):
 
 
 @pytest.mark.parametrize("make", [global_dtensor, tp_local_dtensor, plain])
-def test_four_ranks_write_the_columns_that_one_process_reads(tmp_path, make):
+def test_four_ranks_write_the_columns_that_one_process_reads(tmp_path: Path, make: Make) -> None:
     save_by_four(tmp_path / "saved", make)
     whole, chunks = stored(tmp_path / "saved")
     assert whole.keys() == ON_DISK.keys()
@@ -165,16 +177,16 @@ def test_four_ranks_write_the_columns_that_one_process_reads(tmp_path, make):
         assert chunks[name] == sorted(expected), name
 
 
-def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path):
+def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path: Path) -> None:
     """Why a tensor-parallel rank's part is placed by its parameter: DCP takes what it is told, and says nothing."""
 
-    def save_mine():
+    def save_mine() -> None:
         rank = dist.get_rank()
         rows = Range(0, 6) if rank < 2 else Range(6, 16)
         shard = LiveShard.of_rows((16, 1), rows)
         model = from_megatron_model({IN_PROJ: (16, 1)}, sizes={"tp": 1, "qk": 2, "v": 4, "nvh": 2}, dialect=BRIDGE)
         tensors = {IN_PROJ: (shard, held_of(IN_PROJ, rank))}
-        dcp.save(dict(written_pieces(LiveCut(model, to="left"), tensors)), checkpoint_id=tmp_path / "lost")
+        dcp.save(dict(written_pieces(LiveCut(model, to="left"), tensors)), checkpoint_id=tmp_path / "lost")  # type: ignore[attr-defined]
 
     run_ranks(save_mine, 4)
     whole, _ = stored(tmp_path / "lost")
@@ -186,22 +198,22 @@ def test_by_its_own_coordinates_half_of_a_tensor_would_be_lost(tmp_path):
     assert len(kept) == 32
 
 
-def test_meshes_that_say_their_order_are_believed(tmp_path):
+def test_meshes_that_say_their_order_are_believed(tmp_path: Path) -> None:
     """Megatron-FSDP's: with even cuts, nothing else tells that tensor-parallel ranks come first."""
     values = flat_indices((8, 2))
 
-    def save_and_load():
+    def save_and_load() -> bool:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        mesh._shard_order = [1, 0]
+        mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
         dp, tp = divmod(dist.get_rank(), 2)
         part = values.chunk(2)[tp].chunk(2)[dp]
         model = torch.nn.Module()
         model.weight = torch.nn.Parameter(DTensor.from_local(part.clone(), mesh, [Shard(0), Shard(0)]))
         save(tmp_path / "saved", model=model)
         with torch.no_grad():
-            model.weight.to_local().zero_()
+            model.weight.to_local().zero_()  # type: ignore[attr-defined]
         load(tmp_path / "saved", model=model)
-        return torch.equal(model.weight.to_local(), part)
+        return torch.equal(model.weight.to_local(), part)  # type: ignore[attr-defined]
 
     assert run_ranks(save_and_load, 4) == [True] * 4
     whole, _ = stored(tmp_path / "saved")
@@ -209,26 +221,26 @@ def test_meshes_that_say_their_order_are_believed(tmp_path):
 
 
 @pytest.mark.parametrize("held", [flat_indices((4, 2)), flat_indices((8, 2)), flat_indices((2, 2))])
-def test_what_is_not_the_ranks_shard_is_refused(held):
+def test_what_is_not_the_ranks_shard_is_refused(held: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=rf"the 6 elements that this rank holds of '{FC1}'.*got {held.numel()}"):
         cut().pieces(FC1, shard_of(FC1, 0), held)
 
 
-def test_elements_that_split_a_row_are_refused():
+def test_elements_that_split_a_row_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"whole rows of a part of shape \(4, 2\), got elements Range\(start=0, stop=5\)"
     ):
         LiveShard.of_rows((8, 2), Range(0, 5), tp_dim=0, num_tp=2)
 
 
-def test_pieces_are_views_that_a_read_may_fill():
+def test_pieces_are_views_that_a_read_may_fill() -> None:
     held = held_of(FC1, 0)
     for piece in cut().pieces(FC1, shard_of(FC1, 0), held):
         piece.values.fill_(-1)
     assert held.tolist() == [[-1, -1]] * 3
 
 
-def test_a_name_that_no_rule_mentions_is_written_as_it_lies():
+def test_a_name_that_no_rule_mentions_is_written_as_it_lies() -> None:
     region = Region.whole((4, 4)).shard(1, 2, 1).shard(0, 2, 0)
     shard = LiveShard(shape=(4, 4), region=region)
     [piece] = cut().pieces("linear_proj.weight", shard, torch.ones(2, 2))
@@ -236,14 +248,14 @@ def test_a_name_that_no_rule_mentions_is_written_as_it_lies():
     assert cut().shapes("linear_proj.weight", (4, 4)) == {"linear_proj.weight": (4, 4)}
 
 
-def test_a_shift_is_not_for_live_tensors():
+def test_a_shift_is_not_for_live_tensors() -> None:
     with pytest.raises(ValueError, match="got a shift"):
         LiveCut([Correspondence.rename("a", "b", (2,), shift=1.0)], to="right")
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_ranks_of_any_mesh_write_every_element_once_and_where_it_belongs(data):
+def test_ranks_of_any_mesh_write_every_element_once_and_where_it_belongs(data: st.DataObject) -> None:
     num_dp, num_tp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     qk, v, nvh = (num_tp * data.draw(st.integers(1, 3)) for _ in range(3))
     columns = data.draw(st.integers(1, 3))
@@ -265,6 +277,6 @@ def test_ranks_of_any_mesh_write_every_element_once_and_where_it_belongs(data):
                 assert (written[piece.name][rows] == -1).all()
                 written[piece.name][rows] = piece.values
     ranks = [whole[rank * shape[0] // num_tp : (rank + 1) * shape[0] // num_tp] for rank in range(num_tp)]
-    parts = [part.split([size // num_tp for size in (qk, qk, v, v, nvh, nvh)]) for part in ranks]
+    parts = [part.split([size // num_tp for size in (qk, qk, v, v, nvh, nvh)]) for part in ranks]  # type: ignore[no-untyped-call]
     for index, name in enumerate(PARTS):
         assert torch.equal(written[f"{IN_PROJ}.{name}"], torch.cat([of_rank[index] for of_rank in parts]))

@@ -1,6 +1,7 @@
 """Checkpoints of Megatron are read under one set of names, whoever wrote them, and written for whoever reads them."""
 
 from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamella_checkpoint import Source
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
 from lamella_convert._translation.hybrid_stack import layer_symbols, logical_name, nested_names
 from lamella_convert._translation.megatron import (
     BRIDGE,
     RELEASE_0_19,
     Dialect,
+    MtpLayer,
     counters,
     dialect_of,
     is_fsdp_dtensor,
@@ -29,7 +32,10 @@ GDN_ROWS = {"query": QK, "key": QK, "value": V, "z": V, "beta": NVH, "alpha": NV
 MAMBA_ROWS = {"z": D_INNER, "x": D_INNER, "B": D_STATE, "C": D_STATE, "dt": NHEADS}
 
 
-def counting(shapes, start=0):
+Shapes = dict[str, tuple[int, ...]]
+
+
+def counting(shapes: Shapes, start: int = 0) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, shape in shapes.items():
         numel = torch.Size(shape).numel()
@@ -38,9 +44,9 @@ def counting(shapes, start=0):
     return tensors
 
 
-def parameters(num_layers=3, num_experts=2):
+def parameters(num_layers: int = 3, num_experts: int = 2) -> Shapes:
     """Canonical names and shapes: a layer of each kind, by turns."""
-    shapes = {"embedding.word_embeddings.weight": (8, 2)}
+    shapes: Shapes = {"embedding.word_embeddings.weight": (8, 2)}
     for layer in range(num_layers):
         prefix = f"decoder.layers.{layer}."
         if layer % 3 == 0:
@@ -66,18 +72,20 @@ def parameters(num_layers=3, num_experts=2):
     return shapes | {"vision_model.decoder.layers.0.mlp.linear_fc2.weight": (2, 4)}
 
 
-def checkpoint(shapes, slots=("exp_avg", "exp_avg_sq", "momentum_buffer")):
+def checkpoint(
+    shapes: Shapes, slots: Iterable[str] = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     tensors = counting({f"model.{name}": shape for name, shape in shapes.items()})
     start = 10_000
     for slot in slots:
         tensors |= counting({f"optimizer.state.{name}.{slot}": shape for name, shape in shapes.items()}, start)
         start += 10_000
     tensors |= {f"optimizer.state.{name}.step": torch.tensor(5.0) for name in shapes}
-    objects = {f"optimizer.param_groups.{name}.lr": 0.5 for name in shapes}
+    objects: dict[str, object] = {f"optimizer.param_groups.{name}.lr": 0.5 for name in shapes}
     return tensors, objects | {"iteration": 7, "checkpoint_version": 3.0}
 
 
-def through(source, dialect, sizes, chunks=()):
+def through(source: Source, dialect: Dialect, sizes: Mapping[str, int], chunks: tuple[int, ...] = ()) -> MemorySource:
     """Written, stored, and what is stored."""
     written = write_fsdp_dtensor(source, dialect, sizes=sizes, chunks=chunks)
     return MemorySource(
@@ -86,11 +94,11 @@ def through(source, dialect, sizes, chunks=()):
     )
 
 
-def scalars(source):
+def scalars(source: Source) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in read_all(source).items() if tensor.ndim == 0}
 
 
-def assert_holds(source, tensors, objects):
+def assert_holds(source: Source, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, object]) -> None:
     found = read_all(source)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -100,17 +108,18 @@ def assert_holds(source, tensors, objects):
 
 @pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
 @pytest.mark.parametrize("num_tp", [1, 2, 4])
-def test_there_and_back_loses_nothing(dialect, num_tp):
+def test_there_and_back_loses_nothing(dialect: Dialect, num_tp: int) -> None:
     tensors, objects = checkpoint(parameters())
     stored = through(MemorySource(tensors, objects), dialect, {"tp": num_tp})
     assert is_fsdp_dtensor(stored)
-    assert dialect_of(stored).name == dialect.name
+    found = dialect_of(stored)
+    assert found is not None and found.name == dialect.name
     back = read_fsdp_dtensor(stored, sizes={"tp": num_tp, **SIZES})
     assert_holds(back, tensors, objects)
     assert back.inexact == {}
 
 
-def test_what_the_release_stores_is_what_ranks_hold():
+def test_what_the_release_stores_is_what_ranks_hold() -> None:
     tensors, objects = checkpoint(parameters(num_layers=2))
     stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
     prefix = "decoder.layers.0.self_attention.in_proj.weight"
@@ -126,7 +135,7 @@ def test_what_the_release_stores_is_what_ranks_hold():
     )
 
 
-def test_bridge_stores_components_and_halves():
+def test_bridge_stores_components_and_halves() -> None:
     tensors, objects = checkpoint(parameters(num_layers=1))
     stored = through(MemorySource(tensors, objects), BRIDGE, {})
     names = {name for name in stored.held if "layers.0" in name and name.startswith("model.")}
@@ -148,7 +157,7 @@ def test_bridge_stores_components_and_halves():
     assert torch.equal(gate, fused[:4])
 
 
-def test_options_go_by_the_models_names_and_come_back_for_each_component():
+def test_options_go_by_the_models_names_and_come_back_for_each_component() -> None:
     tensors, objects = checkpoint(parameters(num_layers=2))
     for dialect in [BRIDGE, RELEASE_0_19]:
         stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
@@ -165,7 +174,7 @@ def test_options_go_by_the_models_names_and_come_back_for_each_component():
         }
 
 
-def test_options_of_components_must_agree():
+def test_options_of_components_must_agree() -> None:
     tensors, objects = checkpoint(parameters(num_layers=1))
     objects["optimizer.param_groups.decoder.layers.0.self_attention.in_proj.weight.key.lr"] = 0.25
     written = write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE)
@@ -174,7 +183,7 @@ def test_options_of_components_must_agree():
         written.read_object(name)
 
 
-def test_a_step_that_is_an_option_is_a_slot_of_each_component():
+def test_a_step_that_is_an_option_is_a_slot_of_each_component() -> None:
     name = "decoder.layers.0.self_attention.in_proj.weight"
     tensors = {f"model.module.{name}.{part}": torch.ones(rows, 2) for part, rows in GDN_ROWS.items()}
     meta = f"optimizer.param_to_group_meta.module.module.module.{name}"
@@ -185,7 +194,7 @@ def test_a_step_that_is_an_option_is_a_slot_of_each_component():
     assert read.read_object(f"optimizer.state.{name}.beta.step") == 9
 
 
-def test_what_megatrons_training_asks_for_is_there():
+def test_what_megatrons_training_asks_for_is_there() -> None:
     written = write_fsdp_dtensor(MemorySource({"model.a": torch.ones(2)}), BRIDGE, args={"num_layers": 2})
     assert {name: written.read_object(name) for name in written.objects} == {
         "checkpoint_version": 3.0,
@@ -198,7 +207,7 @@ def test_what_megatrons_training_asks_for_is_there():
     assert written.read_object("iteration") == 3
 
 
-def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name():
+def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name() -> None:
     of_processes = {"rng_state.(0, 0).0.x": 1, "rerun_state_machine.y": 2}
     source = MemorySource({"model.module.a": torch.ones(2)}, {**of_processes, "iteration": 3})
     read = read_fsdp_dtensor(source)
@@ -207,7 +216,7 @@ def test_the_state_of_the_processes_that_wrote_it_is_left_over_by_name():
 
 
 @pytest.mark.parametrize("dialect", [RELEASE_0_19, BRIDGE])
-def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect):
+def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect: Dialect) -> None:
     tensors, objects = checkpoint(parameters())
     sequential = replace(dialect, sequential_experts=True)
     stored = through(MemorySource(tensors, objects), sequential, {"tp": 2})
@@ -218,11 +227,12 @@ def test_experts_that_are_modules_of_their_own_are_read_and_written(dialect):
     assert f"optimizer.state.module.module.module.{experts}local_experts.1.linear_fc2.weight.exp_avg" in stored.held
     options = f"optimizer.param_to_group_meta.module.module.module.{experts}local_experts.0.linear_fc1.weight.lr"
     assert options in stored.objects
-    assert dialect_of(stored).sequential_experts
+    found = dialect_of(stored)
+    assert found is not None and found.sequential_experts
     assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
 
 
-def test_experts_without_gates_are_modules_of_their_own_too():
+def test_experts_without_gates_are_modules_of_their_own_too() -> None:
     experts = "decoder.layers.0.mlp.experts."
     shapes = {f"{experts}linear_fc1.weight0": (4, 2), f"{experts}linear_fc1.bias0": (4,)}
     shapes |= {f"{experts}linear_fc2.weight0": (2, 4), f"{experts}linear_fc2.bias0": (2,)}
@@ -232,10 +242,10 @@ def test_experts_without_gates_are_modules_of_their_own_too():
     assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
 
-def layer_of_experts(num_experts, *, sequential):
+def layer_of_experts(num_experts: int, *, sequential: bool) -> Shapes:
     """A model's names and shapes of a layer with these experts, as many ranks as there are together."""
     layer = "decoder.layers.0.mlp."
-    shapes = {f"{layer}router.weight": (3, 2)}
+    shapes: Shapes = {f"{layer}router.weight": (3, 2)}
     for index in range(num_experts):
         names = [f"experts.local_experts.{index}.linear_fc{n}.weight" for n in (1, 2)]
         if not sequential:
@@ -246,7 +256,7 @@ def layer_of_experts(num_experts, *, sequential):
 
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("num_etp", [1, 2])
-def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequential, num_etp):
+def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequential: bool, num_etp: int) -> None:
     """Three experts on two ranks, whose layers are cut for another number of ranks than the rest."""
     tensors, objects = checkpoint(layer_of_experts(3, sequential=False))
     for first, num_experts in [(0, 2), (2, 1)]:
@@ -271,7 +281,7 @@ def test_ranks_of_experts_take_their_own_from_a_checkpoint_that_has_all(sequenti
         assert set(found.left_over) == others
 
 
-def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell():
+def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell() -> None:
     mine = from_megatron_model(layer_of_experts(1, sequential=False), sizes={"tp": 1})
     tensors, objects = checkpoint(
         layer_of_experts(1, sequential=False) | {"decoder.layers.7.mlp.router.weight": (3, 2)}
@@ -279,12 +289,12 @@ def test_what_no_rank_has_experts_or_not_is_kept_for_load_to_tell():
     assert "model.decoder.layers.7.mlp.router.weight" in to_megatron_model(MemorySource(tensors, objects), mine).tensors
 
 
-def test_a_models_own_spelling_of_multi_token_prediction_is_stored_canonically():
+def test_a_models_own_spelling_of_multi_token_prediction_is_stored_canonically() -> None:
     [each] = from_megatron_model({"mtp.layers.0.transformer_layer.mlp.linear_fc2.weight": (2, 4)}, sizes={"tp": 1})
     assert list(each.left) == ["mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"]
 
 
-def test_the_number_of_ranks_must_be_known_of_what_they_hold_together():
+def test_the_number_of_ranks_must_be_known_of_what_they_hold_together() -> None:
     tensors, objects = checkpoint(parameters())
     with pytest.raises(ValueError, match=r"the size 'tp'.*in_proj"):
         write_fsdp_dtensor(MemorySource(tensors, objects), RELEASE_0_19)
@@ -293,7 +303,7 @@ def test_the_number_of_ranks_must_be_known_of_what_they_hold_together():
         read_fsdp_dtensor(stored, sizes=SIZES)
 
 
-def test_another_number_of_ranks_reads_other_numbers():
+def test_another_number_of_ranks_reads_other_numbers() -> None:
     """Why it must be known: a wrong one fits, and nothing in the file tells."""
     tensors, objects = checkpoint(parameters(num_layers=1))
     stored = through(MemorySource(tensors, objects), RELEASE_0_19, {"tp": 2})
@@ -302,7 +312,7 @@ def test_another_number_of_ranks_reads_other_numbers():
 
 
 @pytest.mark.parametrize("spelling", ["mtp_model_layer", "transformer_layer"])
-def test_both_spellings_of_multi_token_prediction_are_read(spelling):
+def test_both_spellings_of_multi_token_prediction_are_read(spelling: MtpLayer) -> None:
     tensors, objects = checkpoint(parameters(num_layers=0))
     dialect = Dialect(name="bridge", splits_gdn=True, mtp_layer=spelling)
     stored = through(MemorySource(tensors, objects), dialect, {})
@@ -311,7 +321,7 @@ def test_both_spellings_of_multi_token_prediction_are_read(spelling):
     assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
 
-def test_extra_states_are_dropped_and_counters_kept():
+def test_extra_states_are_dropped_and_counters_kept() -> None:
     tensors = {"model.module.decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(2)}
     extra = "model.module.decoder.layers.0.self_attention.linear_qkv._extra_state"
     source = MemorySource(tensors, {extra: b"", "iteration": 3, "checkpoint_version": 3.0})
@@ -329,7 +339,7 @@ def test_extra_states_are_dropped_and_counters_kept():
     )
 
 
-def test_models_without_a_wrapper_for_precision_are_read():
+def test_models_without_a_wrapper_for_precision_are_read() -> None:
     tensors, objects = checkpoint(parameters())
     dialect = Dialect(name="bridge", splits_gdn=True, model_prefix="", optimizer_prefix="module.module.")
     stored = through(MemorySource(tensors, objects), dialect, {"tp": 2})
@@ -337,7 +347,7 @@ def test_models_without_a_wrapper_for_precision_are_read():
     assert_holds(read_fsdp_dtensor(stored, sizes={"tp": 2, **SIZES}), tensors, objects)
 
 
-def test_chunks_of_virtual_pipelines_count_their_own_layers():
+def test_chunks_of_virtual_pipelines_count_their_own_layers() -> None:
     tensors, objects = checkpoint(parameters(num_layers=5))
     stored = through(MemorySource(tensors, objects), BRIDGE, {"tp": 2}, chunks=(2, 3))
     assert "model0.module.decoder.layers.1.mixer.in_proj.weight" in stored.held
@@ -348,7 +358,7 @@ def test_chunks_of_virtual_pipelines_count_their_own_layers():
         write_fsdp_dtensor(MemorySource(tensors, objects), BRIDGE, sizes={"tp": 2}, chunks=(2, 2))
 
 
-def test_fused_latent_attention_comes_apart_with_the_norm_before_it():
+def test_fused_latent_attention_comes_apart_with_the_norm_before_it() -> None:
     prefix = "decoder.layers.0."
     shapes = {
         f"{prefix}input_layernorm.weight": (3,),
@@ -364,7 +374,7 @@ def test_fused_latent_attention_comes_apart_with_the_norm_before_it():
     assert_holds(read_fsdp_dtensor(stored, sizes={"q_down": 4, "kv_down": 2}), tensors, objects)
 
 
-def test_a_layer_whose_halves_cannot_be_told_is_refused():
+def test_a_layer_whose_halves_cannot_be_told_is_refused() -> None:
     source = MemorySource({"model.decoder.layers.0.mlp.linear_fc1.weight": torch.ones(6, 2)})
     with pytest.raises(ValueError, match=r"'decoder.layers.0.mlp.linear_fc2.weight' with as many columns.*got None"):
         write_fsdp_dtensor(source, BRIDGE)
@@ -379,12 +389,12 @@ def test_a_layer_whose_halves_cannot_be_told_is_refused():
         ("decoder.layers.3.mlp.experts.linear_fc1.weight1_w", "decoder.layers.3.mlp.experts.linear_fc1.weight5_w"),
     ],
 )
-def test_experts_of_a_rank_are_counted_through(name, renumbered):
+def test_experts_of_a_rank_are_counted_through(name: str, renumbered: str) -> None:
     assert global_expert(name, 4) == renumbered
     assert global_expert(name, 0) == name
 
 
-def test_sizes_are_taken_from_args():
+def test_sizes_are_taken_from_args() -> None:
     args = {
         "tensor_model_parallel_size": 2,
         "linear_num_key_heads": 2,
@@ -419,12 +429,12 @@ class TestGroupedHybridStacks:
         "decoder.final_norm.weight",
     )
 
-    def test_layers_have_logical_names(self):
+    def test_layers_have_logical_names(self) -> None:
         assert tuple(map(logical_name, self.nested)) == self.names
         found = nested_names(self.names, self.pattern)
         assert tuple(found.get(name, name) for name in self.names) == self.nested
 
-    def test_checkpoints_are_written_nested_and_read_back(self):
+    def test_checkpoints_are_written_nested_and_read_back(self) -> None:
         tensors, objects = checkpoint(dict.fromkeys(self.names, (2, 2)))
         dialect = Dialect(name="release-0.19", splits_gdn=False, hybrid_pattern=self.pattern)
         stored = through(MemorySource(tensors, objects), dialect, {"tp": 1})
@@ -436,7 +446,7 @@ class TestGroupedHybridStacks:
         )
         assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
-    def test_two_layers_of_a_kind_in_a_group_share_no_name(self):
+    def test_two_layers_of_a_kind_in_a_group_share_no_name(self) -> None:
         tensors = {f"model.module.decoder.layers.0.layers.{layer}.mixer.A_log": torch.ones(2) for layer in range(2)}
         with pytest.raises(ValueError, match="Two names became one"):
             read_fsdp_dtensor(MemorySource(tensors))
@@ -444,21 +454,21 @@ class TestGroupedHybridStacks:
             nested_names(["decoder.layers.0.mixer.A_log"], "[MM*]")
 
     @pytest.mark.parametrize("pattern", ["[[*-]]", "[]", "[*-", "*-]", "*Q"])
-    def test_malformed_patterns_are_refused(self, pattern):
+    def test_malformed_patterns_are_refused(self, pattern: str) -> None:
         with pytest.raises(ValueError, match="Expected a pattern"):
             layer_symbols(pattern)
 
-    def test_patterns_are_read_as_layers(self):
+    def test_patterns_are_read_as_layers(self) -> None:
         assert layer_symbols("M[M*]-|[*-]/*E/*E") == ["M", "[M*]", "-", "[*-]"]
 
-    def test_a_model_with_more_layers_than_the_pattern_is_refused(self):
+    def test_a_model_with_more_layers_than_the_pattern_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"the 1 layers of '\[\*-\]', got 'decoder.layers.1.mlp"):
             nested_names(["decoder.layers.1.mlp.linear_fc2.weight"], "[*-]")
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_any_model_goes_through_any_dialect_at_any_rank_count(data):
+def test_any_model_goes_through_any_dialect_at_any_rank_count(data: st.DataObject) -> None:
     shapes = parameters(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
     tensors, objects = checkpoint(shapes, slots=data.draw(st.sets(st.sampled_from(["exp_avg", "master_param", "z"]))))
     source = MemorySource(tensors, objects)

@@ -1,6 +1,7 @@
 """A live model is saved by component, its optimizer too, and loaded back into fused tensors on any number of ranks."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint import CheckpointDirectory, load, save
+from lamella_checkpoint import CheckpointDirectory, Correspondence, load, save
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint.testing import read_all
 from lamella_convert import translate
@@ -26,7 +28,7 @@ SIZES = {"tp": 1, "d_inner": 4, "d_state": 2, "nheads": 1}
 class Mixer(nn.Module):
     """The parameters of a Mamba mixer in a group of a hybrid stack, and a linear layer to have gradients from."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.decoder = nn.Module()
@@ -38,46 +40,51 @@ class Mixer(nn.Module):
         mixer.A_log = nn.Parameter(torch.randn(6))
         self.decoder.layers[0].layers[0].mixer = mixer
 
-    def loss(self):
-        return sum(parameter.square().sum() for parameter in self.parameters())
+    def loss(self) -> torch.Tensor:
+        total = sum(parameter.square().sum() for parameter in self.parameters())
+        assert isinstance(total, torch.Tensor)
+        return total
 
 
-def prepared(*, steps):
+State = dict[str, torch.Tensor]
+
+
+def prepared(*, steps: int) -> tuple[Mixer, torch.optim.Optimizer]:
     model = Mixer()
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        model.loss().backward()
+        model.loss().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model, optimizer
 
 
-def correspondences(model):
+def correspondences(model: nn.Module) -> list[Correspondence]:
     return from_megatron_model({name: tuple(each.shape) for name, each in model.named_parameters()}, sizes=SIZES)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def state(model, optimizer):
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     values = {name: whole(each.detach()).clone() for name, each in model.named_parameters()}
     for name, parameter in model.named_parameters():
         values |= {f"{name}/{slot}": whole(value).clone() for slot, value in optimizer.state[parameter].items()}
     return values
 
 
-def test_components_and_logical_names_are_stored_and_loaded_back(tmp_path):
+def test_components_and_logical_names_are_stored_and_loaded_back(tmp_path: Path) -> None:
     path = tmp_path / "saved"
 
-    def save_mine():
+    def save_mine() -> State:
         model, optimizer = prepared(steps=2)
         save(path, model=model, optimizer=optimizer, correspondences=correspondences(model))
         return state(model, optimizer)
 
-    def load_mine():
+    def load_mine() -> State:
         model, optimizer = prepared(steps=0)
         rules = correspondences(model)
         load(path, model=model, optimizer=optimizer, translate=lambda source: translate(source, rules, to="right"))
@@ -94,7 +101,7 @@ def test_components_and_logical_names_are_stored_and_loaded_back(tmp_path):
     plain = {f"optimizer.state.{mixer}in_proj.weight.{part}.exp_avg": torch.zeros(ROWS[part], 3) for part in ROWS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no group.
-        dcp.load(plain, checkpoint_id=path, no_dist=True)
+        dcp.load(plain, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     for values, part in zip(plain.values(), parts, strict=True):
         assert torch.equal(values, part)
     for num_ranks in [1, 3]:
@@ -104,8 +111,8 @@ def test_components_and_logical_names_are_stored_and_loaded_back(tmp_path):
                 assert torch.equal(loaded[name], value), name
 
 
-def test_a_save_in_the_background_cuts_as_one_that_waits(tmp_path):
-    def save_mine():
+def test_a_save_in_the_background_cuts_as_one_that_waits(tmp_path: Path) -> None:
+    def save_mine() -> None:
         model, optimizer = prepared(steps=1)
         rules = correspondences(model)
         checkpoints = CheckpointDirectory(tmp_path)
@@ -122,7 +129,7 @@ def test_a_save_in_the_background_cuts_as_one_that_waits(tmp_path):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_slot_that_cannot_be_cut_is_named(tmp_path):
+def test_a_slot_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
     model, optimizer = prepared(steps=1)
     [parameter] = [each for name, each in model.named_parameters() if "in_proj" in name]
     optimizer.state[parameter]["row"] = torch.zeros(13)

@@ -1,14 +1,16 @@
 """Rules read both ways: what a table does to any tensors of one side, it undoes."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella_checkpoint import Correspondence
+from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules, Stack
-from lamella_convert._translation.translate import parameter_shapes, translate
+from lamella_convert._translation.translate import Translated, parameter_shapes, translate
 
 QKV = Rule(
     Join(("hf.{layer}.q", "hf.{layer}.k", "hf.{layer}.v"), sizes=("q", "kv", "kv")),
@@ -21,25 +23,25 @@ EXPERTS = Rule(
 LAYERS = Rule("hf.{layer}.norm", "{layer}.norm", shift=-1.0)
 
 
-def to_right(tensors, rules):
+def to_right(tensors: Mapping[str, torch.Tensor], rules: Rules) -> Translated:
     source = MemorySource({f"model.{name}": tensor for name, tensor in tensors.items()})
     return translate(source, rules.match(parameter_shapes(source), "left"), to="right")
 
 
-def back_to_left(source, rules):
+def back_to_left(source: Source, rules: Rules) -> Translated:
     stored = MemorySource(read_in_chunks(source))
     return translate(stored, rules.match(parameter_shapes(stored), "right"), to="left")
 
 
-def model(source):
+def model(source: Source) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in read_all(source).items()}
 
 
-def alike(some, others):
+def alike(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
     return list(some) == list(others) and all(torch.equal(some[name], others[name]) for name in some)
 
 
-def test_heads_interleave_by_group():
+def test_heads_interleave_by_group() -> None:
     # Two groups: two query heads of one row each, then the group's key and value.
     tensors = {"hf.0.q": torch.arange(4.0), "hf.0.k": torch.arange(10.0, 12), "hf.0.v": torch.arange(20.0, 22)}
     rules = Rules((QKV,), {"q": 4, "kv": 2, "num_groups": 2})
@@ -48,7 +50,7 @@ def test_heads_interleave_by_group():
     assert alike(model(back_to_left(fused, rules)), tensors)
 
 
-def test_packed_experts_come_apart_into_halves():
+def test_packed_experts_come_apart_into_halves() -> None:
     packed = torch.arange(16.0).reshape(2, 4, 2)
     apart = to_right({"hf.0.gate_up": packed}, Rules((EXPERTS,)))
     assert alike(
@@ -62,7 +64,7 @@ def test_packed_experts_come_apart_into_halves():
     )
 
 
-def test_a_rank_major_tensor_and_its_components():
+def test_a_rank_major_tensor_and_its_components() -> None:
     rule = Rule(
         Join(("{n}.in_proj.query", "{n}.in_proj.value"), sizes=("qk", "v")),
         Grouped("{n}.in_proj", groups="tp", sizes=("qk", "v")),
@@ -72,7 +74,7 @@ def test_a_rank_major_tensor_and_its_components():
     assert model(fused)["0.in_proj"].tolist() == [0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17]
 
 
-def test_a_rule_may_ask_what_is_beside():
+def test_a_rule_may_ask_what_is_beside() -> None:
     attention = Rule("hf.{layer}.norm", "{layer}.qkv.norm", left_beside="hf.{layer}.q")
     linear = Rule("hf.{layer}.norm", "{layer}.in_proj.norm", left_beside="hf.{layer}.z")
     tensors = {"hf.0.norm": torch.ones(1), "hf.0.z": torch.ones(1), "hf.1.norm": torch.ones(1), "hf.1.q": torch.ones(1)}
@@ -81,7 +83,7 @@ def test_a_rule_may_ask_what_is_beside():
     assert renamed.left_over == ("model.hf.0.z", "model.hf.1.q")
 
 
-def test_a_prefix_may_be_there_or_not():
+def test_a_prefix_may_be_there_or_not() -> None:
     rules = Rules((Rule("**.fc1", "**.fc2"), Rule("a.{rest*}", "b.{rest*}")))
     names = {name: torch.ones(1) for name in ["fc1", "x.y.fc1", "xfc1", "a.q.r"]}
     assert list(model(to_right(names, rules))) == ["fc2", "x.y.fc2", "xfc1", "b.q.r"]
@@ -98,25 +100,25 @@ class TestRefusals:
             ({"q": 4, "kv": 2, "num_groups": 4}, r"divide by 'num_groups' \(4\), got \[4, 2, 2\]"),
         ],
     )
-    def test_sizes_that_are_unknown_or_do_not_fit(self, sizes, problem):
+    def test_sizes_that_are_unknown_or_do_not_fit(self, sizes: dict[str, int], problem: str) -> None:
         with pytest.raises(ValueError, match=problem):
             Rules((QKV,), sizes).match(self.tensors, "right")
 
-    def test_components_that_are_not_of_their_sizes(self):
+    def test_components_that_are_not_of_their_sizes(self) -> None:
         shapes = {"hf.0.q": (4,), "hf.0.k": (1,), "hf.0.v": (3,)}
         with pytest.raises(ValueError, match=r"kv \(2\) rows or columns, got \[4, 1, 3\]"):
             Rules((QKV,), {"q": 4, "kv": 2, "num_groups": 2}).match(shapes)
 
-    def test_an_expert_that_is_missing_is_named(self):
+    def test_an_expert_that_is_missing_is_named(self) -> None:
         shapes = {f"0.fc1{expert}_{half}": (2, 2) for expert in [0, 2] for half in "wv"}
         with pytest.raises(ValueError, match=r"got no '0.fc11_w'"):
             Rules((EXPERTS,)).match(shapes, "right")
 
-    def test_halves_of_an_odd_size(self):
+    def test_halves_of_an_odd_size(self) -> None:
         with pytest.raises(ValueError, match=r"divides into shares of \[1, 1\], got 3"):
             Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 3, 2)})
 
-    def test_rules_that_could_not_be_read_back(self):
+    def test_rules_that_could_not_be_read_back(self) -> None:
         with pytest.raises(ValueError, match="the same numbers in all names"):
             Rule("a.{layer}", "b")
         with pytest.raises(ValueError, match="a size for each of 2 terms"):
@@ -125,12 +127,15 @@ class TestRefusals:
             Join(("a", "b"), sizes=(1, "b"))
 
 
-def test_a_rule_of_which_a_name_is_absent_does_not_apply():
+def test_a_rule_of_which_a_name_is_absent_does_not_apply() -> None:
     assert Rules((QKV,)).match({"hf.0.q": (4,), "hf.0.k": (2,)}) == []
 
 
+Built = tuple[dict[str, torch.Tensor], dict[str, int]]
+
+
 @st.composite
-def models(draw):
+def models(draw: st.DrawFn) -> Built:
     """A model of random sizes by its left names, and the sizes that the rules need."""
     num_groups, tp = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -144,7 +149,7 @@ def models(draw):
         "tp": tp,
     }
     columns, num_experts, half = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(draw(st.integers(1, 12))):
         if draw(st.booleans()):
             shapes |= {f"hf.{layer}.q": (sizes["q"], columns)}
@@ -175,7 +180,7 @@ TABLE = (
 
 @settings(max_examples=60, deadline=None)
 @given(models())
-def test_there_and_back_is_the_same_names_and_bits(built):
+def test_there_and_back_is_the_same_names_and_bits(built: Built) -> None:
     tensors, sizes = built
     rules = Rules(TABLE, sizes)
     there = to_right(tensors, rules)
@@ -191,7 +196,7 @@ def test_there_and_back_is_the_same_names_and_bits(built):
 
 @settings(max_examples=60, deadline=None)
 @given(models())
-def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(built):
+def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(built: Built) -> None:
     tensors, sizes = built
     rules, shapes = Rules(TABLE, sizes), {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = rules.match(shapes)
@@ -202,7 +207,7 @@ def test_what_is_worked_out_once_for_all_layers_is_what_each_would_be_alone(buil
         assert back.left.items() == each.left.items() and back.shift == each.shift
 
 
-def test_layers_of_other_shapes_are_cut_as_theirs_are():
+def test_layers_of_other_shapes_are_cut_as_theirs_are() -> None:
     found = Rules((EXPERTS,)).match({"hf.0.gate_up": (2, 4, 3), "hf.7.gate_up": (1, 6, 3), "hf.9.gate_up": (2, 4, 3)})
     assert [set(each.right.values()) for each in found] == [{(2, 3)}, {(3, 3)}, {(2, 3)}]
     assert [name for each in found for name in each.right if "fc10" in name] == [
@@ -210,7 +215,7 @@ def test_layers_of_other_shapes_are_cut_as_theirs_are():
     ]
 
 
-def test_a_name_is_found_by_its_own_numbers_and_its_text():
+def test_a_name_is_found_by_its_own_numbers_and_its_text() -> None:
     """Names are looked up without their numbers: what differs in a literal number, or writes one oddly, is another."""
     rules = Rules(
         (

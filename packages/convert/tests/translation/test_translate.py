@@ -1,6 +1,6 @@
 """Translating a checkpoint moves boxes and invents nothing; what it cannot do is listed or refused."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from lamella_convert._translation.translate import not_undone, parameter_shapes,
 from lamella_layout import Chunk
 
 
-def box(*ranges):
+def box(*ranges: tuple[int, int]) -> Chunk:
     return Chunk(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
 
 
-def halves(left, first, second, rows, columns, shift=0.0):
+def halves(left: str, first: str, second: str, rows: int, columns: int, shift: float = 0.0) -> Correspondence:
     """`left` is `first` over `second`."""
     size = (rows, columns)
     pieces = [
@@ -27,7 +27,7 @@ def halves(left, first, second, rows, columns, shift=0.0):
     return Correspondence(left={left: (2 * rows, columns)}, right=shapes, pieces=tuple(pieces), shift=shift)
 
 
-def stacked(left, names, shape):
+def stacked(left: str, names: list[str], shape: tuple[int, ...]) -> Correspondence:
     pieces = [
         Piece(Place(left, Chunk((index, 0, 0), (1, *shape))), Place(name, Chunk((0, 0), shape)))
         for index, name in enumerate(names)
@@ -35,14 +35,14 @@ def stacked(left, names, shape):
     return Correspondence(left={left: (len(names), *shape)}, right=dict.fromkeys(names, shape), pieces=tuple(pieces))
 
 
-def counted(*shape, start=0):
+def counted(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
 FC1 = halves("fc1", "gate", "up", 3, 2)
 
 
-def test_a_fused_tensor_comes_apart_and_together():
+def test_a_fused_tensor_comes_apart_and_together() -> None:
     fused = MemorySource({"model.fc1": counted(6, 2)}, cuts={"model.fc1": [2, 4]})
     apart = translate(fused, [FC1], to="right")
     assert list(apart.tensors) == ["model.gate", "model.up"]
@@ -55,7 +55,7 @@ def test_a_fused_tensor_comes_apart_and_together():
     assert apart.left_over == back.left_over == ()
 
 
-def test_only_the_boxes_that_are_asked_for_are_read():
+def test_only_the_boxes_that_are_asked_for_are_read() -> None:
     source = MemorySource({"model.fc1": counted(6, 2)})
     apart = translate(source, [FC1], to="right")
     into = torch.empty(1, 1)
@@ -64,7 +64,7 @@ def test_only_the_boxes_that_are_asked_for_are_read():
     assert into.item() == 9
 
 
-def test_experts_unstack_and_stack():
+def test_experts_unstack_and_stack() -> None:
     rule = stacked("packed", ["e0", "e1", "e2"], (2, 2))
     source = MemorySource({"model.packed": counted(3, 2, 2)}, cuts={"model.packed": [2]})
     apart = translate(source, [rule], to="right")
@@ -73,7 +73,7 @@ def test_experts_unstack_and_stack():
     assert torch.equal(read_all(translate(apart, [rule], to="left"))["model.packed"], counted(3, 2, 2))
 
 
-def test_a_rename_asks_for_what_it_was_asked_for():
+def test_a_rename_asks_for_what_it_was_asked_for() -> None:
     source = MemorySource({"model.a": counted(4, 2)}, cuts={"model.a": [1, 3]})
     renamed = translate(source, [Correspondence.rename("a", "b", (4, 2))], to="right")
     assert renamed.tensors["model.b"] is source.tensors["model.a"]
@@ -83,27 +83,27 @@ def test_a_rename_asks_for_what_it_was_asked_for():
 
 
 @pytest.mark.parametrize("rest", ["keep", "drop"])
-def test_names_that_nothing_was_made_of_are_listed(rest):
+def test_names_that_nothing_was_made_of_are_listed(rest: Literal["keep", "drop"]) -> None:
     source = MemorySource({"model.fc1": counted(6, 2), "model.other": counted(2)}, {"extra.note": 5})
     apart = translate(source, [FC1], to="right", rest=rest)
     assert apart.left_over == ("model.other", "extra.note")
     assert ("model.other" in apart.tensors) == ("extra.note" in apart.objects) == (rest == "keep")
 
 
-def test_half_of_a_fused_tensor_makes_none():
+def test_half_of_a_fused_tensor_makes_none() -> None:
     source = MemorySource({"model.gate": counted(3, 2)})
     fused = translate(source, [FC1], to="left")
     assert fused.left_over == ("model.gate",)
     assert list(fused.tensors) == ["model.gate"]
 
 
-def test_two_names_do_not_become_one():
+def test_two_names_do_not_become_one() -> None:
     source = MemorySource({"model.fc1": counted(6, 2), "model.gate": counted(3, 2)})
     with pytest.raises(ValueError, match=r"one value for 'model\.gate'"):
         translate(source, [FC1], to="right")
 
 
-def test_a_shape_that_is_not_the_rules_is_refused():
+def test_a_shape_that_is_not_the_rules_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'fc1' of shape \(6, 2\), as the rules have it, got \(4, 2\)"):
         translate(MemorySource({"model.fc1": counted(4, 2)}), [FC1], to="right")
 
@@ -117,7 +117,7 @@ class TestOptimizer:
     }
     objects: ClassVar = {"optimizer.param_groups.fc1.lr": 0.5, "optimizer.param_groups.fc1.betas": (0.9, 0.99)}
 
-    def test_slots_are_cut_as_their_parameter_and_scalars_copied(self):
+    def test_slots_are_cut_as_their_parameter_and_scalars_copied(self) -> None:
         source = MemorySource(self.tensors, self.objects)
         apart = translate(source, [FC1], to="right")
         values = read_in_chunks(apart)
@@ -131,7 +131,7 @@ class TestOptimizer:
         }
         assert {name: back.read_object(name) for name in back.objects} == self.objects
 
-    def test_scalars_that_disagree_are_refused_when_they_are_read(self):
+    def test_scalars_that_disagree_are_refused_when_they_are_read(self) -> None:
         tensors = {f"optimizer.state.{name}.step": torch.tensor(step) for name, step in [("gate", 7.0), ("up", 8.0)]}
         objects = {f"optimizer.param_groups.{name}.lr": lr for name, lr in [("gate", 0.5), ("up", 0.25)]}
         fused = translate(MemorySource(tensors, objects), [FC1], to="left")
@@ -140,17 +140,17 @@ class TestOptimizer:
         with pytest.raises(ValueError, match=r"got 0.5 of 'optimizer.param_groups.gate.lr' and 0.25 of"):
             fused.read_object("optimizer.param_groups.fc1.lr")
 
-    def test_a_slot_that_one_part_lacks_is_left_over(self):
+    def test_a_slot_that_one_part_lacks_is_left_over(self) -> None:
         source = MemorySource({"optimizer.state.gate.momentum_buffer": counted(3, 2)})
         fused = translate(source, [FC1], to="left")
         assert fused.left_over == ("optimizer.state.gate.momentum_buffer",)
 
-    def test_a_slot_of_any_shape_goes_with_a_renamed_parameter(self):
+    def test_a_slot_of_any_shape_goes_with_a_renamed_parameter(self) -> None:
         source = MemorySource({"optimizer.state.a.row": counted(4), "optimizer.state.a.step": torch.tensor(1.0)})
         renamed = translate(source, [Correspondence.rename("a", "b", (4, 2))], to="right")
         assert list(renamed.tensors) == ["optimizer.state.b.row", "optimizer.state.b.step"]
 
-    def test_weights_are_shifted_and_moments_are_not(self):
+    def test_weights_are_shifted_and_moments_are_not(self) -> None:
         rule = Correspondence.rename("norm", "gamma", (2,), shift=-1.0)
         slots = ("exp_avg", "master_param")
         source = MemorySource(
@@ -164,7 +164,7 @@ class TestOptimizer:
 class TestShift:
     rule = Correspondence.rename("norm", "gamma", (3,), shift=-1.0)
 
-    def test_a_shift_is_applied_wider_than_it_is_stored(self):
+    def test_a_shift_is_applied_wider_than_it_is_stored(self) -> None:
         stored = torch.tensor([1.0078125, 0.98828125, 3.015625], dtype=torch.bfloat16)
         apart = translate(MemorySource({"model.norm": stored}), [self.rule], to="right")
         gamma = read_all(apart)["model.gamma"]
@@ -173,7 +173,7 @@ class TestShift:
         back = translate(MemorySource({"model.gamma": gamma}), [self.rule], to="left")
         assert torch.equal(read_all(back)["model.norm"], stored)
 
-    def test_what_cannot_be_undone_is_told(self):
+    def test_what_cannot_be_undone_is_told(self) -> None:
         stored = torch.tensor([0.1, 1.0, 1e-6], dtype=torch.bfloat16)
         apart = translate(MemorySource({"model.norm": stored}), [self.rule], to="right")
         read_all(apart)
@@ -185,7 +185,7 @@ class TestShift:
         exact.read([Wanted("model.gamma", box((0, 2)), into[:2])])
         assert exact.inexact == {}  # In float32 both can.
 
-    def test_originals_bring_back_what_was_lost_whatever_else_is_said_to_be_left_over(self):
+    def test_originals_bring_back_what_was_lost_whatever_else_is_said_to_be_left_over(self) -> None:
         stored = torch.tensor([0.1, 1.0, 1e-6], dtype=torch.bfloat16)
         originals = MemorySource({"model.norm": stored})
         gamma = read_all(translate(originals, [self.rule], to="right"))["model.gamma"]
@@ -194,11 +194,11 @@ class TestShift:
             assert torch.equal(read_all(each)["model.norm"], stored)
             assert each.inexact == {}
 
-    def test_nan_is_itself_again(self):
+    def test_nan_is_itself_again(self) -> None:
         assert not not_undone(torch.tensor([float("nan"), float("inf")]), 1.0, torch.float32).any()
 
 
-def test_parts_of_several_dtypes_are_told():
+def test_parts_of_several_dtypes_are_told() -> None:
     source = MemorySource({"model.gate": counted(3, 2), "model.up": counted(3, 2).bfloat16()})
     fused = translate(source, [FC1], to="left")
     assert fused.tensors["model.fc1"].dtype == torch.float32
@@ -206,7 +206,7 @@ def test_parts_of_several_dtypes_are_told():
     assert torch.equal(read_all(fused)["model.fc1"], torch.cat([counted(3, 2)] * 2))
 
 
-def test_sections_are_renamed_and_dropped():
+def test_sections_are_renamed_and_dropped() -> None:
     source = MemorySource({"module.a": counted(2)}, {"module.a._extra_state": None, "iteration": 3})
     native = rename(source, lambda name: None if name.endswith("_extra_state") else name.replace("module.", "model."))
     assert list(native.tensors) == ["model.a"]
@@ -225,35 +225,37 @@ class TestCorrespondence:
             ([((0, 2), (0, 3)), ((2, 4), (3, 4))], "boxes of one size"),
         ],
     )
-    def test_what_does_not_cover_both_sides_once_is_refused(self, pieces, problem):
+    def test_what_does_not_cover_both_sides_once_is_refused(
+        self, pieces: list[tuple[tuple[int, int], tuple[int, int]]], problem: str
+    ) -> None:
         places = tuple(Piece(Place("a", box(left)), Place("b", box(right))) for left, right in pieces)
         with pytest.raises(ValueError, match=problem):
             Correspondence(left={"a": (4,)}, right={"b": (4,)}, pieces=places)
 
-    def test_pieces_of_unknown_tensors_are_refused(self):
+    def test_pieces_of_unknown_tensors_are_refused(self) -> None:
         piece = Piece(Place("c", box((0, 4))), Place("b", box((0, 4))))
         with pytest.raises(ValueError, match=r"pieces of \['a'\], got one of 'c'"):
             Correspondence(left={"a": (4,)}, right={"b": (4,)}, pieces=(piece,))
 
-    def test_its_inverse_is_the_other_way(self):
+    def test_its_inverse_is_the_other_way(self) -> None:
         rule = Correspondence.rename("a", "b", (4,), shift=2.0)
         assert rule.inverse.inverse == rule
         assert rule.inverse.shift == -2.0
         assert rule.is_rename
         assert not FC1.is_rename
 
-    def test_renamed_it_is_the_same_of_other_tensors(self):
+    def test_renamed_it_is_the_same_of_other_tensors(self) -> None:
         other = FC1.renamed(left=lambda name: f"a.{name}")
         assert other == halves("a.fc1", "gate", "up", 3, 2)
         assert other.renamed(left=lambda name: name.removeprefix("a.")) == FC1
         with pytest.raises(ValueError, match="a name for each tensor, got .*'up': 'x'"):
             FC1.renamed(right=lambda _: "x")
 
-    def test_boxes_are_carried_past_sizes_of_one(self):
+    def test_boxes_are_carried_past_sizes_of_one(self) -> None:
         part = carried(box((2, 3), (1, 3), (4, 5)), box((2, 3), (0, 4), (4, 6)), box((10, 14), (0, 1), (8, 10)))
         assert part == box((11, 13), (0, 1), (8, 9))
 
-    def test_boxes_meet_as_all_pairs_do(self):
+    def test_boxes_meet_as_all_pairs_do(self) -> None:
         torch.manual_seed(0)
         some = [Chunk(tuple(pair[:2]), tuple(pair[2:])) for pair in torch.randint(0, 6, (40, 4)).tolist()]
         others = [Chunk(tuple(pair[:2]), tuple(pair[2:])) for pair in torch.randint(0, 6, (40, 4)).tolist()]
