@@ -1,12 +1,22 @@
 """Tensors of random bits in any dtype, compared bit by bit."""
 
+from collections.abc import Mapping
+
 import torch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint16]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and shape are equal, NaNs included."""
     assert one.dtype == other.dtype and one.shape == other.shape
     return torch.equal(bits(one), bits(other))
+
+
+def all_same_bits(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors of the same names are equal, NaNs included."""
+    assert set(some) == set(others)
+    return all(same_bits(some[name], others[name]) for name in some)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,3 +29,10 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     values = torch.randint(0, 2 if dtype == torch.bool else 256, (nbytes,), dtype=torch.uint8)
     return values.view(dtype).reshape(shape)
+
+
+def tensors_of_each_kind() -> dict[str, torch.Tensor]:
+    """Random bits in each of `DTYPES`, a scalar, and a tensor without elements, by name."""
+    torch.manual_seed(0)
+    tensors = {str(dtype).removeprefix("torch."): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
+    return {**tensors, "scalar": torch.tensor(3.5), "empty": torch.empty(0, 4)}

@@ -1,5 +1,6 @@
-"""A sharded model on a GPU, and two steps of it."""
+"""A sharded model on a GPU, two steps of it, and a comparison of states."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ def build(kit: Kit, *, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.
     model, _ = kit.build(sharded=False, seed=seed)
     kit.shard(model.cuda())
     return model, torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+
+
+def assert_equal(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> None:
+    """Two states are of the same names and values."""
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Files that are not the files that their names promise: pipes, sparse terabytes, links, JSON without end."""
+"""Files other than their names promise: pipes, sparse terabytes, links, JSON without end, flipped bits."""
 
 import os
 from pathlib import Path
@@ -26,6 +26,13 @@ def make_link(file: Path) -> None:
     else:
         elsewhere.write_text("{}")
     file.symlink_to(elsewhere)
+
+
+def flip(file: Path, position: int) -> None:
+    """Flip the lowest bit of a byte of the file."""
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
 
 
 def make_deep(file: Path) -> None:

@@ -53,6 +53,34 @@ def make(make_sharded: Callable[[torch.Tensor], Any], **options: Any) -> tuple[n
     return model, OnShards(model.parameters(), **options)
 
 
+def trained(
+    make_sharded: Callable[[torch.Tensor], torch.Tensor], num_steps: int, **options: Any
+) -> tuple[nn.ParameterDict, OnShards]:
+    """As `make`, after some steps."""
+    model, optimizer = make(make_sharded, **options)
+    for _ in range(num_steps):
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_holds_what_one_rank_has(load: Callable[..., object], num_steps: int) -> None:
+    """A checkpoint holds the parameters and the slots of one process, which steps whole tensors.
+
+    Args:
+        load: Reads the checkpoint into a `model` and its `optimizer`.
+        num_steps: Number of steps before the save.
+    """
+    model, optimizer = make(lambda values: values)
+    load(model=model, optimizer=optimizer)
+    expected, its_optimizer = trained(lambda values: values, num_steps)
+    for name, param in model.items():
+        assert torch.equal(param, expected[name])
+        state, its_state = optimizer.state[param], its_optimizer.state[expected[name]]
+        assert sorted(state) == sorted(its_state)
+        for slot, value in its_state.items():
+            assert torch.equal(state[slot], value), (name, slot)
+
+
 def over_all(values: torch.Tensor) -> torch.Tensor:
     """Values cut along dim 0 over all ranks; whole for a single process.
 

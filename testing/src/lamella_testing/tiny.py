@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,17 @@ class Tiny(nn.Module):
 def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW with a large learning rate."""
     return torch.optim.AdamW(params, lr=0.05)
+
+
+def two_groups(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two linear layers, each a parameter group of its own, after one step of AdamW."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""A checkpoint in memory, and whole reads of sources: for tests of rules, translations and formats."""
+"""A checkpoint in memory, whole reads of sources, damage: for tests of rules, translations and formats."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from lamella_checkpoint._base.boxes import box_of, whole_box
+from lamella_checkpoint._base.errors import CheckpointDamaged
 from lamella_checkpoint._base.manifest import MANIFEST_FILE
 from lamella_checkpoint._base.source import Source, TensorInfo, Wanted
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE
@@ -73,6 +74,11 @@ def read_tensor(
     return into
 
 
+def dtypes_of(source: Source) -> dict[str, torch.dtype]:
+    """The stored dtypes by name: a writer given these casts nothing."""
+    return {name: info.dtype for name, info in source.tensors.items()}
+
+
 def read_all(source: Source) -> dict[str, torch.Tensor]:
     """Every tensor of a source, whole."""
     whole = _blanks(source)
@@ -92,8 +98,25 @@ def read_in_chunks(source: Source) -> dict[str, torch.Tensor]:
 def forget_checksums(path: Path) -> None:
     """Rewrite a checkpoint of `save` as an early release without checksums would."""
     (path / CHECKSUMS_FILE).unlink(missing_ok=True)
+    change_manifest(path, checksums=None)
+
+
+def change_manifest(path: Path, **changes: object) -> None:
+    """Rewrite the manifest of a checkpoint of `save` with other entries."""
     file = path / MANIFEST_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"checksums": None}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def assert_damaged(file: Path, act: Callable[[], object], *words: str) -> None:
+    """Assert that a call refuses a file as damaged, in an error with these words."""
+    refusal: CheckpointDamaged | None = None
+    try:
+        act()
+    except CheckpointDamaged as error:
+        refusal = error
+    assert refusal is not None and refusal.file == str(file), refusal
+    for word in words:
+        assert word in str(refusal)
 
 
 def _blanks(source: Source) -> dict[str, torch.Tensor]:

@@ -2,20 +2,19 @@
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointFailed, load, save
 from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint.testing import forget_checksums
 from lamella_testing import run_ranks
+from lamella_testing.plain_dcp import change_metadata
 from lamella_testing.tiny import Kit
 
 
@@ -42,9 +41,7 @@ def refused(path: Path, model: nn.Linear, file: str) -> str:
 def rewrite_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     """As a writer that made the mistake itself."""
     forget_checksums(path)
-    metadata = FileSystemReader(path).read_metadata()
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    change_metadata(path, change)
 
 
 def test_an_absent_checkpoint_is_named(tmp_path: Path, model: nn.Linear) -> None:

@@ -7,7 +7,6 @@ import argparse
 import io
 import os
 import pickle
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -27,15 +26,10 @@ from lamella_checkpoint._formats.metadata import StoredMetadata
 from lamella_checkpoint._formats.torch_zip import find_tensor, records
 from lamella_checkpoint._state.fill import fill
 from lamella_testing import run_ranks
+from lamella_testing.hostile_pickles import Runs
+from lamella_testing.plain_dcp import dcp_save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def dcp_save(entries: dict[str, Any], path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
-    return path
 
 
 def partial_load(entries: dict[str, Any], path: Path) -> None:
@@ -161,10 +155,6 @@ def test_torch_leaves_holes_as_they_are(tmp_path: Path) -> None:
 
 
 def test_torch_runs_what_metadata_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Runs:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, ("ran",))
-
     monkeypatch.chdir(tmp_path)
     path = dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a")
     content = metadata(path)

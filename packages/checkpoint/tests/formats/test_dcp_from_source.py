@@ -1,28 +1,26 @@
 """A source streamed, and written as torch DCP: torch and this package read what was in it, bit by bit."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
-from lamella_checkpoint import Source, TensorInfo, Wanted, load, save
+from lamella_checkpoint import TensorInfo, Wanted, load, save
 from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._base.stream import stream
 from lamella_checkpoint._formats.checksums import Checksums
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_checkpoint.dcp_writer import write_dcp
 from lamella_checkpoint.sources import WriteOptions, box_of
-from lamella_checkpoint.testing import MemorySource, read_tensor
+from lamella_checkpoint.testing import MemorySource, dtypes_of, read_tensor
 from lamella_layout import Chunk
-from lamella_testing.bits import random_bits, same_bits
+from lamella_testing.bits import all_same_bits, tensors_of_each_kind
+from lamella_testing.tiny import two_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint16]
 
 SMALL = 600
 """Bytes of a buffer that cuts what the tests write into many pieces."""
@@ -30,18 +28,7 @@ SMALL = 600
 
 @pytest.fixture
 def source() -> MemorySource:
-    torch.manual_seed(0)
-    tensors = {f"model.{dtype}".replace("torch.", ""): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
-    return MemorySource({**tensors, "model.scalar": torch.tensor(3.5), "model.empty": torch.empty(0, 4)})
-
-
-def kept(source: Source) -> dict[str, torch.dtype]:
-    return {name: info.dtype for name, info in source.tensors.items()}
-
-
-def equal(found: Mapping[str, torch.Tensor], source: MemorySource, prefix: str = "") -> bool:
-    assert set(found) == {name.removeprefix(prefix) for name in source.tensors}
-    return all(same_bits(found[name.removeprefix(prefix)], source.held[name]) for name in source.tensors)
+    return MemorySource({f"model.{name}": tensor for name, tensor in tensors_of_each_kind().items()})
 
 
 class TestStream:
@@ -50,14 +37,14 @@ class TestStream:
         source.tensors["model.float32"] = TensorInfo((7, 5, 3), torch.float32, chunks)
         found = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
         order = []
-        for piece in stream(source, kept(source), SMALL):
+        for piece in stream(source, dtypes_of(source), SMALL):
             assert piece.values.nbytes <= SMALL // 2
             box_of(found[piece.name], piece.chunk).copy_(piece.values)
             order.append(piece.name)
             if piece.name == "model.float32":
                 assert any(chunk.intersection(piece.chunk) == piece.chunk for chunk in chunks)
         assert list(dict.fromkeys(order)) == list(source.tensors)
-        assert equal(found, source)
+        assert all_same_bits(found, source.held)
 
     def test_no_more_than_the_buffer_is_read_ahead(self) -> None:
         source = MemorySource({"a": torch.arange(1000.0)})
@@ -69,7 +56,7 @@ class TestStream:
             read_now(wanted)
 
         source.read = read  # type: ignore[method-assign]
-        pieces = stream(source, kept(source), 400)
+        pieces = stream(source, dtypes_of(source), 400)
         next(pieces)
         next(pieces)
         assert isinstance(pieces, Generator)
@@ -80,39 +67,30 @@ class TestStream:
     def test_a_source_that_fails_is_heard(self, source: MemorySource) -> None:
         source.read = lambda _: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(ZeroDivisionError):
-            list(stream(source, kept(source)))
+            list(stream(source, dtypes_of(source)))
 
 
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
 class TestEachFormat:
     def test_dcp(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
         options = WriteOptions(max_file_nbytes=2000, buffer_nbytes=buffer_nbytes)
-        write_dcp(source, kept(source), tmp_path, options=options)
+        write_dcp(source, dtypes_of(source), tmp_path, options=options)
         assert len(list(tmp_path.glob("*.distcp"))) > 1
         into = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
         dcp.load(into, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
-        assert equal(into, source)
+        assert all_same_bits(into, source.held)
         opened = StoredCheckpoint(tmp_path)
-        assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
-
-
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
-    optimizer = torch.optim.AdamW(groups)
-    model(torch.rand(2, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
+        assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, source.held)
 
 
 def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = two_groups()
     source = StoredCheckpoint(save(tmp_path / "saved", model=model, optimizer=optimizer))
     manifest = Manifest(extra={"step": 7}, num_ranks=1, optimizer=None)
     (tmp_path / "written").mkdir()
-    write_dcp(source, kept(source), tmp_path / "written", manifest=manifest, options=WriteOptions(buffer_nbytes=100))
-    fresh, its_optimizer = trained(seed=1)
+    options = WriteOptions(buffer_nbytes=100)
+    write_dcp(source, dtypes_of(source), tmp_path / "written", manifest=manifest, options=options)
+    fresh, its_optimizer = two_groups(seed=1)
     assert load(tmp_path / "written", model=fresh, optimizer=its_optimizer) == {"step": 7}
     assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
     found, expected = its_optimizer.state_dict(), optimizer.state_dict()
@@ -124,7 +102,7 @@ def test_a_converted_checkpoint_loads_as_if_it_had_been_saved(tmp_path: Path) ->
 def test_a_converted_checkpoint_has_checksums_of_all_that_it_holds(tmp_path: Path) -> None:
     source = MemorySource({"model.weight": torch.zeros(100, 100), "model.bias": torch.zeros(3)})
     manifest = Manifest(extra={}, num_ranks=1, optimizer=None)
-    write_dcp(source, kept(source), tmp_path, manifest=manifest, options=WriteOptions(buffer_nbytes=1000))
+    write_dcp(source, dtypes_of(source), tmp_path, manifest=manifest, options=WriteOptions(buffer_nbytes=1000))
     checksums = Checksums.of(tmp_path)
     assert checksums is not None
     content = (tmp_path / "__0_0.distcp").read_bytes()
@@ -138,7 +116,7 @@ class TestTies:
     source = MemorySource({"model.embed": torch.rand(300, 2)})
 
     def test_names_of_one_tensor_share_a_place_in_dcp(self, tmp_path: Path) -> None:
-        write_dcp(self.source, kept(self.source), tmp_path, aliases={"model.head": "model.embed"})
+        write_dcp(self.source, dtypes_of(self.source), tmp_path, aliases={"model.head": "model.embed"})
         assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 2 * 2400
         into = {name: torch.zeros(300, 2) for name in ("model.embed", "model.head")}
         dcp.load(into, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
@@ -147,7 +125,7 @@ class TestTies:
 
 def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path: Path) -> None:
     source = MemorySource({"model.module.a.weight": torch.ones(2), "iteration": 3})
-    write_dcp(source, kept(source), tmp_path, path_of=lambda name: tuple(name.split(".", 1)))
+    write_dcp(source, dtypes_of(source), tmp_path, path_of=lambda name: tuple(name.split(".", 1)))
     assert not (tmp_path / "lamella.json").exists()
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()  # type: ignore[attr-defined]
     assert metadata.planner_data == {"model.module.a.weight": ("model", "module.a.weight"), "iteration": ("iteration",)}
@@ -159,5 +137,5 @@ def test_names_of_other_writers_are_nested_as_they_nest_them(tmp_path: Path) -> 
 def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Path) -> None:
     total = sum(tensor.nbytes for tensor in source.held.values())
     steps: list[int] = []
-    write_dcp(source, kept(source), tmp_path, options=WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append))
+    write_dcp(source, dtypes_of(source), tmp_path, options=WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append))
     assert sum(steps) == total and len(steps) > 10

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, OptionConflict, load, save, verify
+from lamella_checkpoint import CheckpointMismatch, OptionConflict, load, save, verify
 from lamella_checkpoint._base.directories import publish, recover, stage
-from lamella_checkpoint.testing import forget_checksums
+from lamella_checkpoint.testing import assert_damaged, change_manifest, forget_checksums
 from lamella_testing.harmed_files import make_deep, make_huge, make_link, make_pipe
+from lamella_testing.plain_dcp import change_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -31,21 +30,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def refused(file: Path, act: Callable[[], object], *words: str) -> None:
-    with pytest.raises(CheckpointDamaged) as info:
-        act()
-    assert info.value.file == str(file)
-    for word in words:
-        assert word in str(info.value)
-
-
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_link, make_deep])
 @pytest.mark.parametrize("name", [".metadata", "lamella.json", "lamella_checksums.json"])
 def test_files_that_are_not_what_their_names_say_are_refused_unread(
     path: Path, name: str, harm: Callable[[Path], None]
 ) -> None:
     harm(path / name)
-    refused(path / name, lambda: load(path, model=nn.Linear(2, 2)))
+    assert_damaged(path / name, lambda: load(path, model=nn.Linear(2, 2)))
     assert any(problem.file == str(path / name) for problem in verify(path).problems)
 
 
@@ -60,19 +51,7 @@ def test_files_that_are_not_what_their_names_say_are_refused_unread(
 )
 def test_manifests_that_make_no_sense_are_refused(path: Path, file: str, change: dict[str, Any]) -> None:
     (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
-    refused(path / file, lambda: load(path, model=nn.Linear(2, 2)))
-
-
-def change_manifest(path: Path, **changes: Any) -> None:
-    file = path / "lamella.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def rewritten(path: Path, change: Callable[[Metadata], object]) -> None:
-    forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_damaged(path / file, lambda: load(path, model=nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("sizes", [(1 << 40, 2), (0, 1 << 62, 1 << 62)])
@@ -86,8 +65,9 @@ def test_a_tensor_that_claims_more_than_is_stored_of_it_is_refused(path: Path, s
             place = metadata.storage_data.pop(index)
             metadata.storage_data[type(index)("model.weight", table.chunks[0].offsets)] = place
 
-    rewritten(path, claim)
-    refused(path / ".metadata", lambda: load(path, model=nn.Linear(2, 2)), "'model.weight'")
+    forget_checksums(path)
+    change_metadata(path, claim)
+    assert_damaged(path / ".metadata", lambda: load(path, model=nn.Linear(2, 2)), "'model.weight'")
     assert not verify(path)
 
 

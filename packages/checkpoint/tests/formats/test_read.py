@@ -1,9 +1,7 @@
 """What is read is bit by bit what was stored: any boxes, dtypes and devices' strides, by one thread or several."""
 
 import os
-import pickle
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,10 @@ from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
+from lamella_testing.bits import bits
+from lamella_testing.harmed_files import flip
+from lamella_testing.plain_dcp import change_metadata, dcp_save
+from lamella_testing.reads import counted_reads
 from lamella_testing.tiny import Kit
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 3), (4, 1, 3), (64, 3, 40), (3, 300, 40)]
@@ -33,10 +35,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": tensors}, checkpoint_id=path)  # type: ignore[attr-defined]
-    return path
+    return dcp_save({"model": tensors}, path)
 
 
 @pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
@@ -48,10 +47,6 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def verify(request: pytest.FixtureRequest) -> bool:
     is_verified: bool = request.param
     return is_verified
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def boxes(shape: tuple[int, ...]) -> Iterator[Chunk]:
@@ -81,7 +76,7 @@ def test_any_box_of_any_tensor_is_read(
             expected.append(tensor[tuple(slice(along.start, along.stop) for along in box.ranges)])
     stored.read(wanted)
     for each, part in zip(wanted, expected, strict=True):
-        assert torch.equal(as_bytes(each.into), as_bytes(part)), (each.name, each.chunk)
+        assert torch.equal(bits(each.into), bits(part)), (each.name, each.chunk)
 
 
 @settings(max_examples=40, deadline=None)
@@ -140,55 +135,37 @@ def test_what_only_torch_can_read_is_read_by_torch(tmp_path: Path, verify: bool,
     assert torch.equal(into, tensor)
 
 
-def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that are read at the files' own positions from here on."""
-    sizes = []
-    preadv = os.preadv
-
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        sizes.append(num_read := preadv(descriptor, buffers, offset))
-        return num_read
-
-    monkeypatch.setattr(os, "preadv", counting)
-    return sizes
-
-
-def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stored_chunk_is_read_once_however_many_boxes_want_it(tmp_path: Path) -> None:
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": values((1000, 64), torch.float32)}))
-    sizes = reads_of(monkeypatch)
-    stored.read([Wanted("model.x", Chunk((row, 0), (1, 64)), torch.empty(1, 64)) for row in range(1000)])
+    with counted_reads() as sizes:
+        stored.read([Wanted("model.x", Chunk((row, 0), (1, 64)), torch.empty(1, 64)) for row in range(1000)])
     assert 256_000 <= sum(sizes) < 256_000 + 10_000
 
 
 @pytest.mark.parametrize("box", [Chunk((500, 0), (2, 64)), Chunk((500, 8), (2, 8))])
-def test_of_a_large_chunk_only_the_rows_of_a_box_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: Chunk
-) -> None:
+def test_of_a_large_chunk_only_the_rows_of_a_box_are_read(tmp_path: Path, box: Chunk) -> None:
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": values((100_000, 64), torch.float32)}), verify=False)
-    sizes = reads_of(monkeypatch)
-    stored.read([Wanted("model.x", box, torch.empty(box.sizes))])
+    with counted_reads() as sizes:
+        stored.read([Wanted("model.x", box, torch.empty(box.sizes))])
     assert sum(sizes) < 10_000
 
 
-def test_a_large_chunk_that_is_read_part_by_part_is_verified_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_chunk_that_is_read_part_by_part_is_verified_once(tmp_path: Path) -> None:
     tensor = values((1000, 64), torch.float32)
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}))
-    sizes = reads_of(monkeypatch)
-    for row in range(0, 1000, 10):
-        stored.read([Wanted("model.x", Chunk((row, 0), (10, 64)), into := torch.empty(10, 64))])
-        assert torch.equal(into, tensor[row : row + 10])
+    with counted_reads() as sizes:
+        for row in range(0, 1000, 10):
+            stored.read([Wanted("model.x", Chunk((row, 0), (10, 64)), into := torch.empty(10, 64))])
+            assert torch.equal(into, tensor[row : row + 10])
     assert tensor.nbytes <= sum(sizes) < 3.5 * tensor.nbytes
 
 
-def test_of_long_rows_only_the_wanted_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_long_rows_only_the_wanted_part_is_read(tmp_path: Path) -> None:
     tensor = values((4, 1 << 20), torch.uint8)
     stored = StoredCheckpoint(saved(tmp_path / "a", {"x": tensor}), verify=False)
-    sizes, into = reads_of(monkeypatch), torch.empty(4, 1 << 19, dtype=torch.uint8)
-    stored.read([Wanted("model.x", Chunk((0, 100), (4, 1 << 19)), into)])
+    into = torch.empty(4, 1 << 19, dtype=torch.uint8)
+    with counted_reads() as sizes:
+        stored.read([Wanted("model.x", Chunk((0, 100), (4, 1 << 19)), into)])
     assert torch.equal(into, tensor[:, 100 : 100 + (1 << 19)]) and sum(sizes) < (1 << 21) + 10_000
 
 
@@ -225,21 +202,13 @@ def test_files_that_nobody_wants_stay_closed(tmp_path: Path, monkeypatch: pytest
     assert into[:, 0].tolist() == [0, 1, 1] and sorted(opened) == ["__0_0.distcp", "__1_0.distcp"]
 
 
-def flipped(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 1]))
-
-
 @pytest.mark.parametrize("shape", [(3, 3), (200, 200)])
 def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(
     tmp_path: Path, threads: None, shape: tuple[int, ...]
 ) -> None:
     path = saved(tmp_path / "a", {"x": torch.zeros(shape), "y": torch.zeros(shape)})
     position = (path / "__0_0.distcp").read_bytes().rfind(b"\0" * 36)
-    flipped(path / "__0_0.distcp", position)
+    flip(path / "__0_0.distcp", position)
     names = {"model.x", "model.y"}
     for box in (whole_box(shape), Chunk((0, 0), (1, 1))):
         wanted = [Wanted(name, box, torch.empty(box.sizes)) for name in names]
@@ -247,12 +216,6 @@ def test_a_flipped_bit_in_what_plain_torch_wrote_is_found(
             StoredCheckpoint(path).read(wanted)
         assert info.value.file == str(path / "__0_0.distcp")
         StoredCheckpoint(path, verify=False).read(wanted)
-
-
-def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
-    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_chunks_that_overlap_and_leave_a_hole_are_no_tensor(tmp_path: Path) -> None:

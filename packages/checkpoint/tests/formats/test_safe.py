@@ -27,15 +27,9 @@ from lamella_checkpoint._base.pickles import Inert, PickleTooLarge, UnknownType,
 from lamella_checkpoint._formats.items import unpickle
 from lamella_checkpoint._formats.metadata import StoredMetadata
 from lamella_checkpoint.testing import forget_checksums
+from lamella_testing.hostile_pickles import NUMBERED, Runs, numbered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Runs:
-    """Makes a directory when it is unpickled."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (os.mkdir, ("ran",))
 
 
 @pytest.fixture(autouse=True)
@@ -155,15 +149,6 @@ def test_unknown_types_are_stand_ins_where_the_reader_knows_all() -> None:
     assert made["a"].kind == "posix.mkdir" and made["a"].args == ("ran",)
     with pytest.raises(UnknownType, match="posix.mkdir"):
         read_pickle(pickle.dumps(Runs()), knows=lambda *_: False)
-
-
-NUMBERED = {"by four bytes": b"r" + (1 << 26).to_bytes(4, "little"), "in digits": b"p67108864\n"}
-"""Opcodes that number a value so that the unpickler makes a table of 1 GiB."""
-
-
-def numbered(content: bytes, how: str) -> bytes:
-    """A pickle of protocol 2 or later, with the first value numbered."""
-    return content[:2] + b"N" + NUMBERED[how] + b"0" + content[2:]
 
 
 @pytest.mark.parametrize("how", NUMBERED)

@@ -2,29 +2,20 @@
 
 import json
 import os
-import pickle
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lamella_checkpoint import CheckpointUntrusted, save, verify
 from lamella_checkpoint.testing import forget_checksums
 from lamella_testing import run_ranks
+from lamella_testing.harmed_files import flip
+from lamella_testing.hostile_pickles import Runs
+from lamella_testing.plain_dcp import change_metadata, dcp_save
 from lamella_testing.tiny import Kit
-
-
-def dcp_save(entries: dict[str, Any], path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
-    return path
 
 
 @pytest.fixture
@@ -45,19 +36,6 @@ def test_what_is_whole_is_found_to_be(own: Path, tmp_path: Path) -> None:
     for path in (own, dcp_save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "dcp")):
         check(path)
     assert verify(own).num_unverified_bytes == 0
-
-
-def flip(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
-
-
-def rewrite_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
-    forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_all_that_is_wrong_is_told(kit: Kit, tmp_path: Path) -> None:
@@ -112,7 +90,8 @@ def test_holes_overlaps_and_missing_places_are_told(tmp_path: Path) -> None:
         second.chunks[:] = [half, half]
         del metadata.storage_data[MetadataIndex("model.2.bias", (0,))]
 
-    rewrite_metadata(tmp_path / "a", damage)
+    forget_checksums(tmp_path / "a")
+    change_metadata(tmp_path / "a", damage)
     text = str(verify(tmp_path / "a"))
     assert "chunks of 0 of the 16 elements of 'model.0.weight'" in text
     assert "chunks of 'model.1.weight' overlap" in text
@@ -131,11 +110,8 @@ def test_an_edited_manifest_is_a_problem(own: Path) -> None:
 
 
 def test_nothing_runs(own: Path) -> None:
-    class Runs:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, ("ran",))
-
-    rewrite_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
+    forget_checksums(own)
+    change_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
     with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
         verify(own)
     assert not os.path.exists("ran")

@@ -11,7 +11,7 @@ from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed
 from lamella_checkpoint._formats import items as _items
 from lamella_checkpoint._training import copies as _copies
 from lamella_testing import run_ranks
-from lamella_testing.gpu_training import build, train
+from lamella_testing.gpu_training import assert_equal, build, train
 from lamella_testing.tiny import Kit
 
 State = dict[str, torch.Tensor]
@@ -37,11 +37,6 @@ def load_and_train(kit: Kit, path: Path, **options: bool) -> tuple[State, State,
     devices = {state["step"].device.type for state in optimizer.state.values()}
     train(model, optimizer)
     return loaded, cpu_state(kit, model, optimizer), devices
-
-
-def assert_equal(expected: State, got: State) -> None:
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def read_after_what_its_stream_was_given(path: Path) -> list[bool]:

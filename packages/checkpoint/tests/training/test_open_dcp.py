@@ -1,14 +1,12 @@
 """`load` takes the path of a DCP checkpoint, an open checkpoint of any format, or a function that opens one."""
 
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lamella_checkpoint import (
@@ -25,17 +23,11 @@ from lamella_checkpoint import (
 from lamella_checkpoint.sources import LiveNames, Opened
 from lamella_checkpoint.testing import MemorySource
 from lamella_testing import run_ranks
+from lamella_testing.plain_dcp import dcp_save
 from lamella_testing.tiny import Kit, Tiny
 
 Trained = tuple[Tiny, torch.optim.Optimizer]
 WAY_OUT = r"Expected a checkpoint of torch DCP in .*pass lamella_convert.open_checkpoint\(path\) in place of the path"
-
-
-def dcp_save(entries: dict[str, Any], path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
-    return path
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, CheckpointUntrusted, load, save
+from lamella_checkpoint import CheckpointMismatch, CheckpointUntrusted, load, save
 from lamella_checkpoint._formats.items import unpickle
-from lamella_checkpoint.testing import forget_checksums
+from lamella_checkpoint.testing import assert_damaged, change_manifest, forget_checksums
 from lamella_convert import convert, diff, inspect, open_checkpoint, verify
 from lamella_convert._formats.megatron_files import iteration_directory, plain_contents, train_state
 from lamella_testing.harmed_files import make_deep, make_huge, make_link, make_pipe
+from lamella_testing.plain_dcp import change_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,14 +38,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def refused(file: Path, act: Callable[[], object], *words: str) -> None:
-    with pytest.raises(CheckpointDamaged) as info:
-        act()
-    assert info.value.file == str(file)
-    for word in words:
-        assert word in str(info.value)
-
-
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_link, make_deep])
 @pytest.mark.parametrize("name", ["common.pt", "metadata.json", "latest_checkpointed_iteration.txt", "train_state.pt"])
 def test_so_are_megatrons(tmp_path: Path, name: str, harm: Callable[[Path], None]) -> None:
@@ -52,25 +45,20 @@ def test_so_are_megatrons(tmp_path: Path, name: str, harm: Callable[[Path], None
     dcp.save({"decoder.layers.mlp.weight": torch.ones(2, 2)}, checkpoint_id=path)  # type: ignore[attr-defined]
     (path / "run_config.yaml").touch()
     harm(path / name)
-    refused(path / name, lambda: inspect(path) if name != "train_state.pt" else train_state(path))
+    assert_damaged(path / name, lambda: inspect(path) if name != "train_state.pt" else train_state(path))
 
 
 @pytest.mark.parametrize("harm", [make_huge, make_deep])
 def test_so_is_an_index(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     harm(tmp_path / "model.safetensors.index.json")
-    refused(tmp_path / "model.safetensors.index.json", lambda: inspect(tmp_path))
+    assert_damaged(tmp_path / "model.safetensors.index.json", lambda: inspect(tmp_path))
 
 
 @pytest.mark.parametrize("harm", [make_pipe, make_huge, make_deep])
 def test_so_is_a_configuration(path: Path, harm: Callable[[Path], None]) -> None:
     (path / "hf").mkdir()
     harm(path / "hf" / "config.json")
-    refused(path / "hf" / "config.json", lambda: convert(path, path.parent / "b", to="hf"))
-
-
-def change_manifest(path: Path, **changes: Any) -> None:
-    file = path / "lamella.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert_damaged(path / "hf" / "config.json", lambda: convert(path, path.parent / "b", to="hf"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +72,7 @@ def change_manifest(path: Path, **changes: Any) -> None:
 def test_an_optimizers_names_are_text(path: Path, kind: dict[str, Any]) -> None:
     change_manifest(path, optimizer=kind)
     forget_checksums(path)
-    refused(path / "lamella.json", lambda: convert(path, path.parent / "b", to="dcp"), "expected names")
+    assert_damaged(path / "lamella.json", lambda: convert(path, path.parent / "b", to="dcp"), "expected names")
 
 
 def write_safetensors(file: Path, header: object, data: bytes = b"") -> None:
@@ -104,13 +92,13 @@ def write_safetensors(file: Path, header: object, data: bytes = b"") -> None:
 def test_headers_that_make_no_sense_are_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
     file = tmp_path / "a.safetensors"
     write_safetensors(file, {"a": entry}, b"1234" if entry["data_offsets"][1] else b"")
-    refused(file, lambda: inspect(file), "'a'")
+    assert_damaged(file, lambda: inspect(file), "'a'")
 
 
 def test_a_name_that_comes_twice_is_found_among_many(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     write_safetensors(file, b"{" + b",".join(b'"%d":1' % each for each in range(100_000)) + b',"0":1}')
-    refused(file, lambda: inspect(file), "'0' appears twice")
+    assert_damaged(file, lambda: inspect(file), "'0' appears twice")
 
 
 def test_a_name_that_is_no_unicode_is_not_written(tmp_path: Path) -> None:
@@ -128,10 +116,8 @@ def test_an_object_of_terabytes_is_not_held(tmp_path: Path) -> None:
             if index.fqn == "epoch":
                 place.relative_path, place.offset, place.length = "__9_0.distcp", 0, _TERABYTES
 
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()  # type: ignore[attr-defined]
-    grow(metadata)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "__9_0.distcp", lambda: inspect(tmp_path), "'epoch'")
+    change_metadata(tmp_path, grow)
+    assert_damaged(tmp_path / "__9_0.distcp", lambda: inspect(tmp_path), "'epoch'")
 
 
 def archive(
@@ -152,11 +138,11 @@ def test_compressed_archives_are_refused_wherever_they_are(tmp_path: Path) -> No
     assert len(bomb) < 1 << 14
     for name in ("a.pt", "common.pt", "train_state.pt"):
         (tmp_path / name).write_bytes(bomb)
-    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "compressed")
-    refused(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "compressed")
-    refused(tmp_path / "train_state.pt", lambda: train_state(tmp_path), "compressed")
+    assert_damaged(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "compressed")
+    assert_damaged(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "compressed")
+    assert_damaged(tmp_path / "train_state.pt", lambda: train_state(tmp_path), "compressed")
     for trust in (False, True):
-        refused(tmp_path / "a", partial(unpickle, io.BytesIO(bomb), tmp_path / "a", "x", trust=trust))
+        assert_damaged(tmp_path / "a", partial(unpickle, io.BytesIO(bomb), tmp_path / "a", "x", trust=trust))
 
 
 def test_records_that_are_longer_than_the_archive_are_refused(tmp_path: Path) -> None:
@@ -164,7 +150,7 @@ def test_records_that_are_longer_than_the_archive_are_refused(tmp_path: Path) ->
     at = content.find(b"PK\1\2")  # The first entry of the directory: data.pkl's sizes.
     content[at + 20 : at + 28] = b"\xf0\xff\xff\xff" * 2
     (tmp_path / "a.pt").write_bytes(content)
-    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "ends behind the archive")
+    assert_damaged(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "ends behind the archive")
 
 
 def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -172,7 +158,7 @@ def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(content, "a") as more:
         more.writestr("other/data.pkl", b"N.")
     (tmp_path / "a.pt").write_bytes(content.getvalue())
-    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "'data.pkl' is there twice")
+    assert_damaged(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "'data.pkl' is there twice")
 
 
 class Called:
@@ -224,7 +210,7 @@ def tensor_file(file: Path, *args: object) -> Path:
 )
 def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, args: tuple[object, ...]) -> None:
     file = tensor_file(tmp_path / "a.pt", *args)
-    refused(file, lambda: inspect(file))
+    assert_damaged(file, lambda: inspect(file))
     assert not verify(file)
 
 
@@ -249,30 +235,30 @@ def test_a_conversion_that_no_disk_has_room_for_does_not_begin(tmp_path: Path) -
 )
 def test_param_groups_that_make_no_sense_are_refused(tmp_path: Path, groups: object) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": groups}}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "groups")
+    assert_damaged(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "groups")
 
 
 def test_values_that_contain_themselves_are_refused(tmp_path: Path) -> None:
     cycle: dict[object, object] = {}
     cycle[1, 2] = cycle
     torch.save({"w": torch.ones(1), "x": cycle}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "PickleTooLarge")
+    assert_damaged(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "PickleTooLarge")
     cycle = {}
     cycle["x"] = cycle
     torch.save(cycle, tmp_path / "common.pt")
-    refused(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "PickleTooLarge")
+    assert_damaged(tmp_path / "common.pt", lambda: plain_contents(tmp_path / "common.pt"), "PickleTooLarge")
 
 
 @pytest.mark.parametrize("told", [b"9" * 5000, b"\xff\xfe", "\u0663".encode(), b"../3", b"-3"])
 def test_an_iteration_that_is_none_is_refused(tmp_path: Path, told: bytes) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(told)
-    refused(tmp_path / "latest_checkpointed_iteration.txt", lambda: iteration_directory(tmp_path))
+    assert_damaged(tmp_path / "latest_checkpointed_iteration.txt", lambda: iteration_directory(tmp_path))
 
 
 @pytest.mark.parametrize("state", [{"step": "abc"}, {"step": float("inf")}, {"step": -1}, [1]])
 def test_a_train_state_that_is_none_is_refused(tmp_path: Path, state: object) -> None:
     torch.save(state, tmp_path / "latest_train_state.pt")
-    refused(tmp_path / "latest_train_state.pt", lambda: iteration_directory(tmp_path))
+    assert_damaged(tmp_path / "latest_train_state.pt", lambda: iteration_directory(tmp_path))
 
 
 def test_an_iteration_does_not_lead_outside(path: Path, tmp_path: Path) -> None:
@@ -280,7 +266,7 @@ def test_an_iteration_does_not_lead_outside(path: Path, tmp_path: Path) -> None:
     root.mkdir()
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     (root / "iter_0000003").symlink_to(path)
-    refused(root / "iter_0000003", lambda: inspect(root), "leads outside", repr(str(path)))
+    assert_damaged(root / "iter_0000003", lambda: inspect(root), "leads outside", repr(str(path)))
 
 
 def test_a_flipped_bit_is_found_in_a_file_that_was_converted(tmp_path: Path) -> None:
@@ -293,7 +279,9 @@ def test_a_flipped_bit_is_found_in_a_file_that_was_converted(tmp_path: Path) -> 
     weight = torch.load(tmp_path / "b.pt", weights_only=True)["weight"]
     content[content.find(weight.numpy().tobytes()) + 5] ^= 1
     (tmp_path / "b.pt").write_bytes(content)
-    refused(tmp_path / "b.pt", lambda: load(open_checkpoint(tmp_path / "b.pt"), model=nn.Linear(30, 30)), "'weight'")
+    assert_damaged(
+        tmp_path / "b.pt", lambda: load(open_checkpoint(tmp_path / "b.pt"), model=nn.Linear(30, 30)), "'weight'"
+    )
     assert not verify(tmp_path / "b.pt")
 
 
@@ -301,19 +289,20 @@ def test_a_flipped_bit_of_a_plain_value_is_found(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 777}, tmp_path / "a.pt")
     content = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(content.replace(b"M\x09\x03", b"M\x09\x02", 1))
-    refused(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "checksum")
+    assert_damaged(tmp_path / "a.pt", lambda: inspect(tmp_path / "a.pt"), "checksum")
 
 
 # -- what is trusted --------------------------------------------------------------------------------------------------
 
 
 def dcp_with_a_writers_own_metadata(path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.save_id = argparse.Namespace()  # type: ignore[assignment]
+
     save(path, model=nn.Linear(2, 2))
     forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
-    assert metadata.storage_meta is not None
-    metadata.storage_meta.save_id = argparse.Namespace()  # type: ignore[assignment]
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    change_metadata(path, change)
 
 
 TRUSTED: dict[str, Callable[[Path], None]] = {

@@ -1,7 +1,6 @@
 """Checkpoints of other programs: found, named as the model names them, and loaded with their optimizers."""
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lamella_checkpoint import CheckpointDamaged, CheckpointMismatch, Source, check, load, save
 from lamella_convert import Format, convert, open_checkpoint
 from lamella_testing import run_ranks
+from lamella_testing.plain_dcp import dcp_save
 from lamella_testing.tiny import Kit, Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 Trained = tuple[Tiny, torch.optim.Optimizer]
 Write = Callable[[dict[str, Any], Path], Path]
-
-
-def dcp_save(entries: dict[str, Any], path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
-    return path
 
 
 def torch_save(entries: dict[str, Any], path: Path) -> Path:

@@ -11,16 +11,9 @@ import torch
 from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import open_checkpoint
 from lamella_convert._formats.megatron_files import plain_contents
+from lamella_testing.hostile_pickles import NUMBERED, numbered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-NUMBERED = {"by four bytes": b"r" + (1 << 26).to_bytes(4, "little"), "in digits": b"p67108864\n"}
-"""Opcodes that number a value so that the unpickler makes a table of 1 GiB."""
-
-
-def numbered(content: bytes, how: str) -> bytes:
-    """A pickle of protocol 2 or later, with the first value numbered."""
-    return content[:2] + b"N" + NUMBERED[how] + b"0" + content[2:]
 
 
 @pytest.mark.parametrize("how", NUMBERED)

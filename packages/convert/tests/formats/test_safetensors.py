@@ -1,9 +1,7 @@
 """Safetensors files and their indices read box by box, and refused by file and tensor where they are damaged."""
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from lamella_checkpoint.testing import read_tensor
 from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
 from lamella_layout import Chunk
 from lamella_testing.bits import random_bits, same_bits
+from lamella_testing.reads import counted_reads
 
 Box = tuple[tuple[int, ...], Chunk]
 Sharded = tuple[Path, dict[str, torch.Tensor]]
@@ -82,37 +81,21 @@ def test_pieces_are_a_box_once_in_the_order_of_its_memory(box: Box, max_numel: i
     assert found == box_of(tensor, chunk).flatten().tolist()
 
 
-def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_touches_only_the_rows_that_are_wanted(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1000, 1000), "b": torch.zeros(1000, 1000)}, tmp_path / "a.safetensors")
     source = SafetensorsSource(tmp_path / "a.safetensors")
-    num_read = []
-    preadv = os.preadv
-
-    def count(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        num_read.append(preadv(descriptor, buffers, offset))
-        return num_read[-1]
-
-    monkeypatch.setattr(os, "preadv", count)
-    read_tensor(source, "b", Chunk((10, 0), (20, 1000)))
-    assert sum(num_read) == 20 * 1000 * 4
+    with counted_reads() as sizes:
+        read_tensor(source, "b", Chunk((10, 0), (20, 1000)))
+    assert sum(sizes) == 20 * 1000 * 4
 
 
-def test_a_column_is_read_without_the_rows_around_it_where_they_are_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_column_is_read_without_the_rows_around_it_where_they_are_long(tmp_path: Path) -> None:
     tensor = torch.arange(4 * 100_000, dtype=torch.float32).reshape(4, 100_000)
     save_file({"a": tensor}, tmp_path / "a.safetensors")
     source = SafetensorsSource(tmp_path / "a.safetensors")
-    num_read: list[int] = []
-    preadv = os.preadv
-
-    def count(*args: Any) -> int:
-        num_read.append(preadv(*args))
-        return num_read[-1]
-
-    monkeypatch.setattr(os, "preadv", count)
-    assert torch.equal(read_tensor(source, "a", Chunk((0, 5), (4, 3))), tensor[:, 5:8])
-    assert num_read == [12] * 4
+    with counted_reads() as sizes:
+        assert torch.equal(read_tensor(source, "a", Chunk((0, 5), (4, 3))), tensor[:, 5:8])
+    assert sizes == [12] * 4
 
 
 @pytest.fixture

@@ -11,15 +11,10 @@ from lamella_convert import convert, save_safetensors
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
-from lamella_testing.gpu_training import build, train
+from lamella_testing.gpu_training import assert_equal, build, train
 from lamella_testing.tiny import Kit
 
 State = dict[str, torch.Tensor]
-
-
-def assert_equal(expected: State, got: State) -> None:
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 @pytest.mark.gpu1

@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Source, Wanted, load
+from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Wanted, load
 from lamella_checkpoint._base.boxes import whole_box
 from lamella_checkpoint.archives import Expected, ItemRead, read_tensors
+from lamella_checkpoint.testing import read_tensor
 from lamella_convert import open_checkpoint
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_layout import Chunk
-
-
-class Runs:
-    def __reduce__(self) -> tuple[object, ...]:
-        return (os.mkdir, ("ran",))
+from lamella_testing.hostile_pickles import Runs
+from lamella_testing.reads import counted_reads
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +32,6 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def saved(tmp_path: Path, value: object, **options: bool) -> Path:
     torch.save(value, tmp_path / "a.pt", **options)
     return tmp_path / "a.pt"
-
-
-def whole(source: Source, name: str) -> torch.Tensor:
-    info = source.tensors[name]
-    into = torch.empty(info.shape, dtype=info.dtype)
-    source.read([Wanted(name, whole_box(info.shape), into)])
-    return into
 
 
 base = torch.arange(60.0).reshape(6, 10)
@@ -66,35 +57,22 @@ def test_every_tensor_comes_back_bit_by_bit(tmp_path: Path, verify: bool, is_arc
     source = TorchFile(file, verify=verify)
     assert [name.removeprefix("model.") for name in source.tensors] == list(tensors)
     for name, tensor in tensors.items():
-        got = whole(source, f"model.{name}")
+        got = read_tensor(source, f"model.{name}")
         assert got.shape == tensor.shape and got.dtype == tensor.dtype
         assert torch.equal(got.float(), tensor.detach().float()), name
 
 
-def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that are read at the files' own positions from here on."""
-    sizes: list[int] = []
-    preadv = os.preadv
-
-    def count(*args: Any) -> int:
-        sizes.append(preadv(*args))
-        return sizes[-1]
-
-    monkeypatch.setattr(os, "preadv", count)
-    return sizes
-
-
-def test_a_box_costs_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_box_costs_its_own_bytes(tmp_path: Path) -> None:
     source = TorchFile(saved(tmp_path, {"x": torch.arange(1_000_000.0).reshape(1000, 1000)}), verify=False)
-    sizes = reads_of(monkeypatch)
     into = torch.empty(2, 1000)
-    source.read([Wanted("x", Chunk((10, 0), (2, 1000)), into)])
+    with counted_reads() as sizes:
+        source.read([Wanted("x", Chunk((10, 0), (2, 1000)), into)])
     assert into[0, 0] == 10_000 and sum(sizes) == into.nbytes
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+    tmp_path: Path, verify: bool
 ) -> None:
     flat = torch.arange(1_000_000.0)
     views = {
@@ -103,14 +81,15 @@ def test_so_does_a_box_of_a_tensor_that_is_a_part_of_its_storage_once_that_is_ve
         "t": flat[:400_000].view(400, 1000).t(),
     }
     source = TorchFile(saved(tmp_path, views), verify=verify)
-    sizes = reads_of(monkeypatch)
     into, other, turned = torch.empty(2, 1000), torch.empty(3, 1000), torch.empty(1000, 400)
-    for name, first, rows in (("x", 10, into), ("y", 20, other), ("x", 20, into)):
-        source.read([Wanted(name, Chunk((first, 0), tuple(rows.shape)), rows)])
+    with counted_reads() as sizes:
+        for name, first, rows in (("x", 10, into), ("y", 20, other), ("x", 20, into)):
+            source.read([Wanted(name, Chunk((first, 0), tuple(rows.shape)), rows)])
     assert into[0, 0] == 20_000 and other[0, 0] == 420_000
     assert sum(sizes) == 7 * 4000 + verify * flat.nbytes
-    source.read([Wanted("t", whole_box((1000, 400)), turned)])
-    assert torch.equal(turned, views["t"]) and sum(sizes) == 7 * 4000 + verify * flat.nbytes + turned.nbytes
+    with counted_reads() as sizes:
+        source.read([Wanted("t", whole_box((1000, 400)), turned)])
+    assert torch.equal(turned, views["t"]) and sum(sizes) == turned.nbytes
 
 
 def test_a_tied_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +114,9 @@ def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     content[content.find(TENSORS["plain"][2:4].numpy().tobytes())] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointDamaged, match="with the checksum .* for 'x'") as info:
-        whole(TorchFile(file), "x")
+        read_tensor(TorchFile(file), "x")
     assert info.value.file == str(file)
-    whole(TorchFile(file, verify=False), "x")
+    read_tensor(TorchFile(file, verify=False), "x")
 
 
 def test_names_are_the_keys_and_lists_of_plain_data_are_values(tmp_path: Path) -> None:
@@ -170,7 +149,7 @@ def test_two_values_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_tensors_are_read_beside_objects_that_are_not(tmp_path: Path) -> None:
     file = saved(tmp_path, {"model": {"weight": base}, "args": argparse.Namespace(lr=1), "bad": Runs()})
     source = TorchFile(file)
-    assert torch.equal(whole(source, "model.weight"), base)
+    assert torch.equal(read_tensor(source, "model.weight"), base)
     for name in ("args", "bad"):
         with pytest.raises(CheckpointUntrusted) as info:
             source.read_object(name)
@@ -180,7 +159,7 @@ def test_tensors_are_read_beside_objects_that_are_not(tmp_path: Path) -> None:
 def test_trust_makes_objects(tmp_path: Path) -> None:
     source = TorchFile(saved(tmp_path, {"args": argparse.Namespace(lr=1), "w": base}), trust=True)
     assert source.read_object("args") == argparse.Namespace(lr=1)
-    assert torch.equal(whole(source, "w"), base)
+    assert torch.equal(read_tensor(source, "w"), base)
 
 
 def test_a_pickled_module_is_refused_by_name_and_can_be_trusted(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Other formats written from a source piece by piece: torch and the libraries read what was in it, bit by bit."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,51 +8,43 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from lamella_checkpoint import Source
 from lamella_checkpoint.sources import WriteOptions
-from lamella_checkpoint.testing import MemorySource, read_tensor
+from lamella_checkpoint.testing import MemorySource, dtypes_of, read_tensor
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.write_source import write_safetensors, write_torch
-from lamella_testing.bits import random_bits, same_bits
+from lamella_testing.bits import all_same_bits, tensors_of_each_kind
+from lamella_testing.tiny import two_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint16]
 SMALL = 600
 """Bytes of a buffer that cuts what the tests write into many pieces."""
 
 
 @pytest.fixture
 def source() -> MemorySource:
-    torch.manual_seed(0)
-    tensors = {f"model.{dtype}".replace("torch.", ""): random_bits((7, 5, 3), dtype) for dtype in DTYPES}
-    return MemorySource({**tensors, "model.scalar": torch.tensor(3.5), "model.empty": torch.empty(0, 4)})
+    return MemorySource({f"model.{name}": tensor for name, tensor in tensors_of_each_kind().items()})
 
 
-def kept(source: Source) -> dict[str, torch.dtype]:
-    return {name: info.dtype for name, info in source.tensors.items()}
-
-
-def equal(found: Mapping[str, torch.Tensor], source: MemorySource, prefix: str = "") -> bool:
-    assert set(found) == {name.removeprefix(prefix) for name in source.tensors}
-    return all(same_bits(found[name.removeprefix(prefix)], source.held[name]) for name in source.tensors)
+def without_model(source: MemorySource) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in source.held.items()}
 
 
 @pytest.mark.parametrize("buffer_nbytes", [SMALL, 1 << 20])
 class TestEachFormat:
     def test_safetensors(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
         options = WriteOptions(max_file_nbytes=500, buffer_nbytes=buffer_nbytes)
-        write_safetensors(source, kept(source), tmp_path, options=options)
+        write_safetensors(source, dtypes_of(source), tmp_path, options=options)
         files = list(tmp_path.glob("*.safetensors"))
         assert len(files) > 2
-        assert equal({name: tensor for file in files for name, tensor in load_file(file).items()}, source)
+        assert all_same_bits({name: tensor for file in files for name, tensor in load_file(file).items()}, source.held)
         opened = SafetensorsSource(tmp_path)
-        assert equal({name: read_tensor(opened, name) for name in opened.tensors}, source)
+        assert all_same_bits({name: read_tensor(opened, name) for name in opened.tensors}, source.held)
 
     def test_torch_save(self, source: MemorySource, tmp_path: Path, buffer_nbytes: int) -> None:
-        write_torch(source, kept(source), tmp_path / "a.pt", options=WriteOptions(buffer_nbytes=buffer_nbytes))
-        assert equal(torch.load(tmp_path / "a.pt", weights_only=True), source, "model.")
-        assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True), source, "model.")
+        write_torch(source, dtypes_of(source), tmp_path / "a.pt", options=WriteOptions(buffer_nbytes=buffer_nbytes))
+        assert all_same_bits(torch.load(tmp_path / "a.pt", weights_only=True), without_model(source))
+        assert all_same_bits(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True), without_model(source))
 
 
 def test_a_dtype_is_what_is_written(tmp_path: Path) -> None:
@@ -69,18 +59,8 @@ def test_one_file_of_torch_puts_no_fake_gpus_in_the_process(
 ) -> None:
     """With them, autograd would have threads from then on, and forks of the process no autograd."""
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: pytest.fail("fake GPUs"))
-    write_torch(source, kept(source), tmp_path / "a.pt")
-    assert equal(torch.load(tmp_path / "a.pt"), source, "model.")
-
-
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
-    optimizer = torch.optim.AdamW(groups)
-    model(torch.rand(2, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
+    write_torch(source, dtypes_of(source), tmp_path / "a.pt")
+    assert all_same_bits(torch.load(tmp_path / "a.pt"), without_model(source))
 
 
 def native(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:
@@ -97,11 +77,11 @@ def native(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemorySource:
 
 
 def test_one_file_has_torchs_nesting_of_model_and_optimizer(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = two_groups()
     source = native(model, optimizer)
-    write_torch(source, kept(source), tmp_path / "a.pt")
+    write_torch(source, dtypes_of(source), tmp_path / "a.pt")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
-    fresh, its_optimizer = trained(seed=1)
+    fresh, its_optimizer = two_groups(seed=1)
     fresh.load_state_dict(found["model"])
     set_optimizer_state_dict(fresh, its_optimizer, found["optimizer"])
     assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), model.parameters(), strict=True))
@@ -114,7 +94,7 @@ class TestTies:
     source = MemorySource({"model.embed": torch.rand(300, 2)})
 
     def test_and_memory_in_one_file(self, tmp_path: Path) -> None:
-        write_torch(self.source, kept(self.source), tmp_path / "a.pt", aliases={"model.head": "model.embed"})
+        write_torch(self.source, dtypes_of(self.source), tmp_path / "a.pt", aliases={"model.head": "model.embed"})
         found = torch.load(tmp_path / "a.pt")
         assert found["head"].data_ptr() == found["embed"].data_ptr()
         assert torch.equal(found["head"], self.source.held["model.embed"])
@@ -127,5 +107,5 @@ def test_progress_adds_up_to_what_was_written(source: MemorySource, tmp_path: Pa
             (tmp_path / target).mkdir()
         steps: list[int] = []
         options = WriteOptions(buffer_nbytes=SMALL, on_bytes=steps.append)
-        write(source, kept(source), tmp_path / target, options=options)
+        write(source, dtypes_of(source), tmp_path / target, options=options)
         assert sum(steps) == total and len(steps) > 10

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lamella_checkpoint.testing import read_tensor
 from lamella_convert import Target, convert, diff, open_both, save_safetensors
 from lamella_convert._formats.safetensors import DTYPES, SafetensorsSource
 from lamella_convert._tools.published import SIDE_FILES
-from lamella_testing.bits import random_bits, same_bits
+from lamella_testing.bits import all_same_bits, random_bits, same_bits
 
 STORED = [dtype for dtype in DTYPES.values() if dtype is not torch.float8_e8m0fnu]
 
@@ -42,11 +41,6 @@ def published(path: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Pa
 def opened(path: Path) -> dict[str, torch.Tensor]:
     source = SafetensorsSource(path)
     return {name: read_tensor(source, name) for name in source.tensors}
-
-
-def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    assert set(one) == set(other)
-    return all(same_bits(one[name], other[name]) for name in one)
 
 
 names = st.from_regex(r"[a-z]{1,3}(\.[a-z0-9_]{1,4}){0,3}", fullmatch=True).filter(lambda name: "__" not in name)
@@ -73,12 +67,12 @@ def test_there_and_back_through_every_format_is_bit_equal(
     convert(published(root / "a", tensors), root / "b", to="dcp", buffer_nbytes=buffer, max_shard_nbytes=shard)
     convert(root / "b", root / "c", to="hf", buffer_nbytes=buffer, max_shard_nbytes=shard)
     convert(root / "c", root / "d", to="torch", buffer_nbytes=buffer)
-    assert equal(opened(root / "c"), tensors)
-    assert equal(torch.load(root / "d", weights_only=True), tensors)
+    assert all_same_bits(opened(root / "c"), tensors)
+    assert all_same_bits(torch.load(root / "d", weights_only=True), tensors)
     assert (root / "c" / "config.json").exists() and (root / "c" / "tokenizer.json").exists()
     convert(root / "d", root / "e", to="dcp", buffer_nbytes=buffer, max_shard_nbytes=shard)
     convert(root / "e", root / "f", to="hf", buffer_nbytes=buffer)
-    assert equal(opened(root / "f"), tensors)
+    assert all_same_bits(opened(root / "f"), tensors)
 
 
 def test_a_report_says_what_was_done(tmp_path: Path) -> None:
@@ -494,4 +488,4 @@ def test_every_shard_is_a_file_that_the_library_opens(tmp_path: Path) -> None:
     convert(published(tmp_path / "a", tensors), tmp_path / "b", to="hf", max_shard_nbytes=1000)
     found = [load_file(file) for file in sorted((tmp_path / "b").glob("model-*-of-00003.safetensors"))]
     assert [len(each) for each in found] == [2, 2, 1]
-    assert equal({name: tensor for each in found for name, tensor in each.items()}, tensors)
+    assert all_same_bits({name: tensor for each in found for name, tensor in each.items()}, tensors)

@@ -2,30 +2,21 @@
 
 import json
 import os
-import pickle
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 
 from lamella_checkpoint import CheckpointUntrusted, save
 from lamella_checkpoint.testing import forget_checksums
 from lamella_convert import Format, diff, inspect, save_safetensors, verify
 from lamella_convert._tools import diff as _diff
 from lamella_testing import run_ranks
+from lamella_testing.harmed_files import flip
+from lamella_testing.hostile_pickles import Runs
+from lamella_testing.plain_dcp import change_metadata, dcp_save
 from lamella_testing.tiny import Kit
-
-
-def dcp_save(entries: dict[str, Any], path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(entries, checkpoint_id=path)  # type: ignore[attr-defined]
-    return path
 
 
 def torch_save(entries: dict[str, Any], path: Path) -> Path:
@@ -215,19 +206,6 @@ def test_what_is_whole_is_found_to_be(own: Path, everywhere: dict[Format, Path])
     assert verify(everywhere[Format.SAFETENSORS]).num_unverified_bytes > 0
 
 
-def flip(file: Path, position: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
-
-
-def rewrite_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
-    forget_checksums(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()  # type: ignore[attr-defined]
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 @pytest.mark.parametrize("position", range(0, 2000, 333))
 def test_any_flipped_bit_is_found(everywhere: dict[Format, Path], position: int) -> None:
     for kind, name in ((Format.LAMELLA, "__0_0.distcp"), (Format.LAMELLA, ".metadata")):
@@ -260,11 +238,8 @@ def test_truncated_files_of_other_formats_are_problems(everywhere: dict[Format, 
 
 
 def test_nothing_runs(own: Path) -> None:
-    class Runs:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (os.mkdir, ("ran",))
-
-    rewrite_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
+    forget_checksums(own)
+    change_metadata(own, lambda metadata: metadata.planner_data.update(x=Runs()))
     for look in (inspect, verify, lambda path: diff(path, path)):
         with pytest.raises(CheckpointUntrusted, match="posix.mkdir"):
             look(own)

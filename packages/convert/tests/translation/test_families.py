@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lamella_convert import Family, Rules, find_family, known_model_types
+from lamella_testing import write_entry_points
 
 MODULE = """
 from lamella_convert import Family, Rules
@@ -27,11 +28,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     def install(package: str, entries: dict[str, str]) -> None:
         (tmp_path / f"{package}.py").write_text(MODULE)
-        metadata = tmp_path / f"{package}-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        lines = [f"{name} = {package}:{value}" for name, value in entries.items()]
-        (metadata / "entry_points.txt").write_text("\n".join(["[lamella.families]", *lines]))
+        entry_points = {name: f"{package}:{value}" for name, value in entries.items()}
+        write_entry_points(tmp_path, package, "lamella.families", entry_points)
 
     yield install
     for name in ("some_family", "another_family"):

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import CheckpointDirectory, Correspondence, load, save
 from lamella_checkpoint._formats.dcp_read import StoredCheckpoint
@@ -20,6 +19,7 @@ from lamella_convert import translate
 from lamella_convert._translation.megatron import MAMBA_PARTS
 from lamella_convert._translation.megatron_model import from_megatron_model
 from lamella_testing import run_ranks
+from lamella_testing.tiny import Kit
 
 ROWS = {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 1}
 SIZES = {"tp": 1, "d_inner": 4, "d_state": 2, "nheads": 1}
@@ -65,30 +65,19 @@ def correspondences(model: nn.Module) -> list[Correspondence]:
     return from_megatron_model({name: tuple(each.shape) for name, each in model.named_parameters()}, sizes=SIZES)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    values = {name: whole(each.detach()).clone() for name, each in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        values |= {f"{name}/{slot}": whole(value).clone() for slot, value in optimizer.state[parameter].items()}
-    return values
-
-
-def test_components_and_logical_names_are_stored_and_loaded_back(tmp_path: Path) -> None:
+def test_components_and_logical_names_are_stored_and_loaded_back(kit: Kit, tmp_path: Path) -> None:
     path = tmp_path / "saved"
 
     def save_mine() -> State:
         model, optimizer = prepared(steps=2)
         save(path, model=model, optimizer=optimizer, correspondences=correspondences(model))
-        return state(model, optimizer)
+        return kit.state(model, optimizer)
 
     def load_mine() -> State:
         model, optimizer = prepared(steps=0)
         rules = correspondences(model)
         load(path, model=model, optimizer=optimizer, translate=lambda source: translate(source, rules, to="right"))
-        return state(model, optimizer)
+        return kit.state(model, optimizer)
 
     saved = run_ranks(save_mine, 2)[0]
     mixer = "decoder.layers.0.mixer."
