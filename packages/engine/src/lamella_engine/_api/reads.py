@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from weakref import WeakSet
 
 import torch.nn as nn
 from torch._compile import _disable_dynamo
@@ -27,9 +26,9 @@ from lamella_engine._parameters.sharded_parameter import is_sharded
 from lamella_engine._unit.parameters import UnitParameters
 
 _READS = "_lamella_reads"
+_IS_IN_UNIT = "_lamella_is_in_unit"
 _READS_OF_TORCHS = {nn.MultiheadAttention: ("out_proj.*",)}  # handed to one function with the reader's own
 _NUM_SUGGESTIONS = 6
-_modules_in_units: WeakSet[nn.Module] = WeakSet()  # weak: the set must not keep deleted models
 
 
 def declare_reads(reader: nn.Module, *names: str) -> None:
@@ -58,7 +57,7 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
         raise TypeError(f"Expected `names` to be names of parameters below {type(reader).__name__}, got {names!r}.")
     for name in names:
         _check_name(reader, name)
-    if reader in _modules_in_units:
+    if _IS_IN_UNIT in reader.__dict__:
         raise ValueError(
             f"Expected a {type(reader).__name__} that is in no unit yet, got one in a unit: which parameters are "
             "gathered with it is settled. Declare its reads before fully_shard of the module around it."
@@ -68,8 +67,9 @@ def declare_reads(reader: nn.Module, *names: str) -> None:
 
 
 def note_in_unit(modules: Iterable[nn.Module]) -> None:
-    """Remember modules of a new unit."""
-    _modules_in_units.update(modules)
+    """Mark the modules of a new unit."""
+    for module in modules:
+        module.__dict__[_IS_IN_UNIT] = True
 
 
 def reads_of(reader: nn.Module) -> dict[str, nn.Parameter]:
