@@ -370,8 +370,8 @@ class CopyEngines:
     transport: CopyEngineTransport
 
 
-# Engines hold their group, so entries stay until the process ends. Freed earlier, memory mapped by peers would go to
-# other tensors.
+# The process's: engines hold their group, so entries stay until the process ends. Freed earlier, memory mapped by peers
+# would go to other tensors.
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, CopyEngines | None] = weakref.WeakKeyDictionary()
 
 

@@ -1,7 +1,8 @@
 """The engine's part in every `torch.optim` step: one hook before the step and one after it, in a written order.
 
 Hooks registered module by module would run in the order of imports, and so in the order of file names. The two mappings
-below fix the order. A package above the engine replaces entries by name (`replace_step_hook`), in place.
+below fix the order. The mappings are the process's, as torch's hooks for all optimizers are. A package above the engine
+replaces entries by name (`replace_step_hook`), in place.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from lamella_precision import MixedPrecisionPolicy
 
 # Original parameters, to name and sharded parameter. An original found in a module later was tied to the parameter; an
 # original found in an optimizer no longer trains. Keys and values are weak: the table keeps no original's memory alive.
-# Sharded tensors are no keys: torch cannot swap the contents of a tensor with weak references.
+# Sharded tensors are no keys: torch cannot swap the contents of a tensor with weak references. The process's table: an
+# optimizer's hook knows only Parameters, and an original with a weak reference as an attribute could not be pickled.
 _sharded_originals = WeakIdKeyDictionary()
+# The process's: a module may be given a parameter of any other model, whose tree this model's units do not know.
 _living: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
 _MARK = "_is_lamella_shard"
 

@@ -39,8 +39,9 @@ class PlacementResult(Protocol):
     mesh_info: MeshInfo
 
 
-# Parts of a shard group by their number of ranks: one communicator for all units, not one a unit. Weak keys: the table
-# must not keep a destroyed group alive.
+# Parts of a shard group by their number of ranks: one communicator for all units, not one a unit. The process's: each
+# call of `fully_shard` may bring a mesh object of its own over the same group. Weak keys: the table must not keep a
+# destroyed group alive.
 _neighbour_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 PlacementFn = Callable[[nn.Parameter], "Shard | PlacementResult | None"]

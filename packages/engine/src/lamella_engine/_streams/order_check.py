@@ -44,6 +44,7 @@ class _Progress:
     num_failures: int = 0  # the default group counts failures in all groups
 
 
+# The process's: trees over one group count together, as the numbers are keys in the store that the ranks share.
 # Weak keys: a destroyed process group must not live on here, with its communicator.
 _progress: weakref.WeakKeyDictionary[dist.ProcessGroup, _Progress] = weakref.WeakKeyDictionary()
 

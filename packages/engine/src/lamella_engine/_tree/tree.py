@@ -19,7 +19,8 @@ from lamella_engine._unit.unit import Unit
 from lamella_engine._unit.weights import Residency
 from lamella_precision import Direction
 
-# Weak: modules own the trees. A step hook is called for every optimizer, and looks for trees with its parameters here.
+# The process's: a step hook is called for every optimizer, and looks for trees with its parameters here. Weak: modules
+# own the trees.
 _living: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
