@@ -98,7 +98,7 @@ def test_sizes_that_prove_nothing_are_refused_on_every_rank_before_any_step() ->
             return str(error)
         return "nothing"
 
-    for error in run_ranks(refused, 2, timeout_s=30.0):
+    for error in run_ranks(refused, 2):
         assert "Expected sizes that tell shards, whole parameters and activations apart on 2 ranks" in error
 
 

@@ -39,7 +39,7 @@ class Where:
 
 
 def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iterable[Any] | None = None) -> None:
-    """Run a scenario on forked ranks, with each case in turn; one that hangs is a failure soon.
+    """Run a scenario on forked ranks, with each case in turn.
 
     On GPUs the ranks stay from test to test, and what a scenario makes without saying where is made there.
     """
@@ -57,9 +57,9 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
                 raise
 
     if device == "cpu":
-        run_ranks(go_through, num_ranks, timeout_s=40.0)
+        run_ranks(go_through, num_ranks)
     else:
-        _team(num_ranks).run(go_through, timeout_s=40.0)
+        _team(num_ranks).run(go_through)
 
 
 @cache

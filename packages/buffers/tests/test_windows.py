@@ -173,7 +173,7 @@ def test_what_fails_on_one_rank_fails_on_all(error: type[Exception]) -> None:
 
     here = f"{error.__name__}: {error('no memory left')}"
     there = f"DriverError: rank 1: {error('no memory left')}"
-    assert run_ranks(check, 3, timeout_s=30.0) == [there, here, there]
+    assert run_ranks(check, 3) == [there, here, there]
 
 
 @pytest.mark.parametrize("trouble", ["several hosts", "settings of one rank", "a window that one rank cannot map"])
@@ -199,7 +199,7 @@ def test_ranks_of_which_some_cannot_share_memory_have_no_copy_engines(
         monkeypatch.setattr(_copy_engines, "new_peer_window", new_window)
         return copy_engines_of(dist.group.WORLD) is None
 
-    assert run_ranks(check, 2, timeout_s=30.0) == [True, True]
+    assert run_ranks(check, 2) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from lamella import WorkerError
 from lamella._launch import run_workers
 
-DEADLINE_S = 60  # What takes longer hangs, on a busy machine too.
+DEADLINE_S = 120  # A process that takes longer hangs, on a busy machine too.
 
 # A worker's program; `body` runs in it with its rank. Not torch's start-up, which takes seconds.
 PROGRAM = """

@@ -26,7 +26,7 @@ from lamella.cli import main
 from lamella_checkpoint import CheckpointDirectory
 from lamella_testing import run_ranks
 
-DEADLINE_S = 120  # What takes longer hangs, on a busy machine too.
+DEADLINE_S = 120  # A process that takes longer hangs, on a busy machine too.
 
 
 @pytest.fixture

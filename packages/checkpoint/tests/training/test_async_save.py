@@ -28,7 +28,7 @@ from lamella_checkpoint._training.async_process import is_settled, mark_failed, 
 from lamella_testing import run_ranks
 from lamella_testing.tiny import Kit
 
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 
 def filled(value: float, num_features: int = 4) -> nn.Linear:

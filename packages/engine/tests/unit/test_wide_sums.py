@@ -244,7 +244,7 @@ def test_ranks_agree_on_the_wire_where_only_one_of_them_has_sums() -> None:
         assert {event.dtypes for event in log.events if event.kind == "reduce"} == {frozenset({FP32})}
         assert_at_rest(model)
 
-    run_ranks(check, 2, timeout_s=30.0)  # ranks that disagree wait for each other
+    run_ranks(check, 2)  # ranks that disagree wait for each other
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no gradients of other dtypes yet")
