@@ -1,32 +1,29 @@
-"""The units of a Mamba2 model, and declarations for units smaller than a block.
+"""The units of a Mamba model, and declarations for units smaller than a block.
 
 Note [Why nothing smaller than a block]
-    A unit's parameters are gathered when the unit's own forward is called. In training the mixer passes
-    `conv1d.weight`, `conv1d.bias`, `norm.weight` and `out_proj.weight` to one fused kernel, and the forwards of the
-    convolution, norm and projection never run; `A_log`, `D` and `dt_bias` are the mixer's own. The block reads the
-    dtype of `norm.weight` before calling the norm. The block is therefore the smallest unit correct by itself. With
-    smaller units, mixer and block must declare their reads: `declare_direct_reads`.
+    A unit's parameters are gathered when the unit's own forward is called. In training a mixer passes `conv1d.weight`,
+    `conv1d.bias`, `norm.weight` and `out_proj.weight` to one fused kernel, and the forwards of the convolution, norm
+    and projection never run; `A_log`, `D` and `dt_bias` are the mixer's own. Some blocks read the dtype of
+    `norm.weight` before calling the norm, or fuse the norm with the residual addition. The block is therefore the
+    smallest unit correct by itself. With smaller units, mixer and block must declare their reads:
+    `declare_direct_reads`.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import nn
 
 from lamella_engine import declare_reads
-
-# Classes by name: the package then works without importing transformers, which a caller's model has imported already.
-_UNIT_CLASSES = frozenset({"Mamba2Block"})
-
-# Class -> parameters read without a call of their module.
-_DIRECT_READS = {
-    "Mamba2Mixer": ("conv1d.*", "norm.weight", "out_proj.*"),
-    "Mamba2Block": ("norm.weight",),  # reads the dtype
-}
+from lamella_mamba._families import TABLE
 
 
 def declare_direct_reads(model: nn.Module) -> None:
-    """Declare the parameters that mixers and blocks of a transformers Mamba2 model read without calling their modules.
+    """Declare the parameters that mixers and blocks of a Mamba model read without calling their modules.
 
     Needed before `fully_shard` when units are smaller than blocks: convolutions, projections, byte budgets. See
-    Note [Why nothing smaller than a block].
+    Note [Why nothing smaller than a block]. Other modules are passed over.
 
     Raises:
         ValueError: A module is in a unit already.
@@ -34,24 +31,84 @@ def declare_direct_reads(model: nn.Module) -> None:
     Effects: attaches the declarations to the modules, see `lamella_engine.declare_reads`.
     """
     for module in model.modules():
-        for cls in type(module).__mro__:
-            if names := _DIRECT_READS.get(cls.__name__):
-                declare_reads(module, *names)
+        children = [name for row in TABLE if row.matches(module) for name in row.reads]
+        # Options leave children out (a norm, the convolution of attention), and declare_reads refuses missing names.
+        if names := [f"{name}.*" for name in dict.fromkeys(children) if _has_parameters(module, name)]:
+            declare_reads(module, *names)
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformers Mamba2 model, to shard in order.
+    """Return the blocks of a Mamba or hybrid model, to shard in order: blocks inside others first.
 
-    Shard the blocks, then the model itself, whose unit holds the embeddings, the last norm and the head.
+    Shard the blocks, then the model itself, whose unit holds the embeddings, the last norm and the head. A block that
+    the model calls in several places is a single unit, gathered for each call.
 
     Raises:
-        ValueError: The model has no Mamba2 blocks.
+        ValueError: The model has no blocks of a known family; or blocks in several places are separate modules with
+            the same Parameters, which no unit can gather for a single call (`join_tied_blocks`).
     """
-    units = [module for module in model.modules() if _is_unit(module)]
+    units = [module for module in _inner_first(model, set()) if _is_unit(module)]
     if not units:
-        raise ValueError(f"Expected a Mamba2 model with blocks {sorted(_UNIT_CLASSES)}, got {type(model).__name__}.")
+        known = [row.class_name for row in TABLE if row.is_unit]
+        raise ValueError(
+            f"Expected a Mamba model with blocks among {known}, got {type(model).__name__}. Choose the units of other "
+            "models by lamella_engine.fully_shard_model(model, units=...)."
+        )
+    for name, other, _ in _tied_copies(model):
+        raise ValueError(
+            f"Expected one module for the parameters of {name!r} and {other!r}, got two. Call "
+            "lamella_mamba.join_tied_blocks(model) first."
+        )
     return units
 
 
+def join_tied_blocks(model: nn.Module) -> list[str]:
+    """Put one module in all places of a block whose copies hold the same Parameters.
+
+    Zamba and Zamba2 call a transformer block in several places. transformers builds a module for each place and ties
+    the modules' parameters afterwards. A parameter is in one unit only, so such copies cannot be units; a single module
+    can. The results of the model and the names in its state dict stay.
+
+    Args:
+        model: Changed in place. Call before `fully_shard`, and after weights were loaded and tied.
+
+    Returns:
+        The names of the places with another place's module now; empty for other families.
+
+    Effects: none on parameters.
+    """
+    copies = list(_tied_copies(model))
+    for name, _, kept in copies:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, kept)
+    return [name for name, _, _ in copies]
+
+
+def _tied_copies(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Places of modules with the Parameters of a module in an earlier place: both names, and the earlier module."""
+    first: dict[tuple[int, ...], tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not any(row.is_shared and row.matches(module) for row in TABLE):
+            continue
+        if parameters := tuple(id(parameter) for parameter in module.parameters()):
+            other, kept = first.setdefault(parameters, (name, module))
+            if kept is not module:
+                yield name, other, kept
+
+
+def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """A module and all below, each once; children before the module that holds them."""
+    for child in module.children():
+        if id(child) not in seen:
+            seen.add(id(child))
+            yield from _inner_first(child, seen)
+    yield module
+
+
 def _is_unit(module: nn.Module) -> bool:
-    return any(cls.__name__ in _UNIT_CLASSES for cls in type(module).__mro__)
+    return any(row.is_unit and row.matches(module) for row in TABLE)
+
+
+def _has_parameters(module: nn.Module, child: str) -> bool:
+    found = getattr(module, child, None)
+    return isinstance(found, nn.Module) and next(found.parameters(), None) is not None
