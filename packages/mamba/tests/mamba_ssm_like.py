@@ -155,7 +155,7 @@ class Mamba3(nn.Module):
         x = x.unflatten(-1, (HEADS, HEAD)) * F.softplus(dt + self.dt_bias)[..., None]
         seen = (x[..., None] * b[:, :, :, None]).cumsum(1)
         y = (seen * c[:, :, :, None]).sum(-1) + self.D[:, None] * x
-        return self.out_proj(y.flatten(-2) * F.silu(z))  # type: ignore[no-any-return]
+        return self.out_proj(y.flatten(-2).to(z.dtype) * F.silu(z))  # type: ignore[no-any-return]
 
 
 class MHA(nn.Module):

@@ -1,5 +1,6 @@
 """Mamba models under fully_shard: the modules to shard as units, and how tensor-parallel ranks share parameters."""
 
+from lamella_mamba._fp32 import keep_fp32 as keep_fp32
 from lamella_mamba._live import bind_live_parameters as bind_live_parameters
 from lamella_mamba._splits import Split as Split
 from lamella_mamba._splits import merge as merge
