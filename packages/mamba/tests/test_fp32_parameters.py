@@ -92,7 +92,7 @@ def test_the_function_holds_no_parameter_and_knows_no_later_one() -> None:
     model = MambaLMHeadModel(Mamba2)
     override = keep_fp32(model)
     a_log = model.get_parameter("backbone.layers.0.mixer.A_log")
-    assert override(a_log) == torch.float32 and override(model.lm_head.weight) is None
+    assert override(a_log) == torch.float32 and override(model.get_parameter("lm_head.weight")) is None
     freed = weakref.ref(a_log)
     del a_log, model
     gc.collect()

@@ -6,6 +6,9 @@ the whole. For [z, x, B, C, dt] on two ranks:
     whole    z0 z1 x0 x1 B0 B1 C0 C1 dt0 dt1
     rank 0   z0 x0 B0 C0 dt0
     rank 1   z1 x1 B1 C1 dt1
+
+lamella-convert has the same sections as rules between the names in files, with sizes from a config. It lies below this
+package, and works without a model.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lamella_checkpoint.testing import MemorySource, read_all
+from lamella_convert import from_megatron_model, translate
 from lamella_engine import fully_shard
 from lamella_mamba import Split, annotate, bind_live_parameters, merge, split
 from lamella_testing import run_ranks
@@ -152,6 +154,23 @@ def test_the_marks_of_a_mixer_are_found_and_keep_groups_whole() -> None:
     assert fused == Split(dim=0, sizes=(inner, inner, groups, groups, HEADS // 2), blocks=(HEAD, HEAD, STATE, STATE, 1))
     with pytest.raises(ValueError, match="divides the 4 blocks"):
         fused.whole(2).part(8)
+
+
+def test_checkpoints_are_converted_by_the_same_sections() -> None:
+    """lamella-convert maps stored boxes by the sizes of a config, lamella-mamba cuts tensors by a live mixer's marks.
+    Neither may import the other, and both must cut alike."""
+    found, whole, _ = _on_tensor_parallel_ranks(2, None)
+    sizes = {"tp": 2, "d_inner": HEADS * HEAD, "d_state": 4 * STATE, "nheads": HEADS}
+    for own_name in ("in_proj.weight", "conv1d_weight", "conv1d_bias"):
+        how, tensor = found[f"0.mixer.{own_name}"], whole[f"0.mixer.{own_name}"]
+        assert how is not None
+        by_rank = torch.cat([split(tensor, how.whole(2), rank, 2) for rank in range(2)])
+        name = f"decoder.layers.0.mixer.{own_name}"
+        rules = from_megatron_model({name: tuple(tensor.shape)}, sizes=sizes)
+        sections = read_all(translate(MemorySource({f"model.{name}": by_rank}), rules, to="left"))
+        by_part = {key.rpartition(".")[2]: section for key, section in sections.items()}
+        joined = [by_part[part] for part in ("z", "x", "B", "C", "dt") if part in by_part]
+        assert len(joined) == len(how.sizes) and torch.cat(joined).equal(tensor)
 
 
 # -- context parallelism --------------------------------------------------------------------------------------------
