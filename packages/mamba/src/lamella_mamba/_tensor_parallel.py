@@ -42,9 +42,7 @@ def annotate(model: nn.Module) -> dict[str, Split | None]:
     by_class = dict(_by_class(model))
     found: dict[str, Split | None] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for own_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = _join(prefix, own_name)
             known = by_class.get(name) or _of_linear(module, own_name)
             how = _by_marks(name, parameter, known) or known or (_REPLICATED if _is_norm(module) else None)
