@@ -19,7 +19,7 @@ class Row:
         class_name: Of the class, or of one that the class derives from.
         is_unit: Whether a module is a sharding unit.
         reads: Children with parameters that the module reads without calling the child, on any path: fused kernels,
-            plain torch, generation. A read of the dtype counts.
+            plain torch, generation. A read of the dtype counts, unless it is for a cache of generation alone.
         is_shared: Whether several modules of the class can hold the same Parameters.
         attributes: Of the module, where two libraries have a class of the same name.
     """
