@@ -1,4 +1,4 @@
-"""megatron-core on CPU ranks: its GPU calls answered by the CPU, and a model small enough for a test."""
+"""megatron-core on CPU ranks: its GPU calls answered by the CPU, and models small enough for a test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
-VOCAB_SIZE, LENGTH = 64, 16
+VOCAB_SIZE, LENGTH, NUM_EXPERTS = 64, 16, 4
+
+# Fields of `TransformerConfig` for models with experts, and with Mamba layers.
+EXPERTS = {
+    "num_moe_experts": NUM_EXPERTS,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.0,
+    "ffn_hidden_size": 24,
+    "moe_grouped_gemm": False,
+}
+MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_num_heads": 8}
 
 
 class _NoStream:
@@ -34,13 +47,17 @@ class _NoStream:
 def megatron_on_cpu() -> Iterator[None]:
     """Import megatron-core, and run its models on CPU ranks while the context lasts: forks inherit it.
 
-    Tensors asked for on CUDA are made on the CPU, streams do nothing, random states of devices are not kept apart, and
-    an all-to-all takes sizes as tensors, as NCCL's does.
+    Tensors asked for on CUDA are made on the CPU, streams do nothing, and random states of devices are not kept apart.
+    Collectives take parts of different sizes, and sizes as tensors, as NCCL's do. Norms are torch's, with sequence
+    parallelism's mark. Mamba layers scan by torch's own operators, step by step.
     """
     with warnings.catch_warnings():
         # It warns about each fused library that is not installed, and imports what torch has deprecated.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+        hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+        norms = importlib.import_module("megatron.core.transformer.torch_norm")
         random = importlib.import_module("megatron.core.tensor_parallel.random")
     with contextlib.ExitStack() as stack:
 
@@ -52,11 +69,15 @@ def megatron_on_cpu() -> Iterator[None]:
         put(torch.cuda, current_stream=lambda *_: _NoStream(), stream=lambda _: contextlib.nullcontext())
         put(torch.cuda, current_device=lambda: torch.device("cpu"))
         put(torch.Tensor, cuda=lambda self, *_, **__: self, record_stream=lambda *_: None)
-        put(torch.nn.Module, cuda=lambda self, *_, **__: self)
+        put(nn.Module, cuda=lambda self, *_, **__: self)
         for name in ("zeros", "ones", "empty", "full", "tensor", "arange"):
             put(torch, **{name: _on_cpu(getattr(torch, name))})
         put(dist, all_to_all_single=_with_lists(dist.all_to_all_single))
+        put(dist, all_gather=_gather_any_sizes, reduce_scatter=_reduce_scatter_any_sizes)
         put(random.CudaRNGStatesTracker, fork=lambda *_, **__: contextlib.nullcontext())
+        put(norms.WrappedTorchNorm, __new__=_torchs_norm)
+        put(hybrid, TENorm=norms.WrappedTorchNorm)
+        put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=_scan)
         yield
 
 
@@ -83,6 +104,87 @@ def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return exchanged
 
 
+def _gather_any_sizes(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """`all_gather` of parts whose sizes may differ: a broadcast each."""
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(tensor)
+        dist.broadcast(output, group=group, group_src=rank)
+
+
+def _reduce_scatter_any_sizes(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None) -> None:
+    """`reduce_scatter` of parts whose sizes may differ: an all-reduce each."""
+    for rank, tensor in enumerate(tensors):
+        dist.all_reduce(total := tensor.clone(), group=group)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+
+
+def _torchs_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: object) -> nn.Module:
+    """As `WrappedTorchNorm`, which refuses sequence parallelism; megatron-core's other norms set its mark."""
+    norm = (nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm)(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+class _GroupedRMSNorm(nn.Module):
+    """mamba-ssm's norm of groups of channels, without its gate."""
+
+    def __init__(self, num_channels: int, *, eps: float, group_size: int, **_: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_channels))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.view(*x.shape[:-1], -1, self.group_size)
+        return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
+
+
+def _scan(
+    zxbcdt: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803  # the kernel's name
+    *,
+    D: torch.Tensor,  # noqa: N803
+    headdim: int,
+    ngroups: int,
+    **_: object,
+) -> torch.Tensor:
+    """The fused kernel's result, step by step: a causal convolution, a state-space model and a gate.
+
+    Args:
+        zxbcdt: (batch, length, heads * headdim + len(weight) + heads).
+        weight: (channels, width) of the convolution; channels are heads * headdim, and B and C of each group.
+        bias: (channels,).
+        dt_bias: (heads,).
+        A: (heads,).
+        D: (heads,).
+        headdim: Channels of one head.
+        ngroups: Number of groups of heads with B and C in common.
+
+    Returns:
+        (batch, length, heads * headdim).
+    """
+    num_heads, inner = len(A), len(A) * headdim
+    gate, rest, dt = zxbcdt.split([inner, len(weight), num_heads], dim=-1)  # type: ignore[no-untyped-call]
+    padded = F.pad(rest.transpose(1, 2), (weight.shape[1] - 1, 0))
+    mixed = F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
+    lengths = mixed.shape[:2]
+    x = mixed[..., :inner].reshape(*lengths, num_heads, headdim)
+    b_and_c = mixed[..., inner:].reshape(*lengths, 2, ngroups, -1).repeat_interleave(num_heads // ngroups, dim=3)
+    dt = F.softplus(dt + dt_bias)
+    state, outputs = torch.zeros(()), []
+    for x_t, bc_t, dt_t in zip(x.unbind(1), b_and_c.unbind(1), dt.unbind(1), strict=True):
+        b_t, c_t = bc_t.unbind(1)
+        added = (dt_t[..., None] * x_t)[..., None] * b_t[:, :, None]
+        state = state * (dt_t * A).exp()[..., None, None] + added
+        outputs.append((state * c_t[:, :, None]).sum(-1) + D[:, None] * x_t)
+    return torch.stack(outputs, dim=1).flatten(2) * F.silu(gate)
+
+
 def tiny_config(**changes: Any) -> Any:
     """A `TransformerConfig` of two small layers without dropout; keywords change or add fields."""
     config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
@@ -98,19 +200,72 @@ def tiny_config(**changes: Any) -> Any:
     return config(**{**fields, **changes})
 
 
-def tiny_gpt(config: Any, **changes: Any) -> torch.nn.Module:
+def tiny_gpt(config: Any, **changes: Any) -> nn.Module:
     """A GPTModel of torch's own operators; keywords go to its constructor."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     model: Any = importlib.import_module("megatron.core.models.gpt").GPTModel
     spec = specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     fields = {"transformer_layer_spec": spec, "vocab_size": VOCAB_SIZE, "max_sequence_length": LENGTH}
-    made: torch.nn.Module = model(config=config, **{**fields, **changes})
+    made: nn.Module = model(config=config, **{**fields, **changes})
     return made
 
 
-def token_losses(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The loss of each next token: (batch, LENGTH) for a batch of (batch, LENGTH + 1) tokens."""
-    positions = torch.arange(LENGTH).expand(len(batch), -1)
+def tiny_hybrid(config: Any, pattern: str, **changes: Any) -> nn.Module:
+    """A HybridModel of torch's own operators, of layers `M`, `*`, `-` and `E`; keywords go to its constructor."""
+    model: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
+    fields = {"vocab_size": VOCAB_SIZE, "max_sequence_length": LENGTH, "hybrid_layer_pattern": pattern}
+    made: nn.Module = model(config=config, hybrid_stack_spec=_hybrid_spec(), **{**fields, **changes})
+    return made
+
+
+def _hybrid_spec() -> Any:
+    """The specs of `hybrid_layer_specs`, with torch's operators in place of Transformer Engine's."""
+
+    def core(module: str) -> Any:
+        return importlib.import_module(f"megatron.core.{module}")
+
+    gpt, hybrid, mamba = core("models.gpt.gpt_layer_specs"), core("models.hybrid.hybrid_block"), core("ssm.mamba_layer")
+    mixer, layers, parallel = core("ssm.mamba_mixer"), core("transformer.transformer_layer"), core("tensor_parallel")
+    spec, norm = core("transformer.spec_utils").ModuleSpec, core("transformer.torch_norm").WrappedTorchNorm
+    add = core("fusions.fused_bias_dropout").get_bias_dropout_add
+    dense = gpt.get_gpt_layer_local_submodules()
+    experts = gpt.get_gpt_layer_local_submodules(num_experts=NUM_EXPERTS)
+    linears = {"in_proj": parallel.ColumnParallelLinear, "out_proj": parallel.RowParallelLinear}
+
+    def layer(kind: Any, **submodules: Any) -> Any:
+        return spec(module=kind, submodules=layers.TransformerLayerSubmodules(**submodules))
+
+    def with_mlp(kind: Any, mlp: Any) -> Any:
+        return layer(kind, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add)
+
+    attention = {"input_layernorm": norm, "self_attention": dense.self_attention, "self_attn_bda": add}
+    scan = spec(module=mixer.MambaMixer, submodules=mixer.MambaMixerSubmodules(**linears))
+    return spec(
+        module=hybrid.HybridStack,
+        submodules=hybrid.HybridStackSubmodules(
+            mamba_layer=spec(
+                module=mamba.MambaLayer,
+                submodules=mamba.MambaLayerSubmodules(norm=norm, mixer=scan, mamba_bda=add),
+            ),
+            attention_layer=layer(layers.TransformerLayer, **attention),
+            mlp_layer=with_mlp(core("ssm.mlp_layer").MLPLayer, dense.mlp),
+            moe_layer=with_mlp(layers.MoETransformerLayer, experts.mlp),
+        ),
+    )
+
+
+def token_losses(model: nn.Module, batch: torch.Tensor, *, cp_rank: int = 0, cp_size: int = 1) -> torch.Tensor:
+    """The loss of each next token: (batch, LENGTH / cp_size) for a batch of (batch, LENGTH + 1) tokens.
+
+    Args:
+        model: Of `tiny_gpt` or `tiny_hybrid`.
+        batch: The same on all context-parallel ranks.
+        cp_rank: Of the tokens, of which a context-parallel rank has one part from the start and one from the end.
+        cp_size: Number of context-parallel ranks.
+    """
+    parts = torch.arange(LENGTH).chunk(2 * cp_size)
+    positions = torch.cat([parts[cp_rank], parts[-1 - cp_rank]])
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    losses: torch.Tensor = model(batch[:, :-1], positions, mask, labels=batch[:, 1:])
+    tokens, labels = batch[:, :-1][:, positions], batch[:, 1:][:, positions]
+    losses: torch.Tensor = model(tokens, positions.expand(len(batch), -1), mask, labels=labels)
     return losses

@@ -1,0 +1,278 @@
+"""Training of a megatron-core model over tensor-, expert-, context- and data-parallel ranks against training on one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from lamella_testing._ranks import run_ranks
+from lamella_testing.megatron import (
+    EXPERTS,
+    LENGTH,
+    MAMBA,
+    NUM_EXPERTS,
+    VOCAB_SIZE,
+    tiny_config,
+    tiny_gpt,
+    tiny_hybrid,
+    token_losses,
+)
+
+BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+_GATED = {"gated_linear_unit": True, "activation_func": F.silu}
+_LEARNING_RATE = 0.2
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Numbers of ranks along megatron-core's axes.
+
+    Attributes:
+        num_ranks: Of the world.
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks.
+        expert_tp: Tensor-parallel ranks of experts; None: `tp`.
+        cp: Context-parallel ranks.
+        instances: Instances of the distributed optimizer, replicas of each other.
+    """
+
+    num_ranks: int = 4
+    tp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    cp: int = 1
+    instances: int = 1
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tp, "ep": self.ep, "etp": self.expert_tp or self.tp, "cp": self.cp, "hsdp": self.instances}
+        usual = {"etp": self.tp}
+        return "-".join([f"{self.num_ranks} ranks", *(f"{k} {n}" for k, n in sizes.items() if n != usual.get(k, 1))])
+
+    def initialize(self) -> None:
+        """Make the groups of `parallel_state`. Effects: collective over the world."""
+        importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(
+            tensor_model_parallel_size=self.tp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.expert_tp,
+            context_parallel_size=self.cp,
+            num_distributed_optimizer_instances=self.instances,
+        )
+
+
+def has_experts(kind: str) -> bool:
+    """Whether the models of a kind have experts."""
+    return kind == "moe" or "E" in kind
+
+
+def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
+    """A small model of two to four layers, the same weights on every rank but for its parts of them.
+
+    Args:
+        kind: `gpt`, `moe`, `tied` (embedding and output layer), `mtp` (a multi-token prediction layer), or a
+            HybridModel's pattern.
+        layout: The groups to make, before the model.
+        changes: Fields of the `TransformerConfig`.
+
+    Effects: collective over the world.
+    """
+    layout.initialize()
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "context_parallel_size": layout.cp,
+        # megatron-core refuses to train tensor-parallel experts without it.
+        "sequence_parallel": has_experts(kind) and layout.tp > 1,
+        **(EXPERTS if has_experts(kind) else {}),
+        **_GATED,
+        **changes,
+    }
+    if kind == "gpt":
+        return tiny_gpt(tiny_config(**{"num_query_groups": 2, "add_bias_linear": True, **fields}))
+    if kind == "moe":
+        return tiny_gpt(tiny_config(**fields))
+    if kind == "tied":
+        return tiny_gpt(tiny_config(**fields), share_embeddings_and_output_weights=True)
+    if kind == "mtp":
+        return _with_prediction(tiny_config(mtp_num_layers=1, **fields))
+    return tiny_hybrid(tiny_config(num_layers=len(kind), **{**MAMBA, **fields}), kind)
+
+
+def _with_prediction(config: Any) -> nn.Module:
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    layer = specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    return tiny_gpt(config, mtp_block_spec=specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False))
+
+
+def own_part(name: str, parameter: torch.Tensor, whole: Weights) -> torch.Tensor:
+    """This rank's part of one rank's parameter: its expert, and its tensor-parallel slice.
+
+    Args:
+        name: Of the parameter on this rank.
+        parameter: With megatron-core's marks.
+        whole: All parameters of the model on one rank.
+    """
+    state = importlib.import_module("megatron.core.parallel_state")
+    first = NUM_EXPERTS // state.get_expert_model_parallel_world_size() * state.get_expert_model_parallel_rank()
+    found = whole[re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)]
+    if getattr(parameter, "tensor_model_parallel", False):
+        group = _tensor_group(name)
+        found = _slice(found, parameter, group.size(), group.rank())
+    assert found.shape == parameter.shape, name
+    return found
+
+
+def _slice(whole: torch.Tensor, parameter: Any, num: int, rank: int) -> torch.Tensor:
+    """A tensor-parallel rank's part: of each block (gate and up, or the inputs of a Mamba mixer) the rank's share."""
+    dim = parameter.partition_dim
+    stride = getattr(parameter, "partition_stride", 1)
+    shares = getattr(parameter, "partition_sizes", None) or [whole.shape[dim] // (num * stride)] * stride
+    blocks = torch.split(whole, [share * num for share in shares], dim)
+    return torch.cat([block.chunk(num, dim)[rank] for block in blocks], dim)
+
+
+def _tensor_group(name: str) -> dist.ProcessGroup:
+    state = importlib.import_module("megatron.core.parallel_state")
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    groups = state.get_tensor_model_parallel_group(), state.get_expert_tensor_parallel_group()
+    return groups[".experts." in name]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Training on one rank: each parameter before and after, and each step's loss and gradient norm."""
+
+    before: Weights
+    after: Weights
+    losses: list[float]
+    norms: list[float]
+
+
+@cache
+def trained_on_one_rank(kind: str, num_steps: int = 3) -> Trained:
+    """Train a model of a kind on the whole batch, on one rank. Effects: forks a rank (gloo), once a kind."""
+
+    def on_one_rank() -> Trained:
+        model = make_model(kind, Layout(num_ranks=1))
+        before = _weights(model)
+        losses, norms = _train(model, BATCH, num_steps)
+        return Trained(before, _weights(model), losses, norms)
+
+    [found] = run_ranks(on_one_rank, 1)
+    assert found.losses[-1] < found.losses[0] - 0.05, f"nothing was learned: {found.losses}"
+    return found
+
+
+def _weights(model: nn.Module) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _train(model: nn.Module, rows: torch.Tensor, num_steps: int) -> tuple[list[float], list[float]]:
+    """Each step's loss and gradient norm, of all ranks together.
+
+    By SGD: AdamW would hide a gradient that is too large by a factor.
+    """
+    state = importlib.import_module("megatron.core.parallel_state")
+    everyone = state.get_data_parallel_group(with_context_parallel=True)
+    place = {"cp_rank": state.get_context_parallel_rank(), "cp_size": state.get_context_parallel_world_size()}
+    optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE), [], []
+    for _ in range(num_steps):
+        loss = token_losses(model, rows, **place).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        _sum_over_sequence(model)
+        norms.append(_gradient_norm(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean := loss.detach() / everyone.size(), group=everyone)
+        losses.append(mean.item())
+    return losses, norms
+
+
+def _sum_over_sequence(model: nn.Module) -> None:
+    """Add up gradients from the tensor-parallel ranks' parts of the sequence, as `finalize_model_grads` does."""
+    for _, parameter, gradient in _gradients(model):
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=_tensor_group(""))
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    """The norm of the whole model's gradient: each part is counted on one of the ranks that hold it."""
+    total = torch.zeros(())
+    for name, parameter, gradient in _gradients(model):
+        is_part = getattr(parameter, "tensor_model_parallel", False)
+        if (is_part or _tensor_group(name).rank() == 0) and _is_first_replica(parameter):
+            total += gradient.square().sum()
+    dist.all_reduce(total)
+    return total.sqrt().item()
+
+
+def _is_first_replica(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(
+        at == 0 for at, kind in zip(coordinate, parameter.placements, strict=True) if isinstance(kind, Replicate)
+    )
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, name
+        yield name, parameter, gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def assert_trains_as_on_one_rank(
+    kind: str, layout: Layout, shard: Callable[[nn.Module], object], *, tolerance: float = 1e-6
+) -> None:
+    """Assert equal training by the ranks of a layout, with a share of the batch each, and by one rank with all of it.
+
+    Args:
+        kind: Of `make_model`.
+        layout: Of the ranks.
+        shard: Shards the model in place.
+        tolerance: Absolute and relative, of losses, gradient norms and weights.
+
+    Raises:
+        AssertionError: They differ; or a parameter is not sharded.
+
+    Effects: forks ranks (gloo), and once a kind a single rank.
+    """
+    expected = trained_on_one_rank(kind)
+    assert_close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+
+    def on_each_rank() -> None:
+        state = importlib.import_module("megatron.core.parallel_state")
+        model = make_model(kind, layout)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(own_part(name, parameter, expected.before))
+        wanted = {name: own_part(name, each, expected.after) for name, each in model.named_parameters()}
+        shard(model)
+        rows = BATCH.chunk(state.get_data_parallel_world_size())[state.get_data_parallel_rank()]
+        losses, norms = _train(model, rows, len(expected.losses))
+        assert_close(losses, expected.losses)
+        assert_close(norms, expected.norms)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert_close(parameter.full_tensor(), wanted[name], msg=partial(_headed, name))
+
+    run_ranks(on_each_rank, layout.num_ranks)
+
+
+def _headed(name: str, message: str) -> str:
+    return f"{name}: {message}"
