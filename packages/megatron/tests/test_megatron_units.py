@@ -2,18 +2,22 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from torch import nn
 
-from lamella_megatron import sharding_units
+from lamella_megatron import fully_shard_model, sharding_units
 
 
-def test_without_megatron_core_one_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", [sharding_units, fully_shard_model])
+def test_without_megatron_core_one_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[nn.Module], object]
+) -> None:
     for name in ["megatron", *(name for name in sys.modules if name.startswith("megatron."))]:
         monkeypatch.setitem(sys.modules, name, None)  # As Python marks what cannot be imported.
     with pytest.raises(ImportError, match=r"Expected megatron-core .* uv pip install './packages/megatron\[mcore\]'"):
-        sharding_units(nn.Linear(2, 2))
+        function(nn.Linear(2, 2))
 
 
 def test_importing_the_adapter_does_not_import_megatron_core() -> None:

@@ -5,6 +5,9 @@
     tensor_model_parallel                      one tensor-parallel rank: its own part   `dp_cp`
     allreduce=False, or below `.experts.`      the ranks with the same experts          `expt_dp`
 
+With several instances of the distributed optimizer, `dp_cp` is (`inter_dist_opt`, `intra_dp_cp`) and `expt_dp` is
+(`inter_dist_opt`, `intra_expt_dp`): replicated over the first axis, sharded over the second.
+
 An expert's gradient is a sum over tokens of all `dp_cp` ranks, brought by the all-to-all: the divisor of all gradients
 is the size of `dp_cp`. An average over `expt_dp` would be too large by the number of expert-parallel ranks.
 """
@@ -16,21 +19,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine.extending import MeshInfo
+
+_DATA_GROUPS = ["dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "inter_dist_opt"]
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """Data-parallel meshes of a megatron-core model.
+    """Data-parallel meshes of a megatron-core model: 1-D, or 2-D with several instances of the distributed optimizer.
 
     Attributes:
         dense: Over `dp_cp`.
-        experts: Over `expt_dp`; None for a model without expert-parallel parameters.
+        experts: Over `expt_dp`, the same object as `dense` where both have the same ranks; None for a model without
+            expert-parallel parameters.
     """
 
     dense: DeviceMesh
@@ -45,37 +52,70 @@ class Meshes:
             device_type: Of the model's parameters in compute.
 
         Raises:
-            ValueError: `dp_cp` is missing: the groups cannot be known.
+            ValueError: `dp_cp` is missing: the groups cannot be known. Or a group of one instance of the distributed
+                optimizer is missing, or does not divide the group of all instances.
         """
         groups = _groups_of_parallel_state() if groups is None else groups
-        dense, experts = getattr(groups, "dp_cp", None), getattr(groups, "expt_dp", None)
+        dense, experts = (_mesh(groups, name, device_type) for name in ("dp_cp", "expt_dp"))
         if dense is None:
             raise ValueError(
                 "Expected `groups` with the process group `dp_cp`, got none. Call "
                 "parallel_state.initialize_model_parallel() first, or pass a ProcessGroupCollection that has it."
             )
-        return cls(_mesh(dense, device_type), None if experts is None else _mesh(experts, device_type))
+        if experts is not None and torch.equal(experts.mesh, dense.mesh):
+            experts = dense  # one collective a unit, not two
+        return cls(dense, experts)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model whose expert parameters have no group.
+        """Refuse a model whose parameters the meshes cannot place.
 
         Raises:
-            ValueError: The first expert parameter's name is in the message.
+            ValueError: A parameter is a DTensor, or a part of megatron-core's generalized tensor parallelism; expert
+                parameters have no group; or the ranks of a group hold different parts of the model.
         """
-        if self.experts is None and (name := next(expert_parameters(model), None)) is not None:
+        for name, parameter in model.named_parameters():
+            _check_whole(name, parameter)
+        _check_disjoint(model, "dp_cp", self.dense, ("tp", "pp"))
+        expert = next(expert_parameters(model), None)
+        if expert is None:
+            return
+        if self.experts is None:
             raise ValueError(
-                f"Expected `groups` with the process group `expt_dp`, over which {name!r} is sharded, got none. Pass "
+                f"Expected `groups` with the process group `expt_dp`, over which {expert!r} is sharded, got none. Pass "
                 "the ProcessGroupCollection that the model was built with."
+            )
+        _check_disjoint(model, "expt_dp", self.experts, ("ep", "expt_tp", "pp"))
+        self._check_sizes(model)
+
+    def _check_sizes(self, model: nn.Module) -> None:
+        """Hold the sizes of `dp_cp` and `expt_dp` against each other: both times their model-parallel ranks."""
+        assert self.experts is not None
+        tp, ep, expt_tp = (_size(model, name) for name in ("tp", "ep", "expt_tp"))
+        if self.dense.size() * tp != self.experts.size() * ep * expt_tp:
+            raise ValueError(
+                f"Expected `dp_cp` times the model's `tp` to be as many ranks as `expt_dp` times its `ep` and "
+                f"`expt_tp`, got {self.dense.size()} * {tp} and {self.experts.size()} * {ep} * {expt_tp}. Pass the "
+                "ProcessGroupCollection that the model was built with."
+            )
+        if self.dense.ndim != self.experts.ndim:
+            raise ValueError(
+                f"Expected `groups` with `intra_dp_cp` and `intra_expt_dp`, the ranks of one instance of the "
+                f"distributed optimizer, got only one of the two: `dp_cp` makes a mesh of {self.dense.ndim} axes, "
+                f"`expt_dp` one of {self.experts.ndim}. Pass both groups, or neither."
             )
 
 
 @dataclass
 class _MeshInfo:
-    """FSDP2's `FSDPMeshInfo`, as `fully_shard` reads it."""
+    """FSDP2's `FSDPMeshInfo` or `HSDPMeshInfo`, as `fully_shard` reads it."""
 
     mesh: DeviceMesh
-    shard_mesh_dim: int | None = 0
-    replicate_mesh_dim: int | None = None
+    shard_mesh_dim: int | None
+    replicate_mesh_dim: int | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> _MeshInfo:
+        return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
 
 
 @dataclass
@@ -96,9 +136,10 @@ class Placement:
 
     def __init__(self, model: nn.Module, meshes: Meshes) -> None:
         meshes.check(model)
+        apart = meshes.experts is not None and meshes.experts is not meshes.dense
         parameters = dict(model.named_parameters())
-        self._experts = {id(parameters[name]) for name in expert_parameters(model)}
-        self._info = None if meshes.experts is None else _MeshInfo(meshes.experts)
+        self._experts = {id(parameters[name]) for name in expert_parameters(model)} if apart else set()
+        self._info = None if meshes.experts is None else _MeshInfo.of(meshes.experts)
 
     def __call__(self, parameter: nn.Parameter) -> _OnMesh | None:
         """The mesh of one parameter; None is the unit's own."""
@@ -119,27 +160,102 @@ def expert_parameters(model: nn.Module) -> Iterator[str]:
 
 def differs_between_ranks(model: nn.Module) -> str | None:
     """The name of a parameter of which the ranks of the world hold different parts, or None."""
-    splits = _tensor_parallel_size(model) > 1  # megatron-core marks parameters on a single tensor-parallel rank too
+    splits = _size(model, "tp") > 1, _size(model, "expt_tp") > 1
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "allreduce", True) is False or (
-            splits and getattr(parameter, "tensor_model_parallel", False)
-        ):
+        if getattr(parameter, "allreduce", True) is False:
+            return name
+        # megatron-core marks parameters on a single tensor-parallel rank too.
+        if getattr(parameter, "tensor_model_parallel", False) and splits[".experts." in name]:
             return name
     return None
 
 
-def _tensor_parallel_size(model: nn.Module) -> int:
-    group = getattr(getattr(model, "pg_collection", None), "tp", None)
-    if group is not None:
-        return int(group.size())
-    state = importlib.import_module("megatron.core.parallel_state")
-    return int(state.get_tensor_model_parallel_world_size()) if state.is_initialized() else 1
+def _check_whole(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter that is in parts which the marks do not tell."""
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"Expected parameters that are plain tensors, got {name!r}, a DTensor {parameter.placements} already. Call "
+            "fully_shard_model once, on a model that nothing else has sharded."
+        )
+    if getattr(parameter, "is_gtp_weight_remat", False):
+        raise ValueError(
+            f"Expected parameters without generalized tensor parallelism, got {name!r} with the mark "
+            "`is_gtp_weight_remat`: megatron-core gathers it itself. Build the model with one GTP rank; fully_shard "
+            "gathers in its place."
+        )
+
+
+def _check_disjoint(model: nn.Module, name: str, mesh: DeviceMesh, others: tuple[str, ...]) -> None:
+    """Refuse a data-parallel group with a rank that holds another part of the model than this rank."""
+    shared = set(mesh.mesh.flatten().tolist())
+    for other in others:
+        group = _group(model, other)
+        if group is not None and len(both := sorted(shared.intersection(dist.get_process_group_ranks(group)))) > 1:
+            raise ValueError(
+                f"Expected `{name}` to have the ranks that hold the same parameters, got ranks {both}, which hold "
+                f"different ones: the model's group `{other}` has them too. Pass the ProcessGroupCollection that the "
+                "model was built with."
+            )
+
+
+def _size(model: nn.Module, name: str) -> int:
+    """Number of ranks of one of the model's groups: 1 without the group."""
+    group = _group(model, name)
+    return 1 if group is None else int(group.size())
+
+
+def _group(model: nn.Module, name: str) -> dist.ProcessGroup | None:
+    """A model-parallel group that the model was built with, or that of `parallel_state`, or None."""
+    built_with = (getattr(module, "pg_collection", None) for module in model.modules())
+    groups = next((each for each in built_with if each is not None), None)
+    found: dist.ProcessGroup | None = getattr(groups, name, None)
+    if found is None and importlib.import_module("megatron.core.parallel_state").is_initialized():
+        found = getattr(_process_groups([name]), name)
+    return found
 
 
 def _groups_of_parallel_state() -> Any:
+    """The data-parallel groups of `parallel_state`; before its initialization a collection without groups."""
+    is_initialized = importlib.import_module("megatron.core.parallel_state").is_initialized()
+    return _process_groups(_DATA_GROUPS if is_initialized else [])
+
+
+def _process_groups(names: list[str]) -> Any:
     config = importlib.import_module("megatron.core.process_groups_config")
-    return config.ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "expt_dp"])
+    return config.ProcessGroupCollection.use_mpu_process_groups(names)
 
 
-def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device_type)
+def _mesh(groups: Any, name: str, device_type: str) -> DeviceMesh | None:
+    """The mesh over a data-parallel group: 2-D if its ranks make several instances of the distributed optimizer."""
+    whole, inner = getattr(groups, name, None), getattr(groups, f"intra_{name}", None)
+    if whole is None:
+        return None
+    if inner is None or inner.size() == whole.size():
+        return DeviceMesh.from_group(whole, device_type)
+    outer = getattr(groups, "inter_dist_opt", None)
+    if outer is None:
+        raise ValueError(
+            f"Expected `groups` with the process group `inter_dist_opt`, as `intra_{name}` has {inner.size()} of the "
+            f"{whole.size()} ranks of `{name}`, got none. Pass the ProcessGroupCollection that the model was built "
+            "with."
+        )
+    grid = _instances(name, *(dist.get_process_group_ranks(group) for group in (whole, inner, outer)))
+    return DeviceMesh.from_group([outer, inner], device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+def _instances(name: str, whole: list[int], inner: list[int], outer: list[int]) -> torch.Tensor:
+    """The ranks of a data-parallel group, (num_instances, ranks of one instance).
+
+    Raises:
+        ValueError: This rank's groups are not a row and a column of consecutive ranks in rows.
+    """
+    num = len(inner)
+    place = whole.index(dist.get_rank())
+    row, column = whole[place // num * num :][:num], whole[place % num :: num]
+    if len(whole) % num or (inner, outer) != (row, column):
+        raise ValueError(
+            f"Expected `intra_{name}` and `inter_dist_opt` to divide `{name}`, of ranks {whole}, into instances of "
+            f"consecutive ranks, got ranks {inner} and {outer}. Pass the ProcessGroupCollection that the model was "
+            "built with."
+        )
+    return torch.tensor(whole).view(-1, num)

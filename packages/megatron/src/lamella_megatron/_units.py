@@ -1,6 +1,7 @@
 """The units of megatron-core models. megatron-core is imported when a function is called."""
 
 import importlib
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -9,6 +10,7 @@ from lamella_megatron._placement import differs_between_ranks
 _UNIT_CLASSES = {
     "TransformerLayer": "megatron.core.transformer.transformer_layer",
     "MambaLayer": "megatron.core.ssm.mamba_layer",
+    "MultiTokenPredictionLayer": "megatron.core.transformer.multi_token_prediction",
 }
 
 
@@ -16,14 +18,15 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a megatron-core model (GPTModel, MambaModel, HybridModel), to shard in order.
 
     Layers are the smallest correct units: the mixer of a Mamba layer passes the convolution's weight to a fused kernel
-    without calling the convolution, and would read a shard of a convolution sharded by itself.
+    without calling the convolution, and would read a shard of a convolution sharded by itself. A multi-token prediction
+    layer follows the layers inside it, and its unit holds its norms and its projection.
 
     Shard the layers, then the model itself, whose unit holds the embedding, the last norm and the output layer. For
     models whose ranks hold different parameters (tensor or expert parallel) call `fully_shard_model`.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The model has no TransformerLayer or MambaLayer; or its parameters differ between ranks.
+        ValueError: The model has no layers; or its parameters differ between ranks.
     """
     layers = layers_of(model)
     if (name := differs_between_ranks(model)) is not None:
@@ -36,19 +39,25 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a megatron-core model.
+    """The layers of a megatron-core model; a layer inside another one comes first.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The model has no TransformerLayer or MambaLayer.
+        ValueError: The model has no layers.
     """
-    classes = _unit_classes()
-    layers = [module for module in model.modules() if isinstance(module, classes)]
+    layers = list(dict.fromkeys(_inner_first(model, _unit_classes())))
     if not layers:
         raise ValueError(
             f"Expected a megatron-core model with layers {sorted(_UNIT_CLASSES)}, got {type(model).__name__}."
         )
     return layers
+
+
+def _inner_first(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _inner_first(child, classes)
+    if isinstance(module, classes):
+        yield module
 
 
 def _unit_classes() -> tuple[type[nn.Module], ...]:

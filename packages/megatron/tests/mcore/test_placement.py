@@ -1,25 +1,20 @@
-"""Tensor- and expert-parallel models train as the model of one rank does: each parameter over its own ranks."""
+"""Each parameter lies over its own ranks; groups that do not fit the model are refused before anything changes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lamella_engine import DDP, ZERO1, ZERO2, FSDPModule, ShardingOptions
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO3, FSDPModule, ShardingOptions
 from lamella_megatron import fully_shard_model, sharding_units
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
-
-BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-NUM_EXPERTS = 4
-Weights = dict[str, torch.Tensor]
+from lamella_testing.megatron import megatron_on_cpu
+from lamella_testing.megatron_parity import Layout, assert_trains_as_on_one_rank, make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::Warning:megatron"),  # It warns about defaults of its own,
@@ -33,152 +28,196 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def _make(*, tp: int = 1, ep: int = 1, moe: bool = False, **changes: Any) -> nn.Module:
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
-    experts = {
-        "num_moe_experts": NUM_EXPERTS,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 0.0,
-        "ffn_hidden_size": 24,
-        "moe_grouped_gemm": False,
-    }
-    torch.manual_seed(0)
-    config = tiny_config(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, **(experts if moe else {}), **changes
-    )
-    return tiny_gpt(config)
+# -- corners that the matrix leaves out ----------------------------------------------------------------------------
 
 
-def _train(model: nn.Module, rows: torch.Tensor, num_steps: int = 3) -> list[float]:
-    """SGD: AdamW would hide a gradient that is too large by a factor."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for _ in range(num_steps):
-        loss = token_losses(model, rows).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+@pytest.mark.parametrize(
+    ("kind", "layout", "placements"),
+    [
+        pytest.param("gpt", Layout(num_ranks=2, tp=2), None, id="each rank has its own part"),
+        pytest.param("moe", Layout(ep=4), None, id="an expert a rank"),
+        pytest.param("moe", Layout(ep=2), DDP, id="experts, not sharded"),
+        pytest.param("moe", Layout(ep=2, instances=2), (HSDP, ZERO1), id="experts, reduced over instances at last"),
+        pytest.param("moe", Layout(expert_tp=2, instances=2), (HFSDP, ZERO3), id="main weights over instances"),
+    ],
+)
+def test_a_model_trains_as_on_one_rank(kind: str, layout: Layout, placements: Any) -> None:
+    options = ShardingOptions(placements=placements)
+    assert_trains_as_on_one_rank(kind, layout, lambda model: fully_shard_model(model, options=options))
 
 
-def _reference(*, moe: bool) -> tuple[Weights, Weights, list[float]]:
-    """Weights of one rank's model before and after training on the whole batch, and the losses."""
+# -- meshes ----------------------------------------------------------------------------------------------------------
 
-    def on_one_rank() -> tuple[Weights, Weights, list[float]]:
-        model = _make(moe=moe)
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        losses = _train(model, BATCH)
-        return before, {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+
+def _ranks_of(model: nn.Module) -> dict[str, tuple[Any, tuple[object, ...]]]:
+    """For dense parameters and for experts: the mesh, and the placements on it."""
+    found: dict[str, tuple[Any, tuple[object, ...]]] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        kind = "experts" if ".experts." in name else "dense"
+        lies = parameter.device_mesh.mesh.tolist(), parameter.placements
+        assert found.setdefault(kind, lies) == lies, name
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "dense", "experts"),
+    [
+        (Layout(ep=2), [0, 1, 2, 3], [0, 2]),
+        (Layout(tp=2), [0, 2], [0, 2]),
+        (Layout(tp=2, expert_tp=1), [0, 2], [0, 1, 2, 3]),
+        (Layout(expert_tp=2), [0, 1, 2, 3], [0, 2]),
+        (Layout(cp=2, ep=2), [0, 1, 2, 3], [0, 2]),
+        (Layout(instances=2), [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+        (Layout(ep=2, instances=2), [[0, 1], [2, 3]], [[0], [2]]),
+        (Layout(tp=2, expert_tp=1, instances=2), [[0], [2]], [[0, 1], [2, 3]]),
+    ],
+    ids=str,
+)
+def test_parameters_lie_on_the_ranks_that_hold_them(layout: Layout, dense: Any, experts: Any) -> None:
+    def on_each_rank() -> Any:
+        return _ranks_of(fully_shard_model(make_model("ME", layout)))
+
+    found = run_ranks(on_each_rank, 4)[0]
+    lies = (Replicate(), Shard(0)) if layout.instances == 2 else (Shard(0),)
+    assert found == {"dense": (dense, lies), "experts": (experts, lies)}
+
+
+def test_experts_on_the_ranks_of_dense_parameters_share_their_collectives() -> None:
+    def on_each_rank() -> set[int]:
+        model = fully_shard_model(make_model("moe", Layout(num_ranks=2)))
+        return {id(parameter.device_mesh) for parameter in model.parameters()}  # type: ignore[attr-defined]
+
+    assert [len(meshes) for meshes in run_ranks(on_each_rank, 2)] == [1, 1]
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+
+
+def _units(kind: str) -> list[str]:
+    def on_one_rank() -> list[str]:
+        model = make_model(kind, Layout(num_ranks=1))
+        order = [type(unit).__name__ for unit in sharding_units(model)]
+        fully_shard_model(model)
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        assert len(units) == len(order) + 1, "the layers, and the model"
+        return order
 
     [found] = run_ranks(on_one_rank, 1)
     return found
 
 
-def _own_part(name: str, parameter: nn.Parameter, whole: Weights) -> torch.Tensor:
-    """This rank's part of the reference's parameter: its expert, and its tensor-parallel slice."""
-    from megatron.core import parallel_state
-
-    local = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
-    first = local * parallel_state.get_expert_model_parallel_rank()
-    found = whole[re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)]
-    if found.shape != parameter.shape:
-        num, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        found = found.chunk(num, dim=parameter.partition_dim)[rank]  # type: ignore[attr-defined]
-    assert found.shape == parameter.shape, name
-    return found
+def test_units_are_the_layers() -> None:
+    assert _units("M*-E") == ["MambaLayer", "TransformerLayer", "MLPLayer", "MoETransformerLayer"]
 
 
-def _assert_trains_as_one_rank(*, num_ranks: int, tp: int, ep: int, moe: bool, **options: Any) -> None:
-    before, after, losses = _reference(moe=moe)
+def test_a_prediction_layer_is_a_unit_around_its_inner_layer() -> None:
+    assert _units("mtp") == ["TransformerLayer", "TransformerLayer", "TransformerLayer", "MultiTokenPredictionLayer"]
 
-    def on_each_rank() -> list[float]:
-        from megatron.core import parallel_state
 
-        model = _make(tp=tp, ep=ep, moe=moe)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(_own_part(name, parameter, before))
-        wanted = {name: _own_part(name, p, after) for name, p in model.named_parameters()}
-        fully_shard_model(model, **options)
-        num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        got = _train(model, BATCH.chunk(num)[rank])
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            torch.testing.assert_close(parameter.full_tensor(), wanted[name], rtol=1e-5, atol=1e-6, msg=name)
-        mean = torch.tensor(got)
-        dist.all_reduce(mean, op=dist.ReduceOp.SUM, group=parallel_state.get_data_parallel_group())
-        return (mean / num).tolist()  # type: ignore[no-any-return]
-
-    for got in run_ranks(on_each_rank, num_ranks):
-        torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-6)
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "tp", "ep", "moe"),
-    [
-        pytest.param(2, 1, 1, False, id="data parallel"),
-        pytest.param(2, 2, 1, False, id="tensor parallel"),
-        pytest.param(4, 2, 1, False, id="tensor and data parallel"),
-        pytest.param(2, 1, 2, True, id="expert parallel"),
-        pytest.param(4, 1, 2, True, id="expert and data parallel"),
-        pytest.param(4, 1, 4, True, id="an expert a rank"),
-    ],
+    ("kind", "layout"),
+    [("gpt", Layout(tp=2)), ("moe", Layout(ep=2)), ("moe", Layout(expert_tp=2))],
+    ids=["tensor parallel", "expert parallel", "expert tensor parallel"],
 )
-def test_a_model_trains_as_on_one_rank(num_ranks: int, tp: int, ep: int, moe: bool) -> None:
-    _assert_trains_as_one_rank(num_ranks=num_ranks, tp=tp, ep=ep, moe=moe)
-
-
-@pytest.mark.parametrize("stage", [ZERO2, ZERO1, DDP], ids=str)
-def test_experts_train_in_every_stage(stage: Any) -> None:
-    _assert_trains_as_one_rank(num_ranks=4, tp=1, ep=2, moe=True, options=ShardingOptions(placements=stage))
-
-
-def test_experts_lie_on_the_ranks_that_hold_them_and_units_are_the_layers() -> None:
-    def on_each_rank() -> tuple[set[str], set[int], set[int]]:
-        model = fully_shard_model(_make(ep=2, moe=True))
-        units = {type(m).__mro__[1].__name__ for m in model.modules() if isinstance(m, FSDPModule) and m is not model}
-        sizes: dict[bool, set[int]] = {True: set(), False: set()}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            sizes[".experts." in name].add(parameter.device_mesh.size())
-        return (
-            {type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)} | units,
-            sizes[True],
-            sizes[False],
-        )
-
-    for names, experts, dense in run_ranks(on_each_rank, 4):
-        assert any("TransformerLayer" in name for name in names)
-        assert (experts, dense) == ({2}, {4})
-
-
-@pytest.mark.parametrize(("tp", "ep", "moe"), [(2, 1, False), (1, 2, True)])
-def test_units_of_models_whose_ranks_differ_are_refused_by_name(tp: int, ep: int, moe: bool) -> None:
+def test_units_of_models_whose_ranks_differ_are_refused_by_name(kind: str, layout: Layout) -> None:
     def on_each_rank() -> None:
         with pytest.raises(ValueError, match=r"lamella_megatron\.fully_shard_model\(model\)"):
-            sharding_units(_make(tp=tp, ep=ep, moe=moe))
+            sharding_units(make_model(kind, layout))
 
-    run_ranks(on_each_rank, 2)
+    run_ranks(on_each_rank, layout.num_ranks)
 
 
-def test_groups_that_are_missing_are_named() -> None:
+def _group_of(lists: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of some that divide the ranks. Effects: collective over the world."""
+    made: list[tuple[list[int], dist.ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in lists]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)
+
+
+def _assert_refused(kind: str, layout: Layout, message: str, **groups: list[list[int]] | None) -> None:
+    """Some groups are replaced by others, or taken away."""
+
     def on_each_rank() -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        model = _make(ep=2, moe=True)
-        with pytest.raises(ValueError, match="process group `dp_cp`, got none"):
-            fully_shard_model(model, groups=ProcessGroupCollection())
-        dense = ProcessGroupCollection.use_mpu_process_groups(["dp_cp"])
-        with pytest.raises(ValueError, match=r"`expt_dp`, over which '.*experts.*' is sharded"):
-            fully_shard_model(model, groups=dense)
-        with pytest.raises(TypeError, match="got `mesh`"):
-            fully_shard_model(model, mesh=None)
+        model = make_model(kind, layout)
+        given = ProcessGroupCollection.use_mpu_process_groups()
+        for name, lists in groups.items():
+            setattr(given, name, None if lists is None else _group_of(lists))
+        with pytest.raises(ValueError, match=message):
+            fully_shard_model(model, groups=given)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing has changed"
 
-    run_ranks(on_each_rank, 2)
+    run_ranks(on_each_rank, layout.num_ranks)
+
+
+EVERYONE = [[0, 1, 2, 3]]
+HALVES, COMBS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+
+
+def test_groups_that_are_missing_are_named() -> None:
+    instances = Layout(instances=2)
+    _assert_refused("moe", Layout(ep=2), "process group `dp_cp`, got none", dp_cp=None)
+    _assert_refused("moe", Layout(ep=2), r"`expt_dp`, over which '.*experts.*' is sharded, got none", expt_dp=None)
+    _assert_refused("moe", instances, "`inter_dist_opt`, as `intra_dp_cp` has 2 of the 4 ranks", inter_dist_opt=None)
+    _assert_refused("moe", instances, "got only one of the two: `dp_cp` makes a mesh of 2 axes", intra_expt_dp=None)
+
+
+def test_instances_that_do_not_divide_their_group_are_refused() -> None:
+    message = r"to divide `dp_cp`, of ranks \[0, 1, 2, 3\], into instances .* got ranks \[.*\] and \[.*\]"
+    _assert_refused("gpt", Layout(), message, intra_dp_cp=COMBS, inter_dist_opt=HALVES)
+    _assert_refused("gpt", Layout(), message, intra_dp_cp=HALVES, inter_dist_opt=EVERYONE)
+    three = Layout(num_ranks=3)
+    _assert_refused("gpt", three, "to divide `dp_cp`", intra_dp_cp=[[0, 1], [2]], inter_dist_opt=[[0, 1], [2]])
+
+
+def test_groups_of_another_model_are_refused() -> None:
+    message = r"`expt_dp` to have the ranks that hold the same parameters, got ranks \[.*\], .* group `{}` has them"
+    for layout, name in ((Layout(ep=2), "ep"), (Layout(expert_tp=2), "expt_tp")):
+        _assert_refused("moe", layout, message.format(name), expt_dp=EVERYONE, intra_expt_dp=None)
+    message = "`dp_cp` to have .* the model's group `tp` has them too"
+    _assert_refused("gpt", Layout(tp=2), message, dp_cp=EVERYONE, intra_dp_cp=None)
+    alone = [[0], [1], [2], [3]]
+    _assert_refused("moe", Layout(ep=2), r"got 4 \* 1 and 1 \* 2 \* 1", expt_dp=alone, intra_expt_dp=None)
+    _assert_refused("moe", Layout(ep=2), r"got 2 \* 1 and 2 \* 2 \* 1", dp_cp=HALVES, intra_dp_cp=None)
+
+
+def test_before_megatron_has_groups_the_call_that_makes_them_is_named() -> None:
+    def on_one_rank() -> None:
+        from megatron.core import parallel_state
+
+        model = make_model("gpt", Layout(num_ranks=1))
+        parallel_state.destroy_model_parallel()
+        with pytest.raises(ValueError, match=r"got none. Call parallel_state.initialize_model_parallel\(\) first"):
+            fully_shard_model(model)
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_a_mesh_beside_the_groups_is_refused() -> None:
+    def on_one_rank() -> None:
+        model = make_model("gpt", Layout(num_ranks=1))
+        with pytest.raises(TypeError, match="got `mesh`"):
+            fully_shard_model(model, mesh=None)
+        with pytest.raises(TypeError, match="got `shard_placement_fn`"):
+            fully_shard_model(model, shard_placement_fn=None)
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_parameters_in_parts_already_are_refused_by_name() -> None:
+    def on_one_rank() -> None:
+        model = make_model("gpt", Layout(num_ranks=1))
+        weight: Any = model.get_parameter("output_layer.weight")
+        weight.is_gtp_weight_remat = True
+        with pytest.raises(ValueError, match=r"'output_layer.weight' with the mark `is_gtp_weight_remat`"):
+            fully_shard_model(model)
+        del weight.is_gtp_weight_remat
+        fully_shard_model(model)
+        with pytest.raises(ValueError, match=r"plain tensors, got '.*', a DTensor .* Call fully_shard_model once"):
+            fully_shard_model(model)
+
+    run_ranks(on_one_rank, 1)
