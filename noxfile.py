@@ -1,8 +1,8 @@
 """All sessions of the project.
 
 `./dev NAME` runs one session; `./dev tests` runs the sessions a change must pass. A session installs its
-requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs (`gpu`, `te`, `bench`)
-install nothing: they run in the interpreter named by the variable PYTHON.
+requirements in a separate environment, pinned by constraints.txt. Sessions for GPUs (`gpu`, `te`, `ssm`, `bench`,
+`megatron(gpu-1)`) install nothing: they run in the interpreter named by the variable PYTHON.
 """
 
 import os
@@ -30,7 +30,7 @@ FOLDERS = {
 CLIENTS = FOLDERS["integration"] / "tests" / "clients"
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
-CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not slow"
+CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not slow"
 MEGATRON_CORE = "megatron-core==0.19.2"
 TORCHTITAN = ["torchtitan==0.3.0", "spmd-types==0.2.3"]
 TRITON = "triton>=3.7"  # Not in constraints.txt: torch's CUDA build pins triton, see `pins`.
@@ -46,7 +46,7 @@ nox.options.default_venv_backend = "uv"
 def tests(session: nox.Session) -> None:
     """Run every check of a change that needs no GPU."""
     units = [f"unit({package})" for package in [*PACKAGES, "testing"]]
-    for name in ["lint", "types", "contracts", *units, "integration(cpu)", "docs"]:
+    for name in ["lint", "types", "contracts", *units, "integration(cpu)", "megatron(cpu)", "docs"]:
         session.notify(name, [])
 
 
@@ -121,14 +121,18 @@ def oldest(session: nox.Session, package: str) -> None:
     _pytest_installed(session, FOLDERS[package] / "tests", *documentation, *ignored)
 
 
+# On GPUs without an environment: False, where None is nox's own interpreter.
 @nox.session(default=False)
-def megatron(session: nox.Session) -> None:
-    """Test the Megatron adapter against a real megatron-core, on CPU."""
+@nox.parametrize(
+    ("python", "device"), [(None, "cpu"), (False, "gpu-1"), (False, "gpu-2")], ids=["cpu", "gpu-1", "gpu-2"]
+)
+def megatron(session: nox.Session, device: str) -> None:
+    """Test the Megatron adapter against a real megatron-core: on CPU, or on GPUs with Transformer Engine too."""
+    if device != "cpu":
+        _here(session, "megatron", device)
+        return
     _install_shipped(session, "megatron", _wheels(session, _siblings("megatron", tested=True)))
-    _install(session, "--group", "megatron", TRITON)
-    # megatron-core's metadata requires Python 3.12, more than its code, and packages available only for CUDA.
-    pip = ["pip", "--python", str(Path(session.virtualenv.location) / "bin" / "python"), "install", "--quiet"]
-    session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
+    _install_megatron_core(session)
     _pytest_installed(session, FOLDERS["megatron"] / "tests")
 
 
@@ -156,6 +160,13 @@ def te(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none")
+@nox.parametrize("device", ["gpu-1"], ids=["gpu-1"])
+def ssm(session: nox.Session, device: str) -> None:
+    """Run the tests for mamba-ssm's kernels, in the interpreter named by PYTHON; fail without mamba-ssm or a GPU."""
+    _here(session, "ssm", device)
+
+
+@nox.session(default=False, venv_backend="none")
 @nox.parametrize("num_gpus", [1, 2, 4], ids=["1", "2", "4"])
 def bench(session: nox.Session, num_gpus: int) -> None:
     """Measure lamella and its peers on this number of GPUs, in the interpreter named by PYTHON."""
@@ -164,8 +175,9 @@ def bench(session: nox.Session, num_gpus: int) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Run every test marked slow (creeping memory, repeatedly killed runs, all meshes), for minutes."""
+    """Run every test marked slow (creeping memory, repeatedly killed runs, all meshes and models), for minutes."""
     _install(session, *_editable(*FOLDERS), *(part for name in FOLDERS for part in _group(name, "test")))
+    _install_megatron_core(session)
     session.run("python", str(ROOT / "tools" / "here.py"), "soak", *session.posargs)
 
 
@@ -277,6 +289,14 @@ def _editable(*names: str) -> list[str]:
 def _install_shipped(session: nox.Session, name: str, wheels: list[Path]) -> None:
     """Install a member's wheel, what it declares and what its tests need; siblings only if among the wheels."""
     _install(session, *wheels, "--no-sources", "--group", "parallel", *_group(name, "test"))
+
+
+def _install_megatron_core(session: nox.Session) -> None:
+    """Install megatron-core, and what it imports on a CPU."""
+    _install(session, "--group", "megatron", TRITON)
+    # megatron-core's metadata requires Python 3.12, more than its code, and packages available only for CUDA.
+    pip = ["pip", "--python", str(Path(session.virtualenv.location) / "bin" / "python"), "install", "--quiet"]
+    session.run(*pip, "--no-deps", "--ignore-requires-python", MEGATRON_CORE, external=True)
 
 
 def _pytest_installed(session: nox.Session, *args: str | Path) -> None:

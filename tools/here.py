@@ -4,9 +4,13 @@ For machines with GPUs, an installed torch and no package index. Needs only the 
 makes no environment and installs nothing.
 
     python tools/here.py gpu 2 [PYTEST ARGS]        tests marked gpu2; fails with fewer than two GPUs. With
-                                                    --status FILE first, also of te: appends a record of each
-                                                    folder's run, for tools/gpu_status.py
+                                                    --status FILE first, also of te, ssm and megatron: appends
+                                                    a record of each folder's run, for tools/gpu_status.py
     python tools/here.py te [PYTEST ARGS]           tests marked te; fails without two GPUs and Transformer Engine
+    python tools/here.py ssm gpu-1 [PYTEST ARGS]    tests marked ssm; fails without a GPU and mamba-ssm
+    python tools/here.py megatron gpu-2 [PYTEST ARGS]
+                                                    tests of the Megatron adapter marked gpu2; fails with fewer
+                                                    GPUs, and without megatron-core and Transformer Engine
     python tools/here.py clients [PYTEST ARGS]      tests of libraries that shard by FSDP2: two GPUs and the libraries
     python tools/here.py bench 4 [BENCH ARGS]       the benchmark harness on four GPUs, through torchrun; with
                                                     --device cpu on four CPU ranks
@@ -26,6 +30,7 @@ import gpu_status
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "integration" / "tests" / "clients"
+MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
 NO_TESTS_RAN = 5  # pytest's exit code
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
@@ -37,6 +42,12 @@ def main(args: list[str]) -> int:
             return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest, session=f"gpu({num_gpus})")
         case ["te", *rest]:
             return _require_gpus(2) or _pytest("te", rest, session="te")
+        case ["ssm", "gpu-1", *rest]:
+            return _require_gpus(1) or _require("mamba_ssm") or _pytest("ssm", rest, session="ssm(gpu-1)")
+        case ["megatron", "gpu-1" | "gpu-2" as device, *rest]:
+            num_gpus = device.removeprefix("gpu-")
+            missing = _require_gpus(int(num_gpus)) or _require("megatron.core", "transformer_engine")
+            return missing or _pytest(f"gpu{num_gpus}", rest, session=f"megatron({device})", folders=[MEGATRON])
         case ["clients", *rest]:
             return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # the libraries' warnings
         case ["bench", num_gpus, *rest] if num_gpus.isdecimal():
@@ -50,11 +61,13 @@ def main(args: list[str]) -> int:
     return 2
 
 
-def _pytest(marker: str, args: list[str], *, session: str) -> int:
+def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] = TESTS) -> int:
     """Run the marked tests, one folder at a time: pytest rejects test files of the same name in two folders."""
     status, args = (Path(args[1]), args[2:]) if args[:1] == ["--status"] else (None, args)
-    marked = [folder for folder in TESTS if any(f"mark.{marker}" in text for text in _sources(folder))]
+    marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
     others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
+    if session.startswith("gpu("):
+        others += ["--ignore", str(MEGATRON)]
     results = []
     for folder in marked:
         with TemporaryDirectory() as temporary:
@@ -90,6 +103,17 @@ def _require_gpus(num_gpus: int) -> int:
         problem = found.stdout.strip() or found.stderr.strip()
         print(f"Expected at least {num_gpus} visible GPUs, got {problem}.", file=sys.stderr)
     return found.returncode
+
+
+def _require(*modules: str) -> int:
+    """Fail early without a library. Looked for in a child: an import may leave a CUDA context."""
+    for module in modules:
+        found = subprocess.run([sys.executable, "-c", f"import torch, {module}"], capture_output=True, check=False)
+        if found.returncode:
+            problem = found.stderr.decode().strip().rpartition("\n")[2]
+            print(f"Expected {module} to be installed in {sys.executable}, got: {problem}", file=sys.stderr)
+            return found.returncode
+    return 0
 
 
 def _become(*args: str) -> NoReturn:

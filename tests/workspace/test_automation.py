@@ -48,7 +48,7 @@ def _value(row: dict[str, Any], name: re.Match[str]) -> str:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_runs_sessions_that_exist_and_nothing_else(workflow: Path, sessions: set[str]) -> None:
     commands = [command for job in _jobs(workflow) for command in _commands(job)]
-    named = [re.fullmatch(r'\./dev "?([\w()]+)"?( ".*")?', command) for command in commands]
+    named = [re.fullmatch(r'\./dev "?([\w()-]+)"?( ".*")?', command) for command in commands]
     assert None not in named, commands
     assert {match[1] for match in named if match} <= sessions
 
@@ -56,14 +56,23 @@ def test_a_workflow_runs_sessions_that_exist_and_nothing_else(workflow: Path, se
 def test_continuous_integration_covers_every_package_and_session(sessions: set[str]) -> None:
     run = {command for job in _jobs(ROOT / ".github/workflows/ci.yml") for command in _commands(job)}
     expected = {name for name in sessions if name.startswith("unit(")}
-    expected |= {"lint", "types", "contracts", "integration(cpu)", "docs", "megatron", "clients", "release_dry_run"}
+    expected |= {
+        "lint",
+        "types",
+        "contracts",
+        "integration(cpu)",
+        "docs",
+        "megatron(cpu)",
+        "clients",
+        "release_dry_run",
+    }
     expected |= {f"oldest({name})" for name in ("buffers", "engine", "checkpoint", "convert", "lamella", "integration")}
     assert {re.sub(r'\./dev "(.*)"', r"\1", command) for command in run} == expected
 
 
 def test_each_session_that_checks_something_runs_by_itself(sessions: set[str]) -> None:
     run = {command for workflow in WORKFLOWS for job in _jobs(workflow) for command in _commands(job)}
-    by_itself = {re.sub(r'\./dev "?([\w()]+)"?.*', r"\1", command) for command in run}
+    by_itself = {re.sub(r'\./dev "?([\w()-]+)"?.*', r"\1", command) for command in run}
     by_hand = {"train", "tests", "pins"} | {name for name in sessions if name.startswith("build(")}  # `release` builds
     one_is_enough = {name for name in sessions if name.startswith(("bench(", "oldest("))}
     assert sessions - by_itself - by_hand - one_is_enough == set()
@@ -142,12 +151,22 @@ def _fake_torch(folder: Path, num_gpus: int) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize("command", [["gpu", "2"], ["te"], ["clients"], ["bench", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["gpu", "2"], ["te"], ["megatron", "gpu-2"], ["clients"], ["bench", "2"]], ids=" ".join
+)
 def test_what_promises_gpus_fails_when_they_are_missing(tmp_path: Path, command: list[str]) -> None:
     here = [sys.executable, str(ROOT / "tools" / "here.py"), *command]
     run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr.strip() == "Expected at least 2 visible GPUs, got 1."
+
+
+@pytest.mark.parametrize(("command", "library"), [("megatron", "megatron"), ("ssm", "mamba_ssm")])
+def test_what_promises_a_library_fails_when_it_is_missing(tmp_path: Path, command: str, library: str) -> None:
+    here = [sys.executable, str(ROOT / "tools" / "here.py"), command, "gpu-1"]
+    run = subprocess.run(here, env=_fake_torch(tmp_path, 1), capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert re.match(rf"Expected {library}\S* to be installed in \S+, got: .*No module named '{library}'", run.stderr)
 
 
 @pytest.mark.parametrize("device", [["--device", "cpu"], ["--device=cpu"]], ids=" ".join)

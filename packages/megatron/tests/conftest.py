@@ -1,4 +1,4 @@
-"""Tests under mcore/ need a real megatron-core, which only the `megatron` session installs."""
+"""Tests under mcore/ need a real megatron-core, which the session `megatron(cpu)` installs."""
 
 import importlib.util
 

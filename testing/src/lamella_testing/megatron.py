@@ -77,7 +77,7 @@ def megatron_on_cpu() -> Iterator[None]:
         put(random.CudaRNGStatesTracker, fork=lambda *_, **__: contextlib.nullcontext())
         put(norms.WrappedTorchNorm, __new__=_torchs_norm)
         put(hybrid, TENorm=norms.WrappedTorchNorm)
-        put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=_scan)
+        put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=scan_in_steps)
         yield
 
 
@@ -141,7 +141,7 @@ class _GroupedRMSNorm(nn.Module):
         return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
 
-def _scan(
+def scan_in_steps(
     zxbcdt: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -153,7 +153,7 @@ def _scan(
     ngroups: int,
     **_: object,
 ) -> torch.Tensor:
-    """The fused kernel's result, step by step: a causal convolution, a state-space model and a gate.
+    """The result of mamba-ssm's fused kernel, step by step: a causal convolution, a state-space model and a gate.
 
     Args:
         zxbcdt: (batch, length, heads * headdim + len(weight) + heads).
@@ -176,7 +176,7 @@ def _scan(
     x = mixed[..., :inner].reshape(*lengths, num_heads, headdim)
     b_and_c = mixed[..., inner:].reshape(*lengths, 2, ngroups, -1).repeat_interleave(num_heads // ngroups, dim=3)
     dt = F.softplus(dt + dt_bias)
-    state, outputs = torch.zeros(()), []
+    state, outputs = zxbcdt.new_zeros(()), []
     for x_t, bc_t, dt_t in zip(x.unbind(1), b_and_c.unbind(1), dt.unbind(1), strict=True):
         b_t, c_t = bc_t.unbind(1)
         added = (dt_t[..., None] * x_t)[..., None] * b_t[:, :, None]
@@ -263,9 +263,9 @@ def token_losses(model: nn.Module, batch: torch.Tensor, *, cp_rank: int = 0, cp_
         cp_rank: Of the tokens, of which a context-parallel rank has one part from the start and one from the end.
         cp_size: Number of context-parallel ranks.
     """
-    parts = torch.arange(LENGTH).chunk(2 * cp_size)
+    parts = torch.arange(LENGTH, device=batch.device).chunk(2 * cp_size)
     positions = torch.cat([parts[cp_rank], parts[-1 - cp_rank]])
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=batch.device).triu(1)
     tokens, labels = batch[:, :-1][:, positions], batch[:, 1:][:, positions]
     losses: torch.Tensor = model(tokens, positions.expand(len(batch), -1), mask, labels=labels)
     return losses

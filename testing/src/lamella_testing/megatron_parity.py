@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from lamella_testing._ranks import run_ranks
+from lamella_testing._ranks import Device, run_ranks
 from lamella_testing.megatron import (
     EXPERTS,
     LENGTH,
@@ -89,6 +89,8 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
     """
     layout.initialize()
     torch.manual_seed(0)
+    if torch.cuda.is_available():
+        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "expert_model_parallel_size": layout.ep,
@@ -162,22 +164,22 @@ class Trained:
 
 
 @cache
-def trained_on_one_rank(kind: str, num_steps: int = 3) -> Trained:
-    """Train a model of a kind on the whole batch, on one rank. Effects: forks a rank (gloo), once a kind."""
+def trained_on_one_rank(kind: str, device: Device = "cpu", num_steps: int = 3) -> Trained:
+    """Train a model of a kind on the whole batch, on one rank. Effects: forks a rank, once a kind and device."""
 
     def on_one_rank() -> Trained:
-        model = make_model(kind, Layout(num_ranks=1))
+        model = make_model(kind, Layout(num_ranks=1)).to(device)
         before = _weights(model)
-        losses, norms = _train(model, BATCH, num_steps)
+        losses, norms = _train(model, BATCH.to(device), num_steps)
         return Trained(before, _weights(model), losses, norms)
 
-    [found] = run_ranks(on_one_rank, 1)
+    [found] = run_ranks(on_one_rank, 1, device=device)
     assert found.losses[-1] < found.losses[0] - 0.05, f"nothing was learned: {found.losses}"
     return found
 
 
 def _weights(model: nn.Module) -> Weights:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 
 def _train(model: nn.Module, rows: torch.Tensor, num_steps: int) -> tuple[list[float], list[float]]:
@@ -210,7 +212,7 @@ def _sum_over_sequence(model: nn.Module) -> None:
 
 def _gradient_norm(model: nn.Module) -> float:
     """The norm of the whole model's gradient: each part is counted on one of the ranks that hold it."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=next(model.parameters()).device)
     for name, parameter, gradient in _gradients(model):
         is_part = getattr(parameter, "tensor_model_parallel", False)
         if (is_part or _tensor_group(name).rank() == 0) and _is_first_replica(parameter):
@@ -237,7 +239,12 @@ def _gradients(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tens
 
 
 def assert_trains_as_on_one_rank(
-    kind: str, layout: Layout, shard: Callable[[nn.Module], object], *, tolerance: float = 1e-6
+    kind: str,
+    layout: Layout,
+    shard: Callable[[nn.Module], object],
+    *,
+    tolerance: float = 1e-6,
+    device: Device = "cpu",
 ) -> None:
     """Assert equal training by the ranks of a layout, with a share of the batch each, and by one rank with all of it.
 
@@ -246,32 +253,33 @@ def assert_trains_as_on_one_rank(
         layout: Of the ranks.
         shard: Shards the model in place.
         tolerance: Absolute and relative, of losses, gradient norms and weights.
+        device: Of the ranks: "cuda" for one GPU a rank.
 
     Raises:
         AssertionError: They differ; or a parameter is not sharded.
 
-    Effects: forks ranks (gloo), and once a kind a single rank.
+    Effects: forks ranks, and once a kind a single rank.
     """
-    expected = trained_on_one_rank(kind)
+    expected = trained_on_one_rank(kind, device)
     assert_close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
 
     def on_each_rank() -> None:
         state = importlib.import_module("megatron.core.parallel_state")
-        model = make_model(kind, layout)
+        model = make_model(kind, layout).to(device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(own_part(name, parameter, expected.before))
         wanted = {name: own_part(name, each, expected.after) for name, each in model.named_parameters()}
         shard(model)
         rows = BATCH.chunk(state.get_data_parallel_world_size())[state.get_data_parallel_rank()]
-        losses, norms = _train(model, rows, len(expected.losses))
+        losses, norms = _train(model, rows.to(device), len(expected.losses))
         assert_close(losses, expected.losses)
         assert_close(norms, expected.norms)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor), name
-            assert_close(parameter.full_tensor(), wanted[name], msg=partial(_headed, name))
+            assert_close(parameter.full_tensor().cpu(), wanted[name], msg=partial(_headed, name))
 
-    run_ranks(on_each_rank, layout.num_ranks)
+    run_ranks(on_each_rank, layout.num_ranks, device=device)
 
 
 def _headed(name: str, message: str) -> str:
