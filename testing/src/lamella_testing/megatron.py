@@ -47,9 +47,10 @@ class _NoStream:
 def megatron_on_cpu() -> Iterator[None]:
     """Import megatron-core, and run its models on CPU ranks while the context lasts: forks inherit it.
 
-    Tensors asked for on CUDA are made on the CPU, streams do nothing, and random states of devices are not kept apart.
-    Collectives take parts of different sizes, and sizes as tensors, as NCCL's do. Norms are torch's, with sequence
-    parallelism's mark. Mamba layers scan by torch's own operators, step by step.
+    Tensors asked for on CUDA are made on the CPU, and streams do nothing. Random states of megatron-core are the CPU's;
+    a state without a seed is the default one. Collectives take parts of different sizes, and sizes as tensors, as
+    NCCL's do. Norms are torch's, with sequence parallelism's mark. Mamba layers scan by torch's own operators, step by
+    step.
     """
     with warnings.catch_warnings():
         # It warns about each fused library that is not installed, and imports what torch has deprecated.
@@ -59,6 +60,8 @@ def megatron_on_cpu() -> Iterator[None]:
         hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
         random = importlib.import_module("megatron.core.tensor_parallel.random")
+    # Makes the list of functions that `torch.device("meta")` diverts, which must not be of those put in place here.
+    importlib.import_module("torch.utils._device")._device_constructors()
     with contextlib.ExitStack() as stack:
 
         def put(owner: object, **attributes: object) -> None:
@@ -74,11 +77,29 @@ def megatron_on_cpu() -> Iterator[None]:
             put(torch, **{name: _on_cpu(getattr(torch, name))})
         put(dist, all_to_all_single=_with_lists(dist.all_to_all_single))
         put(dist, all_gather=_gather_any_sizes, reduce_scatter=_reduce_scatter_any_sizes)
-        put(random.CudaRNGStatesTracker, fork=lambda *_, **__: contextlib.nullcontext())
+        put(random.CudaRNGStatesTracker, add=_add_state, fork=_forked)
         put(norms.WrappedTorchNorm, __new__=_torchs_norm)
         put(hybrid, TENorm=norms.WrappedTorchNorm)
         put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=scan_in_steps)
         yield
+
+
+def _add_state(tracker: Any, name: str, seed: int) -> None:
+    tracker.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+
+@contextlib.contextmanager
+def _forked(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    if name not in tracker.states_:
+        yield
+        return
+    outside = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outside)
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lamella_testing._ranks import Device, run_ranks
 from lamella_testing.megatron import (
@@ -77,7 +78,7 @@ def has_experts(kind: str) -> bool:
 
 
 def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
-    """A small model of two to four layers, the same weights on every rank but for its parts of them.
+    """A small model of two to four layers, of weights that are the same on each call.
 
     Args:
         kind: `gpt`, `moe`, `tied` (embedding and output layer), `mtp` (a multi-token prediction layer), or a
@@ -89,8 +90,7 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
     """
     layout.initialize()
     torch.manual_seed(0)
-    if torch.cuda.is_available():
-        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "expert_model_parallel_size": layout.ep,
@@ -245,6 +245,7 @@ def assert_trains_as_on_one_rank(
     *,
     tolerance: float = 1e-6,
     device: Device = "cpu",
+    from_meta: bool = False,
 ) -> None:
     """Assert equal training by the ranks of a layout, with a share of the batch each, and by one rank with all of it.
 
@@ -254,6 +255,7 @@ def assert_trains_as_on_one_rank(
         shard: Shards the model in place.
         tolerance: Absolute and relative, of losses, gradient norms and weights.
         device: Of the ranks: "cuda" for one GPU a rank.
+        from_meta: Build the model on the meta device, and give it weights after `shard`, not before.
 
     Raises:
         AssertionError: They differ; or a parameter is not sharded.
@@ -265,12 +267,17 @@ def assert_trains_as_on_one_rank(
 
     def on_each_rank() -> None:
         state = importlib.import_module("megatron.core.parallel_state")
-        model = make_model(kind, layout).to(device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(own_part(name, parameter, expected.before))
+        with torch.device("meta") if from_meta else nullcontext():
+            model = make_model(kind, layout)
+        if from_meta:
+            assert any(parameter.is_meta for parameter in model.parameters())
+            shard(model)
+            model.to_empty(device=device)
+            _fill(model, expected.before)
+        else:
+            _fill(model, expected.before)
+            shard(model.to(device))
         wanted = {name: own_part(name, each, expected.after) for name, each in model.named_parameters()}
-        shard(model)
         rows = BATCH.chunk(state.get_data_parallel_world_size())[state.get_data_parallel_rank()]
         losses, norms = _train(model, rows.to(device), len(expected.losses))
         assert_close(losses, expected.losses)
@@ -280,6 +287,17 @@ def assert_trains_as_on_one_rank(
             assert_close(parameter.full_tensor().cpu(), wanted[name], msg=partial(_headed, name))
 
     run_ranks(on_each_rank, layout.num_ranks, device=device)
+
+
+def _fill(model: nn.Module, whole: Weights) -> None:
+    for name, parameter in model.named_parameters():
+        part = own_part(name, parameter, whole)
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                spread = distribute_tensor(part, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(spread.to_local())
+            else:
+                parameter.copy_(part)
 
 
 def _headed(name: str, message: str) -> str:

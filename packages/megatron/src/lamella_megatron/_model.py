@@ -1,7 +1,11 @@
-"""A whole megatron-core model in one call."""
+"""A whole megatron-core model in one call: of a model that is built, or while it is built."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +14,7 @@ from torch import nn
 from lamella_engine import FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_megatron._placement import Meshes, Placement
-from lamella_megatron._units import layers_of
+from lamella_megatron._units import layers_of, unit_classes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -24,40 +28,171 @@ def fully_shard_model(model: M, *, groups: Any = None, **fully_shard_kwargs: Any
 
     Tensor-parallel parameters keep this rank's part, sharded over the data- and context-parallel ranks with the
     same part; experts are sharded over the ranks with the same experts; all gradients are divided by the number of
-    data- and context-parallel ranks. The context-parallel helper of Mamba mixers looks parameters up in its mixer
-    from now on.
+    data- and context-parallel ranks. With several instances of the distributed optimizer parameters are sharded over
+    the ranks of an instance and replicated over the instances (HSDP). The context-parallel helper of Mamba mixers looks
+    parameters up in its mixer from now on.
 
     Args:
         model: A GPTModel, MambaModel or HybridModel, changed in place.
-        groups: megatron-core's `ProcessGroupCollection` with `dp_cp`, and `expt_dp` for a model with experts. None
-            takes the groups of `parallel_state`.
-        fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
+        groups: megatron-core's `ProcessGroupCollection` with `dp_cp`, and `expt_dp` for a model with experts; for
+            several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
+            `parallel_state`.
+        fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`. `placements` in
+            `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
 
     Returns:
         `model`, changed.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The model has no layers; a process group is missing; or the errors of `fully_shard`.
+        ValueError: The model has no layers, or units already; a process group is missing, or its ranks hold different
+            parts of the model; a parameter is a DTensor or a part of generalized tensor parallelism; or the errors of
+            `fully_shard`.
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
     Effects: as `lamella_engine.fully_shard`, once a unit; not a collective.
     """
-    if given := [name for name in ("mesh", "shard_placement_fn") if name in fully_shard_kwargs]:
+    _refuse_placement(fully_shard_kwargs)
+    layers = layers_of(model)
+    if (name := next(_units_in(model), None)) is not None:
+        raise ValueError(
+            f"Expected a model without units, got {name!r}, a unit already. Call fully_shard_model once, on a model of "
+            "which no module was sharded."
+        )
+    sharding = _Sharding(groups, fully_shard_kwargs, _device_type(model))
+    placement = Placement(model, sharding.meshes)
+    modules: list[nn.Module] = [*layers, model]
+    for module in modules:
+        sharding.shard(module, placement)
+    return model
+
+
+def build_sharded_model(build: Callable[[], M], *, groups: Any = None, **fully_shard_kwargs: Any) -> M:
+    """Build a megatron-core model, and shard each layer as soon as it is built.
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        model = build_sharded_model(lambda: GPTModel(...))
+
+    For new models that fit on no rank. Layers are built in their order and from megatron-core's random states, so the
+    weights are those of the model built whole and sharded by `fully_shard_model`. A rank never holds more than its
+    shards, one whole layer, and the parameters outside layers. The meta device would not do: megatron-core's own
+    linears and embeddings have no `reset_parameters`, and forget how they were initialised. A model whose weights are
+    about to be loaded may be built on the meta device and given to `fully_shard_model`.
+
+    Args:
+        build: Builds the model, of parameters with values, on the device of training or on the CPU.
+        groups: As for `fully_shard_model`.
+        fully_shard_kwargs: As for `fully_shard_model`.
+
+    Returns:
+        The model, sharded.
+
+    Raises:
+        ValueError: Parameters are on the meta device; or the errors of `fully_shard_model`.
+        ImportError: megatron-core is not installed.
+        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
+
+    Effects: as `lamella_engine.fully_shard`, once a unit; not a collective. The constructors of megatron-core's layers
+        are exchanged while `build` runs, for all threads.
+    """
+    _refuse_placement(fully_shard_kwargs)
+    sharding = _Sharding(groups, fully_shard_kwargs)
+
+    def shard(module: nn.Module) -> None:
+        sharding.shard(module, Placement(module, sharding.meshes_for(module)))
+
+    with _after_construction(unit_classes(), shard):
+        model = build()
+    layers_of(model)  # refuses another family
+    shard(model)
+    return model
+
+
+@dataclass
+class _Sharding:
+    """The arguments of every unit."""
+
+    groups: Any
+    kwargs: dict[str, Any]
+    device_type: str | None = None
+    _meshes: Meshes | None = field(default=None, init=False)
+
+    @property
+    def meshes(self) -> Meshes:
+        assert self.device_type is not None
+        if self._meshes is None:
+            self._meshes = Meshes.of(self.groups, self.device_type)
+        return self._meshes
+
+    def meshes_for(self, module: nn.Module) -> Meshes:
+        """The meshes of a model that is being built, by its first module with parameters.
+
+        Raises:
+            ValueError: Parameters are on the meta device; or the errors of `Meshes.of`.
+        """
+        if (name := next((name for name, each in module.named_parameters() if each.is_meta), None)) is not None:
+            raise ValueError(
+                f"Expected `build` to give parameters values, got {name!r} of {type(module).__name__} on the meta "
+                "device. Build outside torch.device('meta'), without init_model_with_meta_device; a model whose "
+                "weights are about to be loaded goes to fully_shard_model."
+            )
+        self.device_type = self.device_type or _device_type(module)
+        return self.meshes
+
+    def shard(self, module: nn.Module, placement: Placement) -> None:
+        """Make a module a unit."""
+        bind_live_parameters(module)
+        unit = fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(float(self.meshes.dense.size()))
+
+
+@contextlib.contextmanager
+def _after_construction(classes: tuple[type[nn.Module], ...], then: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `then` with each new object of some classes and of their subclasses, once all its constructors are done."""
+    under_construction: set[int] = set()
+
+    def watched(construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if id(self) in under_construction:  # called by a subclass's
+                construct(self, *args, **kwargs)
+                return
+            under_construction.add(id(self))
+            try:
+                construct(self, *args, **kwargs)
+            finally:
+                under_construction.remove(id(self))
+            then(self)
+
+        return init
+
+    originals = {each: vars(each)["__init__"] for each in _with_subclasses(classes) if "__init__" in vars(each)}
+    try:
+        for each, construct in originals.items():
+            each.__init__ = watched(construct)  # type: ignore[method-assign]
+        yield
+    finally:
+        for each, construct in originals.items():
+            each.__init__ = construct  # type: ignore[method-assign]
+
+
+def _with_subclasses(classes: tuple[type[nn.Module], ...]) -> Iterator[type[nn.Module]]:
+    for each in classes:
+        yield each
+        yield from _with_subclasses(tuple(each.__subclasses__()))
+
+
+def _refuse_placement(kwargs: dict[str, Any]) -> None:
+    if given := [name for name in ("mesh", "shard_placement_fn") if name in kwargs]:
         raise TypeError(
             f"Expected `groups` to say over which ranks parameters are sharded, got `{given[0]}`. Leave it out, or "
             "shard by lamella_engine.fully_shard."
         )
-    layers = layers_of(model)
-    meshes = Meshes.of(groups, _device_type(model))
-    placement = Placement(model, meshes)
-    bind_live_parameters(model)
-    modules: list[nn.Module] = [*layers, model]
-    for module in modules:
-        unit = fully_shard(module, mesh=meshes.dense, shard_placement_fn=placement, **fully_shard_kwargs)
-        assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(float(meshes.dense.size()))
-    return model
+
+
+def _units_in(model: nn.Module) -> Iterator[str]:
+    return (name or type(model).__name__ for name, module in model.named_modules() if isinstance(module, FSDPModule))
 
 
 def _device_type(model: nn.Module) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lamella_engine.extending import MeshInfo
+from lamella_engine.extending import MeshInfo, is_sharded
 
 _DATA_GROUPS = ["dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "inter_dist_opt"]
 
@@ -67,14 +67,15 @@ class Meshes:
         return cls(dense, experts)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model whose parameters the meshes cannot place.
+        """Refuse a model whose parameters the meshes cannot place; parameters of units below have their place.
 
         Raises:
             ValueError: A parameter is a DTensor, or a part of megatron-core's generalized tensor parallelism; expert
                 parameters have no group; or the ranks of a group hold different parts of the model.
         """
         for name, parameter in model.named_parameters():
-            _check_whole(name, parameter)
+            if not is_sharded(parameter):
+                _check_whole(name, parameter)
         _check_disjoint(model, "dp_cp", self.dense, ("tp", "pp"))
         expert = next(expert_parameters(model), None)
         if expert is None:
@@ -174,8 +175,8 @@ def _check_whole(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter that is in parts which the marks do not tell."""
     if isinstance(parameter, DTensor):
         raise ValueError(
-            f"Expected parameters that are plain tensors, got {name!r}, a DTensor {parameter.placements} already. Call "
-            "fully_shard_model once, on a model that nothing else has sharded."
+            f"Expected parameters that are plain tensors, got {name!r}, a DTensor {parameter.placements}. Leave "
+            "tensor parallelism to megatron-core's layers, and sharding to this call."
         )
     if getattr(parameter, "is_gtp_weight_remat", False):
         raise ValueError(

@@ -45,7 +45,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         ImportError: megatron-core is not installed.
         ValueError: The model has no layers.
     """
-    layers = list(dict.fromkeys(_inner_first(model, _unit_classes())))
+    layers = list(dict.fromkeys(_inner_first(model, unit_classes())))
     if not layers:
         raise ValueError(
             f"Expected a megatron-core model with layers {sorted(_UNIT_CLASSES)}, got {type(model).__name__}."
@@ -60,7 +60,12 @@ def _inner_first(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Ite
         yield module
 
 
-def _unit_classes() -> tuple[type[nn.Module], ...]:
+def unit_classes() -> tuple[type[nn.Module], ...]:
+    """megatron-core's classes of layers.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+    """
     try:
         return tuple(getattr(importlib.import_module(module), name) for name, module in _UNIT_CLASSES.items())
     except ModuleNotFoundError as error:

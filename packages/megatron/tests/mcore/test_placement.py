@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO3, FSDPModule, ShardingOptions
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO3, FSDPModule, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, sharding_units
 from lamella_testing import run_ranks
 from lamella_testing.megatron import megatron_on_cpu
@@ -216,8 +217,20 @@ def test_parameters_in_parts_already_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"'output_layer.weight' with the mark `is_gtp_weight_remat`"):
             fully_shard_model(model)
         del weight.is_gtp_weight_remat
-        fully_shard_model(model)
-        with pytest.raises(ValueError, match=r"plain tensors, got '.*', a DTensor .* Call fully_shard_model once"):
+        assert not any(isinstance(module, FSDPModule) for module in model.modules()), "nothing has changed"
+        mesh = init_device_mesh("cpu", (1,))
+        model.output_layer.weight = nn.Parameter(distribute_tensor(weight, mesh))  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=r"plain tensors, got 'output_layer.weight', a DTensor \(Replicate\(\),\)"):
+            fully_shard_model(model)
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_a_model_with_units_is_refused() -> None:
+    def on_one_rank() -> None:
+        model = make_model("gpt", Layout(num_ranks=1))
+        fully_shard(sharding_units(model)[0])
+        with pytest.raises(ValueError, match=r"without units, got 'decoder.layers.0', .* Call fully_shard_model once"):
             fully_shard_model(model)
 
     run_ranks(on_one_rank, 1)

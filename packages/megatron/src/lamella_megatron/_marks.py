@@ -1,0 +1,45 @@
+"""Attributes of parameters, which megatron-core reads from either form of a sharded parameter."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lamella_engine.extending import ShardedParameter, living_trees
+
+
+def mark(model: nn.Module, name: str, **attributes: object) -> None:
+    """Set attributes of a parameter, on the sharded form and on the form that modules compute with.
+
+    Attributes from before `fully_shard_model` are on both forms. Afterwards `setattr` reaches only the form that the
+    module holds at that moment: between steps the sharded form, which forward never sees.
+
+        mark(model, "output_layer.weight", sequence_parallel=True)
+
+    Args:
+        model: The outermost unit, a unit, or a module of one.
+        name: Of the parameter below `model`.
+        attributes: New values, by name.
+
+    Raises:
+        AttributeError: `model` has no such parameter.
+
+    Effects: none on storage; not a collective.
+    """
+    held = model.get_parameter(name)
+    parameter = _sharded_parameter(held)
+    forms = [held] if parameter is None else [parameter.sharded, parameter.unsharded]
+    for form in forms:
+        vars(form).update(attributes)
+    if parameter is not None:
+        parameter.marks.update(attributes)  # for forms that are made anew
+
+
+def _sharded_parameter(held: nn.Parameter) -> ShardedParameter | None:
+    """The parameter that a tensor is a form of, or None."""
+    for tree in living_trees():
+        for unit in tree.units:
+            for group in unit.parameters.groups:
+                for parameter in group.parameters:
+                    if held is parameter.sharded or held is parameter.unsharded:
+                        return parameter
+    return None
