@@ -1,4 +1,4 @@
-"""megatron-core on CPU ranks: its GPU calls answered by the CPU, and models small enough for a test."""
+"""megatron-core on CPU ranks: GPU calls answered by the CPU, and models small enough for a test."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def megatron_on_cpu() -> Iterator[None]:
     step.
     """
     with warnings.catch_warnings():
-        # It warns about each fused library that is not installed, and imports what torch has deprecated.
+        # Warnings about each fused library that is missing, and about deprecated names of torch.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
         hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
         random = importlib.import_module("megatron.core.tensor_parallel.random")
-    # Makes the list of functions that `torch.device("meta")` diverts, which must not be of those put in place here.
+    # Makes the list of functions that `torch.device("meta")` diverts, of torch's own functions: `put` comes later.
     importlib.import_module("torch.utils._device")._device_constructors()
     with contextlib.ExitStack() as stack:
 
@@ -142,7 +142,7 @@ def _reduce_scatter_any_sizes(output: torch.Tensor, tensors: list[torch.Tensor],
 
 
 def _torchs_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: object) -> nn.Module:
-    """As `WrappedTorchNorm`, which refuses sequence parallelism; megatron-core's other norms set its mark."""
+    """As `WrappedTorchNorm`, with sequence parallelism's mark, as megatron-core's fused norms have the mark."""
     norm = (nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm)(hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def _torchs_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__
 
 
 class _GroupedRMSNorm(nn.Module):
-    """mamba-ssm's norm of groups of channels, without its gate."""
+    """mamba-ssm's norm of groups of channels, without the gate."""
 
     def __init__(self, num_channels: int, *, eps: float, group_size: int, **_: object) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def token_losses(model: nn.Module, batch: torch.Tensor, *, cp_rank: int = 0, cp_
     Args:
         model: Of `tiny_gpt` or `tiny_hybrid`.
         batch: The same on all context-parallel ranks.
-        cp_rank: Of the tokens, of which a context-parallel rank has one part from the start and one from the end.
+        cp_rank: Of the tokens, a part from the start and a part from the end for each context-parallel rank.
         cp_size: Number of context-parallel ranks.
     """
     parts = torch.arange(LENGTH, device=batch.device).chunk(2 * cp_size)

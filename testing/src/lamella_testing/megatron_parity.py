@@ -1,4 +1,4 @@
-"""Training of a megatron-core model over tensor-, expert-, context- and data-parallel ranks against training on one."""
+"""Training of a megatron-core model over any layout of ranks, against training on a single rank."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def has_experts(kind: str) -> bool:
 
 
 def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
-    """A small model of two to four layers, of weights that are the same on each call.
+    """A small model of two to four layers, with the same weights on each call.
 
     Args:
         kind: `gpt`, `moe`, `tied` (embedding and output layer), `mtp` (a multi-token prediction layer), or a
@@ -96,7 +96,7 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,
         "context_parallel_size": layout.cp,
-        # megatron-core refuses to train tensor-parallel experts without it.
+        # megatron-core refuses to train tensor-parallel experts without sequence parallelism.
         "sequence_parallel": has_experts(kind) and layout.tp > 1,
         **(EXPERTS if has_experts(kind) else {}),
         **_GATED,
@@ -120,7 +120,7 @@ def _with_prediction(config: Any) -> nn.Module:
 
 
 def own_part(name: str, parameter: torch.Tensor, whole: Weights) -> torch.Tensor:
-    """This rank's part of one rank's parameter: its expert, and its tensor-parallel slice.
+    """This rank's part of a single rank's parameter: an expert, and a tensor-parallel slice.
 
     Args:
         name: Of the parameter on this rank.
@@ -155,7 +155,7 @@ def _tensor_group(name: str) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Trained:
-    """Training on one rank: each parameter before and after, and each step's loss and gradient norm."""
+    """Training on a single rank: each parameter before and after, and each step's loss and gradient norm."""
 
     before: Weights
     after: Weights
@@ -165,7 +165,7 @@ class Trained:
 
 @cache
 def trained_on_one_rank(kind: str, device: Device = "cpu", num_steps: int = 3) -> Trained:
-    """Train a model of a kind on the whole batch, on one rank. Effects: forks a rank, once a kind and device."""
+    """Train a model of a kind on the whole batch, on a single rank. Effects: forks a rank, once a kind and device."""
 
     def on_one_rank() -> Trained:
         model = make_model(kind, Layout(num_ranks=1)).to(device)
@@ -185,7 +185,7 @@ def _weights(model: nn.Module) -> Weights:
 def _train(model: nn.Module, rows: torch.Tensor, num_steps: int) -> tuple[list[float], list[float]]:
     """Each step's loss and gradient norm, of all ranks together.
 
-    By SGD: AdamW would hide a gradient that is too large by a factor.
+    By SGD: AdamW would hide a gradient too large by a factor.
     """
     state = importlib.import_module("megatron.core.parallel_state")
     everyone = state.get_data_parallel_group(with_context_parallel=True)
@@ -211,7 +211,7 @@ def _sum_over_sequence(model: nn.Module) -> None:
 
 
 def _gradient_norm(model: nn.Module) -> float:
-    """The norm of the whole model's gradient: each part is counted on one of the ranks that hold it."""
+    """The norm of the whole model's gradient: each part is counted once."""
     total = torch.zeros((), device=next(model.parameters()).device)
     for name, parameter, gradient in _gradients(model):
         is_part = getattr(parameter, "tensor_model_parallel", False)
@@ -247,18 +247,18 @@ def assert_trains_as_on_one_rank(
     device: Device = "cpu",
     from_meta: bool = False,
 ) -> None:
-    """Assert equal training by the ranks of a layout, with a share of the batch each, and by one rank with all of it.
+    """Assert equal training by the ranks of a layout, with a share of the batch each, and by a single rank.
 
     Args:
         kind: Of `make_model`.
         layout: Of the ranks.
         shard: Shards the model in place.
         tolerance: Absolute and relative, of losses, gradient norms and weights.
-        device: Of the ranks: "cuda" for one GPU a rank.
-        from_meta: Build the model on the meta device, and give it weights after `shard`, not before.
+        device: Of the ranks: "cuda" for a GPU each.
+        from_meta: Build the model on the meta device, with weights given after `shard`, not before.
 
     Raises:
-        AssertionError: They differ; or a parameter is not sharded.
+        AssertionError: A value differs; or a parameter is not sharded.
 
     Effects: forks ranks, and once a kind a single rank.
     """

@@ -1,4 +1,4 @@
-"""Attributes of parameters, which megatron-core reads from either form of a sharded parameter."""
+"""Attributes of parameters: megatron-core reads either form of a sharded parameter."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from lamella_engine.extending import ShardedParameter, living_trees
 
 
 def mark(model: nn.Module, name: str, **attributes: object) -> None:
-    """Set attributes of a parameter, on the sharded form and on the form that modules compute with.
+    """Set attributes of a parameter, on the sharded and on the unsharded form.
 
-    Attributes from before `fully_shard_model` are on both forms. Afterwards `setattr` reaches only the form that the
-    module holds at that moment: between steps the sharded form, which forward never sees.
+    Attributes from before `fully_shard_model` are on both forms. Afterwards `setattr` reaches only the form in the
+    module at the moment: between steps the sharded form, never seen in forward.
 
         mark(model, "output_layer.weight", sequence_parallel=True)
 
     Args:
-        model: The outermost unit, a unit, or a module of one.
+        model: The outermost unit, a unit, or a module below a unit.
         name: Of the parameter below `model`.
         attributes: New values, by name.
 
     Raises:
-        AttributeError: `model` has no such parameter.
+        AttributeError: `model` has no parameter of the name.
 
     Effects: none on storage; not a collective.
     """
@@ -31,11 +31,11 @@ def mark(model: nn.Module, name: str, **attributes: object) -> None:
     for form in forms:
         vars(form).update(attributes)
     if parameter is not None:
-        parameter.marks.update(attributes)  # for forms that are made anew
+        parameter.marks.update(attributes)  # for forms to be made anew
 
 
 def _sharded_parameter(held: nn.Parameter) -> ShardedParameter | None:
-    """The parameter that a tensor is a form of, or None."""
+    """The parameter with a tensor as a form, or None."""
     for tree in living_trees():
         for unit in tree.units:
             for group in unit.parameters.groups:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lamella_engine import FSDPModule, fully_shard
+from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_megatron._placement import Meshes, Placement
 from lamella_megatron._units import layers_of, unit_classes
@@ -60,7 +61,7 @@ def fully_shard_model(model: M, *, groups: Any = None, **fully_shard_kwargs: Any
             "which no module was sharded."
         )
     sharding = _Sharding(groups, fully_shard_kwargs, _device_type(model))
-    placement = Placement(model, sharding.meshes)
+    placement = sharding.placement(model)
     modules: list[nn.Module] = [*layers, model]
     for module in modules:
         sharding.shard(module, placement)
@@ -99,7 +100,8 @@ def build_sharded_model(build: Callable[[], M], *, groups: Any = None, **fully_s
     sharding = _Sharding(groups, fully_shard_kwargs)
 
     def shard(module: nn.Module) -> None:
-        sharding.shard(module, Placement(module, sharding.meshes_for(module)))
+        sharding.find_device(module)
+        sharding.shard(module, sharding.placement(module))
 
     with _after_construction(unit_classes(), shard):
         model = build()
@@ -115,20 +117,22 @@ class _Sharding:
     groups: Any
     kwargs: dict[str, Any]
     device_type: str | None = None
-    _meshes: Meshes | None = field(default=None, init=False)
 
-    @property
+    @cached_property
     def meshes(self) -> Meshes:
         assert self.device_type is not None
-        if self._meshes is None:
-            self._meshes = Meshes.of(self.groups, self.device_type)
-        return self._meshes
+        return Meshes.of(self.groups, self.device_type)
 
-    def meshes_for(self, module: nn.Module) -> Meshes:
-        """The meshes of a model that is being built, by its first module with parameters.
+    def placement(self, module: nn.Module) -> Placement:
+        """The mesh of each parameter of a model, or of a layer; refuses both where the groups do not fit."""
+        options = self.kwargs.get("options")
+        return Placement(module, self.meshes, is_replicated=options is not None and options.placements == DDP)
+
+    def find_device(self, module: nn.Module) -> None:
+        """Take the device of a model that is being built from its first layer.
 
         Raises:
-            ValueError: Parameters are on the meta device; or the errors of `Meshes.of`.
+            ValueError: Parameters are on the meta device.
         """
         if (name := next((name for name, each in module.named_parameters() if each.is_meta), None)) is not None:
             raise ValueError(
@@ -137,7 +141,6 @@ class _Sharding:
                 "weights are about to be loaded goes to fully_shard_model."
             )
         self.device_type = self.device_type or _device_type(module)
-        return self.meshes
 
     def shard(self, module: nn.Module, placement: Placement) -> None:
         """Make a module a unit."""

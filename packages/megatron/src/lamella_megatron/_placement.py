@@ -1,4 +1,4 @@
-"""The process groups that a megatron-core model's parameters are sharded over, by the marks on the parameters.
+"""The process groups over which a megatron-core model's parameters are sharded, by the marks on the parameters.
 
     mark on the parameter                      held by                                  sharded over
     none                                       all ranks of a tensor-parallel rank      `dp_cp`
@@ -63,7 +63,7 @@ class Meshes:
                 "parallel_state.initialize_model_parallel() first, or pass a ProcessGroupCollection that has it."
             )
         if experts is not None and torch.equal(experts.mesh, dense.mesh):
-            experts = dense  # one collective a unit, not two
+            experts = dense  # a single collective for each unit, not two
         return cls(dense, experts)
 
     def check(self, model: nn.Module) -> None:
@@ -115,7 +115,9 @@ class _MeshInfo:
     replicate_mesh_dim: int | None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> _MeshInfo:
+    def of(cls, mesh: DeviceMesh, *, is_replicated: bool) -> _MeshInfo:
+        if is_replicated:
+            return cls(mesh, None, 0)
         return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
 
 
@@ -133,14 +135,15 @@ class Placement:
     Args:
         model: Whose parameters are placed, by their marks and names.
         meshes: Checked against the model.
+        is_replicated: The ZeRO stage is DDP: experts are replicated over 1-D meshes.
     """
 
-    def __init__(self, model: nn.Module, meshes: Meshes) -> None:
+    def __init__(self, model: nn.Module, meshes: Meshes, *, is_replicated: bool = False) -> None:
         meshes.check(model)
         apart = meshes.experts is not None and meshes.experts is not meshes.dense
         parameters = dict(model.named_parameters())
         self._experts = {id(parameters[name]) for name in expert_parameters(model)} if apart else set()
-        self._info = None if meshes.experts is None else _MeshInfo.of(meshes.experts)
+        self._info = None if meshes.experts is None else _MeshInfo.of(meshes.experts, is_replicated=is_replicated)
 
     def __call__(self, parameter: nn.Parameter) -> _OnMesh | None:
         """The mesh of one parameter; None is the unit's own."""
@@ -172,7 +175,7 @@ def differs_between_ranks(model: nn.Module) -> str | None:
 
 
 def _check_whole(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter that is in parts which the marks do not tell."""
+    """Refuse a parameter in parts beyond the marks of tensor and expert parallelism."""
     if isinstance(parameter, DTensor):
         raise ValueError(
             f"Expected parameters that are plain tensors, got {name!r}, a DTensor {parameter.placements}. Leave "
@@ -193,9 +196,9 @@ def _check_disjoint(model: nn.Module, name: str, mesh: DeviceMesh, others: tuple
         group = _group(model, other)
         if group is not None and len(both := sorted(shared.intersection(dist.get_process_group_ranks(group)))) > 1:
             raise ValueError(
-                f"Expected `{name}` to have the ranks that hold the same parameters, got ranks {both}, which hold "
-                f"different ones: the model's group `{other}` has them too. Pass the ProcessGroupCollection that the "
-                "model was built with."
+                f"Expected `{name}` to have the ranks that hold the same parameters, got ranks {both} with "
+                f"different parameters, as ranks of the model's group `{other}`. Pass the ProcessGroupCollection that "
+                "the model was built with."
             )
 
 
@@ -206,7 +209,7 @@ def _size(model: nn.Module, name: str) -> int:
 
 
 def _group(model: nn.Module, name: str) -> dist.ProcessGroup | None:
-    """A model-parallel group that the model was built with, or that of `parallel_state`, or None."""
+    """A model-parallel group given to the model's constructor, or the group of `parallel_state`, or None."""
     built_with = (getattr(module, "pg_collection", None) for module in model.modules())
     groups = next((each for each in built_with if each is not None), None)
     found: dist.ProcessGroup | None = getattr(groups, name, None)
@@ -245,7 +248,7 @@ def _mesh(groups: Any, name: str, device_type: str) -> DeviceMesh | None:
 
 
 def _instances(name: str, whole: list[int], inner: list[int], outer: list[int]) -> torch.Tensor:
-    """The ranks of a data-parallel group, (num_instances, ranks of one instance).
+    """The ranks of a data-parallel group, (num_instances, ranks of an instance).
 
     Raises:
         ValueError: This rank's groups are not a row and a column of consecutive ranks in rows.

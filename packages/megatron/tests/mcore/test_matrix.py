@@ -1,7 +1,7 @@
-"""Every kind of model, over every layout of ranks and in every ZeRO stage, trains as on one rank.
+"""Every kind of model, over every layout of ranks and in every ZeRO stage, trains as on a single rank.
 
-A sample is run with each change, all of it with the slow tests. No attention of megatron-core runs context-parallel
-without Transformer Engine, so context parallelism is shown by models of Mamba and expert layers.
+A sample runs with each change, the rest with the slow tests. No attention of megatron-core runs context-parallel
+without Transformer Engine: context parallelism is shown by models of Mamba and expert layers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ STAGES = {"ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3, "HSDP": None}
 Case = tuple[str, Layout, str]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # It warns about defaults of its own,
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),  # and calls what torch 2.13 renamed.
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # about megatron-core's defaults,
+    pytest.mark.filterwarnings(
+        "ignore:.torch.distributed:FutureWarning"
+    ),  # and calls of names that torch 2.13 changed.
 ]
 
 
@@ -44,7 +46,7 @@ def _cases(kind: str) -> list[Case]:
     found = []
     for tp, ep, expert_tp, cp, stage in itertools.product(*axes):
         layout = Layout(tp=tp, ep=ep, expert_tp=expert_tp, cp=cp, instances=2 if stage == "HSDP" else 1)
-        # megatron-core asks for as many ranks with the same experts as there are instances.
+        # megatron-core asks for as many ranks with the same experts as instances.
         if layout.num_ranks % (layout.instances * ep * (expert_tp or tp)) == 0:
             found.append((kind, layout, stage))
     return found

@@ -1,4 +1,4 @@
-"""Models are sharded while they are built, or built on the meta device; attributes reach both forms of a parameter."""
+"""Models are sharded during construction, or built on the meta device; attributes reach both forms of a parameter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from lamella_testing.megatron_parity import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # It warns about defaults of its own,
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),  # and calls what torch 2.13 renamed.
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # about megatron-core's defaults,
+    pytest.mark.filterwarnings(
+        "ignore:.torch.distributed:FutureWarning"
+    ),  # and calls of names that torch 2.13 changed.
 ]
 
 
@@ -38,7 +40,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def _drawn(kind: str, layout: Layout) -> nn.Module:
-    """A model whose weights come from megatron-core's random states, which differ between model-parallel ranks."""
+    """A model whose weights come from megatron-core's random states: model-parallel ranks differ."""
     return make_model(kind, layout, use_cpu_initialization=False)
 
 

@@ -1,4 +1,4 @@
-"""Each parameter lies over its own ranks; groups that do not fit the model are refused before anything changes."""
+"""Each parameter lies over its own ranks; groups in conflict with the model are refused before any change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from lamella_testing.megatron import megatron_on_cpu
 from lamella_testing.megatron_parity import Layout, assert_trains_as_on_one_rank, make_model
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # It warns about defaults of its own,
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),  # and calls what torch 2.13 renamed.
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # about megatron-core's defaults,
+    pytest.mark.filterwarnings(
+        "ignore:.torch.distributed:FutureWarning"
+    ),  # and calls of names that torch 2.13 changed.
 ]
 
 
@@ -29,7 +31,7 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-# -- corners that the matrix leaves out ----------------------------------------------------------------------------
+# -- corners outside the matrix ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def on_cpu() -> Iterator[None]:
     [
         pytest.param("gpt", Layout(num_ranks=2, tp=2), None, id="each rank has its own part"),
         pytest.param("moe", Layout(ep=4), None, id="an expert a rank"),
-        pytest.param("moe", Layout(ep=2), DDP, id="experts, not sharded"),
+        pytest.param("moe", Layout(ep=2), DDP, id="nothing sharded"),
         pytest.param("moe", Layout(ep=2, instances=2), (HSDP, ZERO1), id="experts, reduced over instances at last"),
         pytest.param("moe", Layout(expert_tp=2, instances=2), (HFSDP, ZERO3), id="main weights over instances"),
     ],
@@ -82,6 +84,15 @@ def test_parameters_lie_on_the_ranks_that_hold_them(layout: Layout, dense: Any, 
     found = run_ranks(on_each_rank, 4)[0]
     lies = (Replicate(), Shard(0)) if layout.instances == 2 else (Shard(0),)
     assert found == {"dense": (dense, lies), "experts": (experts, lies)}
+
+
+def test_with_ddp_nothing_is_sharded() -> None:
+    def on_each_rank() -> Any:
+        options = ShardingOptions(placements=DDP)
+        return _ranks_of(fully_shard_model(make_model("ME", Layout(ep=2)), options=options))
+
+    found = run_ranks(on_each_rank, 4)[0]
+    assert found == {"dense": ([0, 1, 2, 3], (Replicate(),)), "experts": ([0, 2], (Replicate(),))}
 
 
 def test_experts_on_the_ranks_of_dense_parameters_share_their_collectives() -> None:
@@ -176,10 +187,10 @@ def test_instances_that_do_not_divide_their_group_are_refused() -> None:
 
 
 def test_groups_of_another_model_are_refused() -> None:
-    message = r"`expt_dp` to have the ranks that hold the same parameters, got ranks \[.*\], .* group `{}` has them"
+    message = r"`expt_dp` to have the ranks that hold the same parameters, got ranks \[.*\] with .* group `{}`"
     for layout, name in ((Layout(ep=2), "ep"), (Layout(expert_tp=2), "expt_tp")):
         _assert_refused("moe", layout, message.format(name), expt_dp=EVERYONE, intra_expt_dp=None)
-    message = "`dp_cp` to have .* the model's group `tp` has them too"
+    message = r"`dp_cp` to have .* the model's group `tp`\."
     _assert_refused("gpt", Layout(tp=2), message, dp_cp=EVERYONE, intra_dp_cp=None)
     alone = [[0], [1], [2], [3]]
     _assert_refused("moe", Layout(ep=2), r"got 4 \* 1 and 1 \* 2 \* 1", expt_dp=alone, intra_expt_dp=None)
