@@ -142,8 +142,9 @@ def test_building_on_the_meta_device_is_refused() -> None:
 # -- the meta device, for weights to be loaded -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [Layout(num_ranks=2), Layout(tp=2)], ids=str)
-@pytest.mark.parametrize("kind", ["gpt", "tied", "M*M*"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("gpt", Layout(tp=2)), ("tied", Layout(num_ranks=2)), ("M*M*", Layout(num_ranks=2))], ids=str
+)
 def test_a_model_from_the_meta_device_trains_as_on_one_rank(kind: str, layout: Layout) -> None:
     assert_trains_as_on_one_rank(kind, layout, fully_shard_model, from_meta=True)
 

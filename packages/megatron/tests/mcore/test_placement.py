@@ -86,6 +86,21 @@ def test_parameters_lie_on_the_ranks_that_hold_them(layout: Layout, dense: Any, 
     assert found == {"dense": (dense, lies), "experts": (experts, lies)}
 
 
+def test_a_collection_of_groups_places_as_parallel_state() -> None:
+    def on_each_rank() -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        model = make_model("ME", Layout(ep=2, instances=2))
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        parallel_state.destroy_model_parallel()
+        return _ranks_of(fully_shard_model(model, groups=groups))
+
+    lies = (Replicate(), Shard(0))
+    found = run_ranks(on_each_rank, 4)[1]
+    assert found == {"dense": ([[0, 1], [2, 3]], lies), "experts": ([[1], [3]], lies)}
+
+
 def test_with_ddp_nothing_is_sharded() -> None:
     def on_each_rank() -> Any:
         options = ShardingOptions(placements=DDP)
