@@ -48,10 +48,8 @@ def _drawn(kind: str, layout: Layout) -> nn.Module:
     ("kind", "layout"),
     [
         ("gpt", Layout(num_ranks=2)),
-        ("gpt", Layout(num_ranks=2, tp=2)),
-        ("gpt", Layout(tp=2)),
-        ("mtp", Layout(num_ranks=2)),
-        ("moe", Layout(ep=2, instances=2)),
+        ("mtp", Layout(num_ranks=2, tp=2)),
+        ("moe", Layout(tp=2, ep=2, expert_tp=1, instances=2)),
         ("M*-E", Layout(ep=2)),
     ],
     ids=str,

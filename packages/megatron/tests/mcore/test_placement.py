@@ -63,9 +63,8 @@ def _ranks_of(model: nn.Module) -> dict[str, tuple[Any, tuple[object, ...]]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "dense", "experts"),
-    [
+def test_parameters_lie_on_the_ranks_that_hold_them() -> None:
+    rows: list[tuple[Layout, Any, Any]] = [
         (Layout(ep=2), [0, 1, 2, 3], [0, 2]),
         (Layout(tp=2), [0, 2], [0, 2]),
         (Layout(tp=2, expert_tp=1), [0, 2], [0, 1, 2, 3]),
@@ -74,16 +73,20 @@ def _ranks_of(model: nn.Module) -> dict[str, tuple[Any, tuple[object, ...]]]:
         (Layout(instances=2), [[0, 1], [2, 3]], [[0, 1], [2, 3]]),
         (Layout(ep=2, instances=2), [[0, 1], [2, 3]], [[0], [2]]),
         (Layout(tp=2, expert_tp=1, instances=2), [[0], [2]], [[0, 1], [2, 3]]),
-    ],
-    ids=str,
-)
-def test_parameters_lie_on_the_ranks_that_hold_them(layout: Layout, dense: Any, experts: Any) -> None:
-    def on_each_rank() -> Any:
-        return _ranks_of(fully_shard_model(make_model("ME", layout)))
+    ]
 
-    found = run_ranks(on_each_rank, 4)[0]
-    lies = (Replicate(), Shard(0)) if layout.instances == 2 else (Shard(0),)
-    assert found == {"dense": (dense, lies), "experts": (experts, lies)}
+    def on_each_rank() -> list[Any]:
+        from megatron.core import parallel_state
+
+        found = []
+        for layout, *_ in rows:
+            found.append(_ranks_of(fully_shard_model(make_model("ME", layout))))
+            parallel_state.destroy_model_parallel()
+        return found
+
+    for (layout, dense, experts), found in zip(rows, run_ranks(on_each_rank, 4)[0], strict=True):
+        lies = (Replicate(), Shard(0)) if layout.instances == 2 else (Shard(0),)
+        assert found == {"dense": (dense, lies), "experts": (experts, lies)}, layout
 
 
 def test_a_collection_of_groups_places_as_parallel_state() -> None:
