@@ -1,15 +1,13 @@
-"""megatron-core's own Mamba mixer on several tensor- or context-parallel ranks, with a plain kernel."""
+"""megatron-core's own Mamba mixer on several tensor- or context-parallel ranks, in steps."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,39 +29,9 @@ Splits = dict[str, Split | None]
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:megatron")
 
 
-def _plain_kernel(
-    zxbcdt: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    dt_bias: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803  # the kernel's name
-    *_: Any,
-    D: torch.Tensor,  # noqa: N803
-    headdim: int,
-    ngroups: int,
-    **__: Any,
-) -> torch.Tensor:
-    """Uses every section as the fused kernel does, B and C for the heads of their group; no state-space model."""
-    num_heads, inner = A.numel(), A.numel() * headdim
-    z, xbc, dt = torch.split(zxbcdt, [inner, len(weight), num_heads], dim=-1)
-    padded = F.pad(xbc.transpose(1, 2), (weight.shape[1] - 1, 0))
-    xbc = F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight)).transpose(1, 2))
-    state = (len(weight) - inner) // 2
-    x, b, c = torch.split(xbc, [inner, state, state], dim=-1)
-    x = x.reshape(*x.shape[:2], num_heads, headdim)
-    b, c = (t.reshape(*t.shape[:2], ngroups, -1).repeat_interleave(num_heads // ngroups, dim=2) for t in (b, c))
-    steps = F.softplus(dt + dt_bias)
-    seen = ((steps * torch.exp(steps * A))[..., None, None] * x[..., None] * b[..., None, :]).cumsum(1)
-    y = (seen * c[..., None, :]).sum(-1) + D[:, None] * x
-    return y.flatten(-2) * F.silu(z)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def mixer_on_cpu() -> Iterator[None]:
-    with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
-        mixers = importlib.import_module("megatron.core.ssm.mamba_mixer")
-        patch.setattr(mixers, "HAVE_MAMBA_SSM", True)
-        patch.setattr(mixers, "mamba_split_conv1d_scan_combined", _plain_kernel, raising=False)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu():
         yield
 
 
