@@ -221,6 +221,17 @@ def tiny_config(**changes: Any) -> Any:
     return config(**{**fields, **changes})
 
 
+def ddp_config(**changes: Any) -> Any:
+    """A `DistributedDataParallelConfig` of ZeRO-3 with sums in fp32; keywords change or add fields."""
+    config = importlib.import_module("megatron.core.distributed").DistributedDataParallelConfig
+    fields = {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "grad_reduce_in_fp32": True,
+    }
+    return config(**{**fields, **changes})
+
+
 def tiny_gpt(config: Any, **changes: Any) -> nn.Module:
     """A GPTModel of torch's own operators; keywords go to its constructor."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")

@@ -16,7 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import (
+    LENGTH,
+    VOCAB_SIZE,
+    ddp_config,
+    megatron_on_cpu,
+    tiny_config,
+    tiny_gpt,
+    token_losses,
+)
+from lamella_testing.megatron_parity import BATCH, LEARNING_RATE, Layout, Steps, assert_trains_as_on_one_rank
 
 NUM_MICROBATCHES, ROWS, CLIP = 3, 4, 0.5
 BATCHES = torch.randint(VOCAB_SIZE, (3, NUM_MICROBATCHES, ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -38,42 +47,13 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def _model(*, tp: int = 1, ep: int = 1, moe: bool = False, **changes: Any) -> tuple[Any, nn.Module]:
+def _model(*, tp: int = 1, **changes: Any) -> tuple[Any, nn.Module]:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, expert_model_parallel_size=ep)
-    experts = {
-        "num_moe_experts": 4,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 0.0,
-        "ffn_hidden_size": 24,
-    }
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     torch.manual_seed(0)
-    config = tiny_config(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, **(experts if moe else {}), **changes
-    )
-    return config, tiny_gpt(
-        config, transformer_layer_spec=_marked_norms(config)
-    ) if config.sequence_parallel else tiny_gpt(config)
-
-
-class _MarkedNorm(nn.LayerNorm):
-    """A norm over this rank's part of the sequence, marked as fused norms are; megatron-core's over torch refuses."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def _marked_norms(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _MarkedNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=_MarkedNorm)
+    config = tiny_config(tensor_model_parallel_size=tp, **changes)
+    return config, tiny_gpt(config)
 
 
 def _step(model: Any, config: Any, batches: torch.Tensor, *, forward_only: bool = False) -> torch.Tensor:
@@ -86,14 +66,17 @@ def _step(model: Any, config: Any, batches: torch.Tensor, *, forward_only: bool 
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    place = {"cp_rank": parallel_state.get_context_parallel_rank(), "cp_size": config.context_parallel_size}
 
     def loss_of(losses: torch.Tensor) -> tuple[Any, ...]:
         if config.calculate_per_token_loss:
             return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {"loss": losses.detach().mean()}
-        return losses.mean(), {"loss": losses.detach().mean()}
+        # The driver multiplies by the number of context-parallel ranks: a script's loss is a sum over all of them.
+        return losses.mean() / config.context_parallel_size, {"loss": losses.detach().mean()}
 
     def forward(iterator: Iterator[torch.Tensor], module: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        return token_losses(module, next(iterator).chunk(num)[rank]), loss_of
+        return token_losses(module, next(iterator).chunk(num)[rank], **place), loss_of
 
     config.finalize_model_grads_func = finalize_model_grads
     stored = get_forward_backward_func()(
@@ -106,14 +89,8 @@ def _step(model: Any, config: Any, batches: torch.Tensor, *, forward_only: bool 
         forward_only=forward_only,
     )
     mean = torch.stack([each["loss"] for each in stored] or [torch.zeros(())]).mean()
-    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-    return mean.div(num)
-
-
-def _ddp_config(**fields: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    return DistributedDataParallelConfig(**{"use_megatron_fsdp": True, "grad_reduce_in_fp32": True, **fields})
+    dist.all_reduce(mean, group=everyone)
+    return mean.div(everyone.size())
 
 
 def _optimizer_config(**fields: Any) -> Any:
@@ -140,7 +117,7 @@ def _train(
     from lamella_megatron.training import ShardedModel, sharded_optimizer
 
     config, module = _model(**model)
-    sharded = ShardedModel(config, _ddp_config(data_parallel_sharding_strategy=strategy, **(ddp or {})), module)
+    sharded = ShardedModel(config, ddp_config(data_parallel_sharding_strategy=strategy, **(ddp or {})), module)
     make = partial(get_megatron_optimizer, use_gloo_process_groups=False) if megatrons_optimizer else sharded_optimizer
     optimizer: Any = make(_optimizer_config(**(optim or {})), [sharded])
     config.grad_scale_func = optimizer.scale_loss if (optim or {}).get("loss_scale") else None
@@ -222,6 +199,40 @@ def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]
         _assert_equal(got, _reference())
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "strategy"),
+    [
+        ("moe", Layout(ep=2), "optim_grads_params"),
+        ("moe", Layout(tp=2, ep=2, expert_tp=1), "optim_grads"),
+        ("moe", Layout(ep=2), "no_shard"),
+        ("moe", Layout(ep=2, instances=2), "optim_grads_params"),
+        ("tied", Layout(tp=2, instances=2), "optim"),
+        ("mtp", Layout(tp=2), "optim"),
+        ("*E*E", Layout(ep=2), "optim"),
+        ("MEME", Layout(cp=2, ep=2), "optim_grads_params"),
+    ],
+    ids=str,
+)
+def test_the_driver_trains_every_layout_as_one_rank_does(kind: str, layout: Layout, strategy: str) -> None:
+    def train(module: Any, rows: torch.Tensor, num_steps: int) -> Steps:
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        ddp = {"data_parallel_sharding_strategy": strategy, "num_distributed_optimizer_instances": layout.instances}
+        model = ShardedModel(module.config, ddp_config(**ddp), module)
+        optim = {"lr": LEARNING_RATE, "sgd_momentum": 0.0, "clip_grad": 1e9}
+        optimizer: Any = sharded_optimizer(_optimizer_config(**optim), [model])
+        losses, norms, zeros = [], [], []
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            losses.append(_step(model, module.config, BATCH[None]).item())
+            _, norm, num_zeros = optimizer.step()
+            norms.append(float(norm))
+            zeros.append(int(num_zeros))
+        return losses, norms, zeros
+
+    assert_trains_as_on_one_rank(kind, layout, lambda _: None, train=train)
+
+
 def test_adam_trains_as_torch_does() -> None:
     for got in run_ranks(partial(_train, optim={"optimizer": "adam", "lr": 0.01}), 2):
         _assert_equal(got, _reference("adam"))
@@ -242,7 +253,7 @@ def _sharded(**optim: Any) -> tuple[Any, Any, Any]:
     from lamella_megatron.training import ShardedModel, sharded_optimizer
 
     config, module = _model()
-    model = ShardedModel(config, _ddp_config(data_parallel_sharding_strategy="optim_grads_params"), module)
+    model = ShardedModel(config, ddp_config(), module)
     return config, model, sharded_optimizer(_optimizer_config(**optim), [model])
 
 
@@ -370,7 +381,7 @@ def _train_stages(pp: int, chunks: int | None) -> tuple[list[float], list[float]
             weights[_name_in_the_whole(module, name)] = parameter
             torch.manual_seed(zlib.crc32(_name_in_the_whole(module, name).encode()))
             nn.init.normal_(parameter, std=0.1)
-        models.append(ShardedModel(config, _ddp_config(data_parallel_sharding_strategy="optim_grads_params"), module))
+        models.append(ShardedModel(config, ddp_config(), module))
         weights.update({_name_in_the_whole(module, name): p for name, p in module.named_parameters()})
     optimizer: Any = sharded_optimizer(_optimizer_config(), models)
     losses, norms = [], []

@@ -15,7 +15,15 @@ from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3
 from lamella_megatron import _configuration as tables
 from lamella_megatron._configuration import placements_of, policy_of
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import (
+    LENGTH,
+    VOCAB_SIZE,
+    ddp_config,
+    megatron_on_cpu,
+    tiny_config,
+    tiny_gpt,
+    token_losses,
+)
 
 BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
@@ -31,13 +39,6 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def _ddp_config(**fields: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    defaults = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
-    return DistributedDataParallelConfig(**{**defaults, **fields})
-
-
 def _wrapped(*, half: bool = False, ddp: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
@@ -49,7 +50,7 @@ def _wrapped(*, half: bool = False, ddp: dict[str, Any] | None = None, seed: int
     torch.manual_seed(seed)
     config = tiny_config(**({"bf16": True, "params_dtype": torch.bfloat16} if half else {}), **changes)
     module = tiny_gpt(config)
-    return ShardedModel(config, _ddp_config(**(ddp or {})), Float16Module(config, module) if half else module)
+    return ShardedModel(config, ddp_config(**(ddp or {})), Float16Module(config, module) if half else module)
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_parameters_that_the_model_keeps_in_fp32_compute_in_fp32() -> None:
         norm.register_forward_pre_hook(lambda _, args: (args[0].float(),))
         norm.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
         norm.register_forward_hook(lambda module, args, out: out.bfloat16())
-        _backward(ShardedModel(config, _ddp_config(), module))
+        _backward(ShardedModel(config, ddp_config(), module))
         return seen
 
     assert run_ranks(on_each_rank, 2) == [{torch.float32}] * 2
@@ -225,7 +226,7 @@ def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros() -> None:
         config = tiny_config()
         module = tiny_gpt(config)
         module.decoder.layers[0].unused = nn.Linear(3, 5)  # type: ignore[union-attr, index]
-        model = ShardedModel(config, _ddp_config(), module)
+        model = ShardedModel(config, ddp_config(), module)
         _backward(model)
         gradients = {name: p.grad for name, p in module.named_parameters() if "unused" in name}
         assert len(gradients) == 2
@@ -300,7 +301,7 @@ def test_replicas_take_the_weights_of_their_first_rank() -> None:
     ],
 )
 def test_a_strategy_is_a_stage(fields: dict[str, Any], placements: Any) -> None:
-    assert placements_of(_ddp_config(**fields)) == placements
+    assert placements_of(ddp_config(**fields)) == placements
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,7 @@ def test_an_option_without_an_equal_is_refused(fields: dict[str, Any], words: st
 
 def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> None:
     known = tables._USED | tables._NO_EFFECT | tables._REFUSED.keys()
-    assert {field.name for field in dataclasses.fields(_ddp_config())} == known
+    assert {field.name for field in dataclasses.fields(ddp_config())} == known
     assert len(known) == len(tables._USED) + len(tables._NO_EFFECT) + len(tables._REFUSED)
 
 
@@ -342,12 +343,12 @@ def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> No
     ("fields", "dtype"),
     [
         ({"grad_reduce_in_fp32": True}, torch.float32),
-        ({"megatron_fsdp_grad_comm_dtype": torch.float16}, torch.float16),
-        ({}, torch.bfloat16),
+        ({"grad_reduce_in_fp32": False, "megatron_fsdp_grad_comm_dtype": torch.float16}, torch.float16),
+        ({"grad_reduce_in_fp32": False}, torch.bfloat16),
     ],
 )
 def test_sums_are_in_the_dtype_of_the_options(fields: dict[str, Any], dtype: torch.dtype) -> None:
-    policy = policy_of(_ddp_config(**fields), nn.Linear(2, 2).bfloat16())
+    policy = policy_of(ddp_config(**fields), nn.Linear(2, 2).bfloat16())
     assert (policy.reduce_dtype, policy.param_dtype, policy.main_dtype) == (dtype, torch.bfloat16, torch.float32)
 
 
