@@ -1,6 +1,9 @@
-"""A writer of torch DCP from a source; apart from the readers, as torch's own writers take a second to import.
+"""Writers of torch DCP, from a source and from ranks' items; apart from readers, as torch's writers import slowly.
 
 For packages that open or write checkpoints, as lamella-convert does. Names may change in any minor release.
 """
 
 from lamella_checkpoint._formats.dcp_from_source import write_dcp as write_dcp
+from lamella_checkpoint._formats.dcp_write import Placed as Placed
+from lamella_checkpoint._formats.dcp_write import complete_without_manifest as complete_without_manifest
+from lamella_checkpoint._formats.dcp_write import write_items as write_items

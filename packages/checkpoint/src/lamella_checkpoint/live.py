@@ -11,6 +11,7 @@ from lamella_checkpoint._base.ranks import on_rank_zero as on_rank_zero
 from lamella_checkpoint._base.ranks import rank as rank
 from lamella_checkpoint._state.contents import Contents as Contents
 from lamella_checkpoint._state.contents import Ranks as Ranks
+from lamella_checkpoint._state.recut import recut as recut
 from lamella_checkpoint._state.shares import Item as Item
 from lamella_checkpoint._state.shares import Share as Share
 from lamella_checkpoint._state.shares import differing as differing

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lamella_convert._tools.diff import diff as diff
     from lamella_convert._tools.inspect import Inspection as Inspection
     from lamella_convert._tools.inspect import inspect as inspect
+    from lamella_convert._tools.megatron_save import save_fsdp_dtensor as save_fsdp_dtensor
     from lamella_convert._tools.open_both import open_both as open_both
     from lamella_convert._tools.plan import Target as Target
     from lamella_convert._tools.safetensors_save import save_safetensors as save_safetensors
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from lamella_convert._translation.megatron import Counters as Counters
     from lamella_convert._translation.megatron import Dialect as Dialect
     from lamella_convert._translation.megatron import MtpLayer as MtpLayer
+    from lamella_convert._translation.megatron import sizes_of_args as sizes_of_args
     from lamella_convert._translation.megatron_model import from_megatron_model as from_megatron_model
     from lamella_convert._translation.megatron_model import global_expert as global_expert
     from lamella_convert._translation.megatron_model import to_megatron_model as to_megatron_model
@@ -53,6 +55,7 @@ _LATER: Final = {
     "lamella_convert._formats.untrained": ("keep_published",),
     "lamella_convert._tools.between": ("MegatronOptions",),
     "lamella_convert._tools.convert": ("Conversion", "convert"),
+    "lamella_convert._tools.megatron_save": ("save_fsdp_dtensor",),
     "lamella_convert._tools.open_both": ("open_both",),
     "lamella_convert._tools.diff": ("Diff", "Difference", "diff"),
     "lamella_convert._tools.inspect": ("Inspection", "inspect"),
@@ -60,7 +63,7 @@ _LATER: Final = {
     "lamella_convert._tools.safetensors_save": ("save_safetensors",),
     "lamella_convert._tools.verify": ("verify",),
     "lamella_convert._translation.families": ("Family", "find_family", "known_model_types"),
-    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer"),
+    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer", "sizes_of_args"),
     "lamella_convert._translation.megatron_model": ("from_megatron_model", "global_expert", "to_megatron_model"),
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}

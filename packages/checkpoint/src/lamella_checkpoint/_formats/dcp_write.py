@@ -7,14 +7,15 @@ Note [Names that share data]
 
 Note [Two checksums]
     An archive of `torch.save` holds a CRC-32 of its data, which no torch reader compares and which costs more than
-    writing the data. The CRC-32 is omitted; a checksum of the whole item is computed on the way to the file.
+    writing the data. The CRC-32 is omitted; a checksum of the whole item is computed on the way to the file. Without a
+    manifest, which names the file of checksums, the archives' are the only ones, and are kept.
 """
 
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -57,13 +58,14 @@ class Placed:
     checksum: int
 
 
-def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Placed]:
+def write_items(directory: Path, rank: int, items: Sequence[Item], *, archive_checksums: bool = False) -> list[Placed]:
     """Write a rank's items into the rank's own files, `__<rank>_<n>.distcp`.
 
     Args:
         directory: Exists, and holds no file of this rank yet.
         rank: Distinguishes this rank's files.
         items: The items, on any device.
+        archive_checksums: Keep torch's checksums, for a checkpoint without a manifest: Note [Two checksums].
 
     Raises:
         OSError: The file system refused.
@@ -74,7 +76,7 @@ def write_items(directory: Path, rank: int, items: Sequence[Item]) -> list[Place
     """
     _await_accelerator(items)
     bins = _bins(items)
-    with without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
+    with nullcontext() if archive_checksums else without_archive_checksums(), ThreadPoolExecutor(len(bins)) as pool:
         files = [directory / f"__{rank}_{index}.distcp" for index in range(len(bins))]
         return [placed for of_file in pool.map(_write_file, files, bins) for placed in of_file]
 
@@ -102,6 +104,24 @@ def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manif
         name: of_whole_file(directory / name) for name in (METADATA_FILE, MANIFEST_FILE)
     }
     Checksums(files={**files, **own}).write(directory)
+
+
+def complete_without_manifest(
+    directory: Path, parts: Sequence[Sequence[Placed]], path_of: Callable[[str], tuple[str, ...]]
+) -> None:
+    """Complete a checkpoint in another program's names from the files of all ranks: the metadata alone.
+
+    Args:
+        directory: Holds the files.
+        parts: As for `complete`.
+        path_of: Maps a name to the keys of torch's nested dicts.
+
+    Raises:
+        ValueError: As for `complete`.
+
+    Effects: waits until the file's contents are on the disk.
+    """
+    write_metadata(directory, _first_of_each(parts), path_of=path_of, written_by=())
 
 
 # -- a rank's files ---------------------------------------------------------------------------------------------------

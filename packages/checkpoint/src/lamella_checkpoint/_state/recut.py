@@ -8,11 +8,13 @@ import torch
 
 from lamella_checkpoint._base.boxes import box_of
 from lamella_checkpoint._base.correspondence import Correspondence, Piece, carried, meetings
-from lamella_checkpoint._base.names import MODEL, longest_known, split_section
+from lamella_checkpoint._base.names import MODEL, OPTIONS, longest_known, split_section
 from lamella_checkpoint._state.shares import Item, Share
 
 
-def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
+def recut(
+    share: Share, correspondences: Sequence[Correspondence], *, options: Sequence[Correspondence] | None = None
+) -> Share:
     """A share of a model's checkpoint, converted to the left side of correspondences.
 
     A tensor, and a slot of the tensor's shape, is cut; scalars and options are found under each part's name, at one
@@ -21,6 +23,8 @@ def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
     Args:
         share: Under the model's names.
         correspondences: The right side is the model's.
+        options: Correspondences for the options of parameter groups instead, where a format names options by other
+            parameters than the tensors. None for the same.
 
     Raises:
         NotImplementedError: A slot of another shape belongs to a tensor to cut; a tied tensor is cut; a shift.
@@ -30,8 +34,13 @@ def recut(share: Share, correspondences: Sequence[Correspondence]) -> Share:
     if not correspondences:
         return share
     by_name = {name: each for each in correspondences for name in each.right}
-    held = {ranks: tuple(new for item in items for new in _recut(item, by_name)) for ranks, items in share.held.items()}
-    return replace(share, held=held)
+    of_options = by_name if options is None else {name: each for each in options for name in each.right}
+
+    def recut_all(items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            yield from _recut(item, of_options if item.names[0].startswith(OPTIONS) else by_name)
+
+    return replace(share, held={ranks: tuple(recut_all(items)) for ranks, items in share.held.items()})
 
 
 def _recut(item: Item, by_name: Mapping[str, Correspondence]) -> Iterator[Item]:

@@ -25,6 +25,7 @@ from lamella_convert._formats.write_source import write_safetensors, write_safet
 from lamella_convert._tools.between import Between, Convention, MegatronOptions, convention_of
 from lamella_convert._tools.plan import KEPT, Plan, Target, Wish, dtypes_of, extra_of, plan_of
 from lamella_convert._tools.published import SIDE_FILES, Published, Shapes, beside_of
+from lamella_convert._translation.megatron import keys_of
 from lamella_convert._translation.translate import Translated
 
 OnProgress = Callable[[int, int], None]
@@ -182,15 +183,7 @@ def _write(plan: Plan, to: Target, path: Path, manifest: Manifest, options: Writ
         case "dcp":
             write_dcp(*contents, aliases=plan.ties, manifest=manifest, options=options)
         case "fsdp_dtensor":
-            write_dcp(*contents, path_of=_megatrons_path, options=options)
-
-
-def _megatrons_path(name: str) -> tuple[str, ...]:
-    """The keys of Megatron's nested dicts; a parameter's whole name is one key."""
-    section, *rest = name.split(".")
-    if section == "optimizer" and len(rest) > 2:
-        return section, rest[0], ".".join(rest[1:-1]), rest[-1]
-    return (section, ".".join(rest)) if rest else (section,)
+            write_dcp(*contents, path_of=keys_of, options=options)
 
 
 def _copy_side_files(plan: Plan, to: Target, beside: Path | None, published: Shapes, staged: Path) -> tuple[str, ...]:

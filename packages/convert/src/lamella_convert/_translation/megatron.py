@@ -290,12 +290,20 @@ def write_fsdp_dtensor(
     defaults = {"checkpoint_version": 3.0, "iteration": 0}
     given = {name: value for name, value in defaults.items() if name not in present}
     complete = WithObjects(cut, {**given, "args": Namespace(**(args or {}))})
-    return rename(complete, _writes(dialect, tuple(parameter_shapes(cut)), chunks))
+    return rename(complete, stored_names(dialect, tuple(parameter_shapes(cut)), chunks))
 
 
 def is_of_processes(name: str) -> bool:
     """Whether a stored name is of the writing processes' own state, of no use to other processes."""
     return re.split(r"[./]", name, maxsplit=1)[0] in _OF_PROCESSES
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """The keys of Megatron's nested dicts, by stored name; a parameter's whole name is one key."""
+    section, *rest = name.split(".")
+    if section == "optimizer" and len(rest) > 2:
+        return section, rest[0], ".".join(rest[1:-1]), rest[-1]
+    return (section, ".".join(rest)) if rest else (section,)
 
 
 def canonical_name(name: str) -> str:
@@ -436,8 +444,14 @@ def _renumbered(name: str, first: int) -> str:
     return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first}{match[3]}", name) if first else name
 
 
-def _writes(dialect: Dialect, parameters: Sequence[str], chunks: Sequence[int]) -> Callable[[str], str]:
-    """Maps canonical names, cut by the dialect, to stored names."""
+def stored_names(dialect: Dialect, parameters: Sequence[str] = (), chunks: Sequence[int] = ()) -> Callable[[str], str]:
+    """Maps canonical names, cut by the dialect, to stored names.
+
+    Args:
+        dialect: Of the reader.
+        parameters: All of the model's, for a dialect with a pattern.
+        chunks: As for `write_fsdp_dtensor`.
+    """
     nested = nested_names(parameters, dialect.hybrid_pattern) if dialect.hybrid_pattern else {}
 
     def own(name: str) -> str:
