@@ -1,0 +1,166 @@
+"""Checkpoints of a live, sharded megatron-core model: saved on any ranks, resumed on any other.
+
+Tensor-parallel parts are stored as their slices of whole tensors and experts under their global numbers, so that a
+checkpoint is independent of the ranks that wrote it: Note [Parts of whole tensors].
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamella_checkpoint import PartialLoad, Source, load
+from lamella_convert import (
+    from_megatron_model,
+    open_checkpoint,
+    save_fsdp_dtensor,
+    sizes_of_args,
+    to_megatron_model,
+)
+from lamella_megatron._whole import WholeModel, WholeOptimizer, plain_options
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    iteration: int = 0,
+    args: object = None,
+    objects: Mapping[str, object] | None = None,
+    groups: Any = None,
+) -> Path:
+    """Write a model sharded by `fully_shard_model` as `fsdp_dtensor`, in the names of megatron-core 0.19.
+
+        save_checkpoint("runs/first/iter_0000100", model=model, optimizer=optimizer, iteration=100)
+
+    No rank gathers a tensor. `_extra_state` of Transformer Engine's modules is left out.
+
+    Args:
+        path: The checkpoint's directory, on storage that every rank sees. Rank 0's counts. A checkpoint there is
+            replaced.
+        model: Read only.
+        optimizer: Over the model's parameters. None leaves the optimizer out.
+        iteration: Returned by `load_checkpoint`, and read by Megatron.
+        args: Megatron's, of plain values. None takes the plain values of the model's `config`.
+        objects: Further entries by name, plain data: `opt_param_scheduler`, `num_floating_point_operations_so_far`.
+            Rank 0's count.
+        groups: As for `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with experts.
+
+    Returns:
+        The checkpoint's absolute path.
+
+    Raises:
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        FileExistsError: `path` holds something else than a checkpoint.
+        NotImplementedError: The model has several pipeline stages.
+        ValueError: The model is not sharded, a group is missing, or a parameter of the optimizer is not the model's.
+
+    Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one);
+        every rank writes its own parts, and a share of the values held by several ranks. Waits until the files are on
+        the disk.
+    """
+    whole = WholeModel(model, groups)
+    config = _config(model)
+    told = Namespace(**plain_options(config)) if args is None else args
+    return save_fsdp_dtensor(
+        path,
+        model=whole,
+        optimizer=None if optimizer is None else WholeOptimizer(optimizer, whole),
+        sizes=_sizes(whole, config),
+        first_expert=whole.ranks.first_expert(config.num_moe_experts),
+        objects={**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": told},
+    )
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    tensor_parallel_size: int | None = None,
+    strict: bool = True,
+    trust: bool = False,
+    verify: bool = True,
+    groups: Any = None,
+) -> dict[str, Any] | PartialLoad:
+    """Read a checkpoint of Megatron into a model sharded by `fully_shard_model`, whatever ranks wrote it.
+
+    Reads `fsdp_dtensor` (of `save_checkpoint`, Megatron or Megatron-Bridge) and `torch_dist`. Weights go to the
+    sharded main weights in the parameters' own dtype, and optimizer state to the optimizer, which needs no step before.
+    All names and shapes are checked first: when they differ, nothing has been touched.
+
+    Args:
+        path: The directory of one iteration, or of several with a file that names the newest.
+        model: The same model on any number of tensor-, data- and expert-parallel ranks.
+        optimizer: Over the model's parameters, stepped or not. None leaves the checkpoint's optimizer alone.
+        tensor_parallel_size: Number of tensor-parallel ranks that wrote the checkpoint; needed for tensors stored
+            rank-major (gated delta networks, Mamba) where neither `args` nor `run_config.yaml` tells.
+        strict: False loads every match, and returns the rest.
+        trust: Allow unpickling of types beyond plain data. **Unsafe: can execute code.**
+        verify: Verify checksums while reading.
+        groups: As for `save_checkpoint`.
+
+    Returns:
+        Entries beside the tensors: `iteration`, `checkpoint_version`; with `strict=False` a `PartialLoad`.
+
+    Raises:
+        CheckpointDamaged: A file is absent, unreadable or truncated.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointMismatch: Names or shapes differ.
+        FileNotFoundError: No checkpoint at the path.
+        NotImplementedError: The model has several pipeline stages.
+        SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
+        ValueError: The model is not sharded or a group is missing.
+
+    Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one); each rank
+        reads its own parts; allocates missing optimizer state.
+    """
+    whole = WholeModel(model, groups)
+    config = _config(model)
+    sizes = _sizes(whole, config)
+    parts = from_megatron_model(
+        whole.shapes, sizes=sizes, first_expert=whole.ranks.first_expert(config.num_moe_experts)
+    )
+    told = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
+    if tensor_parallel_size is not None:
+        told["tp"] = tensor_parallel_size
+    of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
+
+    def translate(source: Source) -> Source:
+        return to_megatron_model(source, parts)
+
+    opened = partial(open_checkpoint, path, trust=trust, verify=verify, sizes=told)
+    loaded: dict[str, Any] | PartialLoad
+    if strict:
+        loaded = load(opened, model=whole, optimizer=of_optimizer, translate=translate)
+    else:
+        loaded = load(opened, model=whole, optimizer=of_optimizer, strict=False, translate=translate)
+    if of_optimizer is not None:
+        of_optimizer.give_back()
+    return loaded
+
+
+def _config(model: nn.Module) -> Any:
+    """The `TransformerConfig` of a model, or of the model in wrappers."""
+    found = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+    if found is None:
+        raise ValueError(
+            f"Expected a megatron-core model with a `config`, got {type(model).__name__} without one. Pass a GPTModel, "
+            "MambaModel or HybridModel."
+        )
+    return found
+
+
+def _sizes(whole: WholeModel, config: Any) -> dict[str, int]:
+    """Sizes of the components of rank-major tensors."""
+    expt_tp = whole.ranks.expt_tp
+    sizes = {**sizes_of_args(plain_options(config)), "tp": whole.ranks.tp.size()}
+    return sizes if expt_tp is None else {**sizes, "etp": expt_tp.size()}

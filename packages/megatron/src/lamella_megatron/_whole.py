@@ -1,0 +1,260 @@
+"""A sharded model's tensors as parts of whole tensors: tensor-parallel ranks' parts told apart.
+
+Note [Parts of whole tensors]
+    A tensor-parallel rank's parameter is a DTensor over the data-parallel ranks, of the shape of this rank's part: the
+    DTensor knows nothing of other parts. A checkpoint needs the place in the whole tensor. So each parameter has a
+    second DTensor over the same memory, on a mesh with the tensor-parallel ranks as the last axis, which cuts first:
+
+        parameter (dp_cp)         whole (dp_cp, tp)           cut
+        [4, 2] Shard(0)           [8, 2] Shard(0), Shard(0)   dim 0 by tp, each part's dim 0 by dp_cp
+        [4, 2] Shard(0)           [4, 4] Shard(0), Shard(1)   dim 1 by tp, dim 0 by dp_cp
+        [4] Shard(0), no mark     [4]    Shard(0), Replicate  dim 0 by dp_cp; the same on all tensor-parallel ranks
+
+    Reads into the whole fill the parameter. Experts have their own ranks: `expt_dp` and `expt_tp`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from lamella_megatron._placement import expert_parameters
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups that hold different parts of a model, besides the data-parallel groups of the parameters' meshes.
+
+    Attributes:
+        tp: Tensor-parallel ranks.
+        expt_tp: Tensor-parallel ranks of experts; None for a model without experts.
+        ep: Expert-parallel ranks; None for a model without experts.
+    """
+
+    tp: dist.ProcessGroup
+    expt_tp: dist.ProcessGroup | None
+    ep: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, groups: Any) -> Ranks:
+        """The groups of a `ProcessGroupCollection`; None takes those of `parallel_state`.
+
+        Raises:
+            NotImplementedError: The model has several pipeline stages.
+            ValueError: `tp` is missing.
+        """
+        if groups is None:
+            config = importlib.import_module("megatron.core.process_groups_config")
+            groups = config.ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "ep", "expt_tp"])
+        tp, pp = getattr(groups, "tp", None), getattr(groups, "pp", None)
+        if tp is None:
+            raise ValueError(
+                "Expected `groups` with the process group `tp`, got none. Call "
+                "parallel_state.initialize_model_parallel() first, or pass a ProcessGroupCollection that has it."
+            )
+        if pp is not None and pp.size() > 1:
+            raise NotImplementedError(
+                f"Expected one pipeline stage, got {pp.size()}: each stage counts its layers from 0, and checkpoints "
+                "number all layers. Save with pipeline_model_parallel_size=1."
+            )
+        return cls(tp, getattr(groups, "expt_tp", None), getattr(groups, "ep", None))
+
+    def first_expert(self, num_experts: int | None) -> int:
+        """The global number of this rank's first expert."""
+        if not num_experts or self.ep is None:
+            return 0
+        return int(self.ep.rank() * (num_experts // self.ep.size()))
+
+
+class WholeModel(nn.Module):
+    """A sharded megatron-core model for `lamella_checkpoint`: names, and tensors of global shapes over the same memory.
+
+    `state_dict` leaves out `_extra_state`, the wrappers' `module.` and nothing else. `load_state_dict` tells the
+    sharded model that its weights are new.
+
+    Args:
+        model: Sharded by `fully_shard_model`, or a wrapper around it.
+        groups: As for `fully_shard_model`.
+
+    Raises:
+        NotImplementedError: The model has several pipeline stages, or parameters on meshes of several axes.
+        ValueError: A group is missing, or a parameter is not sharded.
+
+    Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
+        state-dict hooks, which reshard it.
+    """
+
+    def __init__(self, model: nn.Module, groups: Any = None) -> None:
+        super().__init__()
+        self.ranks = Ranks.of(groups)
+        self._wholes = _Wholes(self.ranks)
+        self._sharded = [model]  # In a list: a registered module would add its own names.
+        self._own = {
+            name: value for name, value in model.state_dict(keep_vars=True).items() if not name.endswith(_EXTRA_STATE)
+        }
+        parameters = dict(model.named_parameters())
+        experts = {id(parameters[name]) for name in expert_parameters(model)}
+        self._of: dict[int, torch.Tensor] = {}
+        for name, value in self._own.items():
+            if isinstance(value, nn.Parameter):
+                self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
+        self._whole = {_unwrapped(name): self.whole_of(value) for name, value in self._own.items()}
+
+    def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter; a buffer itself."""
+        return self._of.get(id(tensor), tensor)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes by name."""
+        return {name: tuple(value.shape) for name, value in self._whole.items()}
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The tensors by name; the parameters themselves, as with `keep_vars`."""
+        return dict(self._whole)
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Run the sharded model's hooks of a load: all data is in place."""
+        return self._sharded[0].load_state_dict(self._own, strict=False)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The sharded model's."""
+        return self._sharded[0].parameters(recurse)
+
+
+class WholeOptimizer(torch.optim.Optimizer):
+    """An optimizer's state over the tensors of a `WholeModel`; `give_back` returns loaded state to the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: WholeModel) -> None:
+        self._sharded, self.defaults = optimizer, optimizer.defaults
+        self._parameters = {
+            id(model.whole_of(each)): each for group in optimizer.param_groups for each in group["params"]
+        }
+        self._slots: dict[int, torch.Tensor] = {}
+        self.param_groups = [
+            {**group, "params": [model.whole_of(each) for each in group["params"]]} for group in optimizer.param_groups
+        ]
+        self.state = defaultdict(dict)
+        for parameter, slots in optimizer.state.items():
+            whole = model.whole_of(parameter)
+            self.state[whole] = {slot: self._whole_slot(parameter, whole, value) for slot, value in slots.items()}
+
+    def give_back(self) -> None:
+        """Set the optimizer's options and state to these.
+
+        Effects: as `Optimizer.load_state_dict`, with the tensors themselves and not copies.
+        """
+        for group, mine in zip(self._sharded.param_groups, self.param_groups, strict=True):
+            group.update({option: value for option, value in mine.items() if option != "params"})
+        state: dict[torch.Tensor, Any] = defaultdict(dict)
+        for whole, slots in self.state.items():
+            parameter = self._parameters[id(whole)]
+            state[parameter] = {slot: self._own_slot(parameter, whole, value) for slot, value in slots.items()}
+        self._sharded.__setstate__({"state": state, "param_groups": self._sharded.param_groups})
+
+    def _whole_slot(self, parameter: torch.Tensor, whole: torch.Tensor, slot: object) -> object:
+        if not (_is_alike(slot, parameter) and isinstance(whole, DTensor) and isinstance(slot, DTensor)):
+            return slot
+        made = _over(slot, whole.device_mesh, whole.placements, whole.shape)
+        self._slots[id(made)] = slot
+        return made
+
+    def _own_slot(self, parameter: torch.Tensor, whole: torch.Tensor, slot: object) -> object:
+        if id(slot) in self._slots:
+            return self._slots[id(slot)]
+        if _is_alike(slot, whole) and isinstance(slot, DTensor) and isinstance(parameter, DTensor):
+            return _over(slot, parameter.device_mesh, parameter.placements, parameter.shape)
+        return slot
+
+
+class _Wholes:
+    """Makes wholes; meshes are shared between parameters."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._meshes: dict[tuple[DeviceMesh, bool], DeviceMesh] = {}
+
+    def of(self, name: str, parameter: torch.Tensor, *, is_expert: bool) -> torch.Tensor:
+        if not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"Expected parameters sharded by fully_shard_model, got {name!r} as a plain tensor of shape "
+                f"{tuple(parameter.shape)}. Call lamella_megatron.fully_shard_model(model) first."
+            )
+        mesh = self._mesh(parameter.device_mesh, is_expert=is_expert)
+        dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+        shape = list(parameter.shape)
+        placement: Placement = Replicate()
+        if dim >= 0:
+            shape[dim] *= mesh.size(mesh.ndim - 1)
+            placement = Shard(dim)
+        made = _over(parameter, mesh, (*parameter.placements, placement), torch.Size(shape))
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    def _mesh(self, data: DeviceMesh, *, is_expert: bool) -> DeviceMesh:
+        if data.ndim != 1:
+            raise NotImplementedError(
+                f"Expected parameters sharded over one axis, got a mesh of shape {tuple(data.shape)}. Shard the model "
+                "by lamella_megatron.fully_shard_model."
+            )
+        if (data, is_expert) not in self._meshes:
+            tp = self._ranks.expt_tp if is_expert else self._ranks.tp
+            if tp is None:
+                raise ValueError(
+                    "Expected `groups` with the process group `expt_tp`, whose ranks share an expert, got none. Pass "
+                    "the ProcessGroupCollection that the model was built with."
+                )
+            self._meshes[data, is_expert] = _with_axis(data, tp)
+        return self._meshes[data, is_expert]
+
+
+def _with_axis(data: DeviceMesh, tp: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh with a last axis, which cuts first. Effects: collective on the axis."""
+    parts: list[list[int]] = [[]] * tp.size()
+    dist.all_gather_object(parts, data.mesh.tolist(), group=tp)
+    # Placements alone would cut by the first axis first. The checkpoint packages read the order from the mesh.
+    mesh: Any = DeviceMesh.from_group(
+        [data.get_group(), tp], data.device_type, mesh=torch.tensor(parts).T, mesh_dim_names=("data", "tensor")
+    )
+    mesh._shard_order = [1, 0]
+    return mesh  # type: ignore[no-any-return]
+
+
+def _over(tensor: DTensor, mesh: DeviceMesh, placements: Any, shape: torch.Size) -> DTensor:
+    """Another DTensor over a DTensor's local memory."""
+    stride = torch.empty(shape, device="meta").stride()
+    with torch.no_grad():
+        local = tensor.to_local()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _is_alike(slot: object, parameter: torch.Tensor) -> bool:
+    return (
+        isinstance(slot, DTensor)
+        and isinstance(parameter, DTensor)
+        and (slot.device_mesh, slot.placements, slot.shape)
+        == (parameter.device_mesh, parameter.placements, parameter.shape)
+    )
+
+
+def _unwrapped(name: str) -> str:
+    """A name without the `module.` of Megatron's wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def plain_options(config: Any) -> Mapping[str, int | float | str | bool]:
+    """The plain values of a `TransformerConfig`, by name."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, int | float | str)}

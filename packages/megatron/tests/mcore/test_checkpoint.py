@@ -1,0 +1,240 @@
+"""A run that is saved and resumed on other ranks goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_checkpoint import Wanted
+from lamella_convert import open_checkpoint
+from lamella_layout import Chunk
+from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
+from lamella_testing import run_ranks
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+
+BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+NUM_EXPERTS = 4
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # It warns about defaults of its own,
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),  # and calls what torch 2.13 renamed.
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        norms = importlib.import_module("megatron.core.transformer.torch_norm")
+        patch.setattr(norms.WrappedTorchNorm, "__new__", _norm)
+        yield
+
+
+def _norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> nn.Module:
+    """A norm of torch, marked for sequence parallelism, which experts need and megatron-core's torch norms refuse."""
+    made = nn.LayerNorm(hidden_size, eps)
+    for parameter in made.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return made
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks, and the parallel sizes of a model on them."""
+
+    num_ranks: int
+    tp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    def __str__(self) -> str:
+        expert = "" if self.ep == 1 and self.etp is None else f"-ep{self.ep}-etp{self.etp}"
+        return f"{self.num_ranks}ranks-tp{self.tp}{expert}"
+
+
+GATED = {"gated_linear_unit": True, "activation_func": functional.silu}
+EXPERTS = {
+    "num_moe_experts": NUM_EXPERTS,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.0,
+    "ffn_hidden_size": 24,
+    "moe_grouped_gemm": False,
+}
+TIED = {"share_embeddings_and_output_weights": True}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}),
+    "gated": ({**GATED, "ffn_hidden_size": 48}, {}),
+    "tied": (GATED, TIED),
+    "biases": ({"add_bias_linear": True, "num_query_groups": 2}, {}),
+    "experts": ({**EXPERTS, **GATED}, {}),
+}
+
+
+def _make(world: World, kind: str, seed: int = 0) -> nn.Module:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=world.tp,
+        expert_model_parallel_size=world.ep,
+        expert_tensor_parallel_size=world.etp,
+    )
+    fields, of_model = MODELS[kind]
+    torch.manual_seed(seed)
+    config = tiny_config(
+        tensor_model_parallel_size=world.tp,
+        expert_model_parallel_size=world.ep,
+        expert_tensor_parallel_size=world.etp,
+        sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
+        **fields,
+    )
+    return tiny_gpt(config, **of_model)
+
+
+def _sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fully_shard_model(_make(world, kind, seed))
+    is_norm = {name: "norm" in name for name, _ in model.named_parameters()}
+    groups = [[p for name, p in model.named_parameters() if is_norm[name] == which] for which in (False, True)]
+    # Some gradients are zero but for rounding (of a key's bias), and a small eps would make steps of the rounding.
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2, eps=1e-4
+    )
+    return model, optimizer
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
+    from megatron.core import parallel_state
+
+    num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    losses = []
+    for _ in range(num_steps):
+        loss = token_losses(model, BATCH.chunk(num)[rank]).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if getattr(parameter, "sequence_parallel", False):  # Each rank saw a part of the tokens.
+                assert isinstance(parameter.grad, DTensor)
+                dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_tensor_model_parallel_group())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    mean = torch.stack(losses)
+    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    return (mean / num).tolist()  # type: ignore[no-any-return]
+
+
+def _on(world: World, run: Callable[..., Any], *args: Any) -> Any:
+    """The result of rank 0."""
+    return run_ranks(run, world.num_ranks, world, *args)[0]
+
+
+def _begin(world: World, kind: str, path: Path) -> list[float]:
+    """Train, save, and train on: the run that never stopped."""
+    model, optimizer = _sharded(world, kind)
+    _train(model, optimizer)
+    save_checkpoint(path / "saved", model=model, optimizer=optimizer, iteration=2)
+    losses = _train(model, optimizer)
+    save_checkpoint(path / "went on", model=model, optimizer=optimizer, iteration=4)
+    return losses
+
+
+def _resume(world: World, kind: str, path: Path) -> list[float]:
+    model, optimizer = _sharded(world, kind, seed=7)
+    extra = load_checkpoint(path / "saved", model=model, optimizer=optimizer)
+    assert isinstance(extra, dict)
+    assert extra["iteration"] == 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    losses = _train(model, optimizer)
+    save_checkpoint(path / f"resumed {world}", model=model, optimizer=optimizer, iteration=4)
+    return losses
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    source = open_checkpoint(path)
+    whole = {name: torch.full(info.shape, -1, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in whole.items()])
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "others"),
+    [
+        ("dense", World(4, tp=2), [World(2), World(1), World(2, tp=2)]),
+        ("dense", World(1), [World(4, tp=2), World(4, tp=4)]),
+        ("gated", World(4, tp=2), [World(2), World(4), World(4, tp=4)]),
+        ("tied", World(4, tp=2), [World(2)]),
+        ("biases", World(4, tp=2), [World(2)]),
+        ("experts", World(4, tp=2, ep=2, etp=1), [World(2), World(4, ep=4)]),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, kind: str, first: World, others: list[World]
+) -> None:
+    losses = _on(first, _begin, kind, tmp_path)
+    expected = _read(tmp_path / "went on")
+    assert any(name.endswith("exp_avg_sq") for name in expected)
+    for world in others:
+        torch.testing.assert_close(_on(world, _resume, kind, tmp_path), losses, rtol=1e-6, atol=1e-6)
+        found = _read(tmp_path / f"resumed {world}")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{world}: {name}")
+
+
+def _fill(model: nn.Module) -> None:
+    """Numbers that no two elements of whole tensors share, but by chance; equal where ranks hold the same."""
+    from megatron.core import parallel_state as ranks
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_expert, is_part = ".experts." in name, getattr(parameter, "tensor_model_parallel", False)
+            tp = ranks.get_expert_tensor_parallel_rank() if is_expert else ranks.get_tensor_model_parallel_rank()
+            ep = ranks.get_expert_model_parallel_rank() if is_expert else 0
+            seed = zlib.crc32(f"{name} {tp if is_part else 0} {ep}".encode())
+            parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def _save_random(world: World, kind: str, path: Path) -> None:
+    model = _make(world, kind)
+    _fill(model)
+    fully_shard_model(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(100 * parameter.detach())
+    optimizer.step()
+    save_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
+    model, optimizer = _sharded(world, kind, seed=7)
+    load_checkpoint(path, model=model, optimizer=optimizer)
+    save_checkpoint(again, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "worlds"),
+    [
+        ("gated", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
+        ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
+    ],
+    ids=str,
+)
+def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, worlds: list[World]) -> None:
+    _on(worlds[0], _save_random, kind, tmp_path / "0")
+    expected = _read(tmp_path / "0")
+    for index, world in enumerate(worlds[1:]):
+        _on(world, _load_and_save, kind, tmp_path / f"{index}", tmp_path / f"{index + 1}")
+        found = _read(tmp_path / f"{index + 1}")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), f"{world}: {name}"
