@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,15 @@ from torch import nn
 
 from lamella_checkpoint import PartialLoad, Source, load
 from lamella_convert import (
+    OpenCheckpoint,
     from_megatron_model,
     open_checkpoint,
+    open_megatron,
     save_fsdp_dtensor,
     sizes_of_args,
     to_megatron_model,
 )
-from lamella_megatron._whole import WholeModel, WholeOptimizer, plain_options
+from lamella_megatron._whole import WholeModel, WholeOptimizer
 
 
 def save_checkpoint(
@@ -33,7 +34,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     iteration: int = 0,
-    args: object = None,
+    args: Namespace | None = None,
     objects: Mapping[str, object] | None = None,
     groups: Any = None,
 ) -> Path:
@@ -49,7 +50,7 @@ def save_checkpoint(
         model: Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
         iteration: Returned by `load_checkpoint`, and read by Megatron.
-        args: Megatron's, of plain values. None takes the plain values of the model's `config`.
+        args: Megatron's. None takes the plain values of the model's `config`.
         objects: Further entries by name, plain data: `opt_param_scheduler`, `num_floating_point_operations_so_far`.
             Rank 0's count.
         groups: As for `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with experts.
@@ -61,7 +62,8 @@ def save_checkpoint(
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The model has several pipeline stages.
-        ValueError: The model is not sharded, a group is missing, or a parameter of the optimizer is not the model's.
+        ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, or a
+            parameter of the optimizer is not the model's.
 
     Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one);
         every rank writes its own parts, and a share of the values held by several ranks. Waits until the files are on
@@ -69,14 +71,17 @@ def save_checkpoint(
     """
     whole = WholeModel(model, groups)
     config = _config(model)
-    told = Namespace(**plain_options(config)) if args is None else args
+    told = (
+        {**_plain_options(model), "tensor_model_parallel_size": whole.ranks.tp.size()} if args is None else vars(args)
+    )
+    _check_told(told, whole.ranks.tp.size())
     return save_fsdp_dtensor(
         path,
         model=whole,
         optimizer=None if optimizer is None else WholeOptimizer(optimizer, whole),
-        sizes=_sizes(whole, config),
+        sizes=_sizes(model, whole),
         first_expert=whole.ranks.first_expert(config.num_moe_experts),
-        objects={**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": told},
+        objects={**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)},
     )
 
 
@@ -118,26 +123,31 @@ def load_checkpoint(
         FileNotFoundError: No checkpoint at the path.
         NotImplementedError: The model has several pipeline stages.
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
-        ValueError: The model is not sharded or a group is missing.
+        ValueError: The model is not sharded, a group is missing, or `tensor_parallel_size` differs from the
+            checkpoint's own.
 
     Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one); each rank
         reads its own parts; allocates missing optimizer state.
     """
     whole = WholeModel(model, groups)
     config = _config(model)
-    sizes = _sizes(whole, config)
+    sizes = _sizes(model, whole)
     parts = from_megatron_model(
         whole.shapes, sizes=sizes, first_expert=whole.ranks.first_expert(config.num_moe_experts)
     )
-    told = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
-    if tensor_parallel_size is not None:
-        told["tp"] = tensor_parallel_size
+    known = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
+
+    def opened() -> OpenCheckpoint:
+        if tensor_parallel_size is not None:
+            _check_written_by(path, tensor_parallel_size)
+            known["tp"] = tensor_parallel_size
+        return open_checkpoint(path, trust=trust, verify=verify, sizes=known)
+
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
 
     def translate(source: Source) -> Source:
         return to_megatron_model(source, parts)
 
-    opened = partial(open_checkpoint, path, trust=trust, verify=verify, sizes=told)
     loaded: dict[str, Any] | PartialLoad
     if strict:
         loaded = load(opened, model=whole, optimizer=of_optimizer, translate=translate)
@@ -146,6 +156,25 @@ def load_checkpoint(
     if of_optimizer is not None:
         of_optimizer.give_back()
     return loaded
+
+
+def _check_told(args: Mapping[str, Any], num_tp: int) -> None:
+    """Refuse `args` of other ranks: readers take rank-major tensors apart by this number."""
+    told = args.get("tensor_model_parallel_size", num_tp)
+    if told != num_tp:
+        raise ValueError(
+            f"Expected `args.tensor_model_parallel_size` to be the number of tensor-parallel ranks ({num_tp}), got "
+            f"{told!r}: readers would take fused tensors apart by it. Pass the args that the model was built with."
+        )
+
+
+def _check_written_by(path: str | os.PathLike[str], num_tp: int) -> None:
+    told = open_megatron(Path(path)).sizes.get("tp", num_tp)
+    if told != num_tp:
+        raise ValueError(
+            f"Expected `tensor_parallel_size` to be the number of ranks that wrote {str(path)!r} ({told}, as its files "
+            f"tell), got {num_tp}. Leave it out."
+        )
 
 
 def _config(model: nn.Module) -> Any:
@@ -159,8 +188,15 @@ def _config(model: nn.Module) -> Any:
     return found
 
 
-def _sizes(whole: WholeModel, config: Any) -> dict[str, int]:
+def _plain_options(model: nn.Module) -> dict[str, Any]:
+    """The plain values of a model's `config`, by name; with the number of Mamba heads, which mixers may compute."""
+    options = {name: value for name, value in vars(_config(model)).items() if isinstance(value, int | float | str)}
+    mixer: Any = next((each for each in model.modules() if hasattr(each, "ngroups") and hasattr(each, "nheads")), None)
+    return options if mixer is None else {**options, "mamba_num_heads": mixer.nheads}
+
+
+def _sizes(model: nn.Module, whole: WholeModel) -> dict[str, int]:
     """Sizes of the components of rank-major tensors."""
     expt_tp = whole.ranks.expt_tp
-    sizes = {**sizes_of_args(plain_options(config)), "tp": whole.ranks.tp.size()}
+    sizes = {**sizes_of_args(_plain_options(model)), "tp": whole.ranks.tp.size()}
     return sizes if expt_tp is None else {**sizes, "etp": expt_tp.size()}

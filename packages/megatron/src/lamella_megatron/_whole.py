@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,8 +253,3 @@ def _unwrapped(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
-
-
-def plain_options(config: Any) -> Mapping[str, int | float | str | bool]:
-    """The plain values of a `TransformerConfig`, by name."""
-    return {name: value for name, value in vars(config).items() if isinstance(value, int | float | str)}

@@ -37,6 +37,7 @@ def on_cpu() -> Iterator[None]:
     with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
         patch.setattr(norms.WrappedTorchNorm, "__new__", _norm)
+        patch.setattr(importlib.import_module("megatron.core.ssm.mamba_mixer"), "HAVE_MAMBA_SSM", True)
         yield
 
 
@@ -78,7 +79,36 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied": (GATED, TIED),
     "biases": ({"add_bias_linear": True, "num_query_groups": 2}, {}),
     "experts": ({**EXPERTS, **GATED}, {}),
+    "wider": ({**GATED, "ffn_hidden_size": 48, "hidden_size": 64}, {}),
+    "deeper": ({**GATED, "ffn_hidden_size": 48, "num_layers": 3}, {}),
+    "mamba": ({"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 4}, {}),
 }
+
+
+class _Mamba(nn.Module):
+    """Two layers of megatron-core's, named as in its models; the kernels are for a GPU, and not called."""
+
+    def __init__(self, config: Any) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        super().__init__()
+        self.config = config
+        mixer = ModuleSpec(
+            MambaMixer,
+            params={"rmsnorm": False},
+            submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        )
+        parts = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(
+            MambaLayer(config, parts, layer_number=each + 1, pg_collection=groups) for each in range(2)
+        )
 
 
 def _make(world: World, kind: str, seed: int = 0) -> nn.Module:
@@ -98,7 +128,7 @@ def _make(world: World, kind: str, seed: int = 0) -> nn.Module:
         sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
         **fields,
     )
-    return tiny_gpt(config, **of_model)
+    return _Mamba(config) if kind == "mamba" else tiny_gpt(config, **of_model)
 
 
 def _sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -225,6 +255,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     ("kind", "worlds"),
     [
         ("gated", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
+        ("mamba", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
     ],
     ids=str,
@@ -238,3 +269,39 @@ def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, w
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), f"{world}: {name}"
+
+
+def _refused(world: World, kind: str, path: Path, options: dict[str, Any]) -> tuple[str, str]:
+    """The error of a load, after which nothing has changed."""
+    model, optimizer = _sharded(world, kind, seed=7)
+    before = {name: p.to_local().clone() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        load_checkpoint(path, model=model, optimizer=optimizer, **options)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.to_local(), before[name]), name
+    assert not optimizer.state
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        ("wider", "model.decoder.layers.0.mlp.linear_fc2.weight: (32, 48) in the checkpoint, (64, 48) here"),
+        ("deeper", "model.decoder.layers.2.mlp.linear_fc2.weight: absent from the checkpoint, (32, 48) here"),
+        ("dense", "model.decoder.layers.0.mlp.linear_fc1.weight: (96, 32) in the checkpoint, (128, 32) here"),
+    ],
+)
+def test_another_models_checkpoint_is_refused_with_all_differences(tmp_path: Path, kind: str, difference: str) -> None:
+    _on(World(4, tp=2), _save_random, "gated", tmp_path)
+    error, message = _on(World(2), _refused, kind, tmp_path, {})
+    assert error == "CheckpointMismatch"
+    assert difference in message
+    assert "pass strict=False" in message
+
+
+def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tmp_path: Path) -> None:
+    _on(World(4, tp=2), _save_random, "mamba", tmp_path)
+    error, message = _on(World(2), _refused, "mamba", tmp_path, {"tensor_parallel_size": 4})
+    assert error == "ValueError"
+    assert f"number of ranks that wrote {str(tmp_path)!r} (2, as its files tell), got 4. Leave it out." in message

@@ -26,7 +26,7 @@ from lamella_convert._translation.megatron import (
     without_ungated,
 )
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
-from lamella_convert._translation.translate import Translated, translate
+from lamella_convert._translation.translate import Translated, parameter_shapes, translate
 
 
 def _sharing(name: str) -> str:
@@ -86,7 +86,8 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
     """A checkpoint under the names and in the cuts of a live model, for `load(translate=...)`.
 
     Experts without a correspondence belong to other ranks, and are left out (`Translated.left_over`): Note [Experts of
-    a rank]. All other names without a correspondence stay, for `load` to report.
+    a rank]. All other names without a correspondence stay, for `load` to report; and so do tensors of other shapes than
+    the correspondences have.
 
     Args:
         source: Under the names of the correspondences' left side.
@@ -102,7 +103,11 @@ def to_megatron_model(source: Source, correspondences: Sequence[Correspondence])
         return None if match and match.group(1, 2) not in own else name
 
     kept = rename(source, keep)
-    return translate(kept, correspondences, to="right").leaving(kept.left_over)
+    stored = parameter_shapes(kept)
+    fitting = [
+        each for each in correspondences if all(stored.get(name, shape) == shape for name, shape in each.left.items())
+    ]
+    return translate(kept, fitting, to="right").leaving(kept.left_over)
 
 
 def global_expert(name: str, first: int) -> str:
