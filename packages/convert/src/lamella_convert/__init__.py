@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from lamella_convert._tools.diff import diff as diff
     from lamella_convert._tools.inspect import Inspection as Inspection
     from lamella_convert._tools.inspect import inspect as inspect
+    from lamella_convert._tools.megatron_save import StoredPart as StoredPart
     from lamella_convert._tools.megatron_save import save_fsdp_dtensor as save_fsdp_dtensor
+    from lamella_convert._tools.megatron_save import save_torch_dist as save_torch_dist
     from lamella_convert._tools.open_both import open_both as open_both
     from lamella_convert._tools.plan import Target as Target
     from lamella_convert._tools.safetensors_save import save_safetensors as save_safetensors
@@ -55,7 +57,7 @@ _LATER: Final = {
     "lamella_convert._formats.untrained": ("keep_published",),
     "lamella_convert._tools.between": ("MegatronOptions",),
     "lamella_convert._tools.convert": ("Conversion", "convert"),
-    "lamella_convert._tools.megatron_save": ("save_fsdp_dtensor",),
+    "lamella_convert._tools.megatron_save": ("StoredPart", "save_fsdp_dtensor", "save_torch_dist"),
     "lamella_convert._tools.open_both": ("open_both",),
     "lamella_convert._tools.diff": ("Diff", "Difference", "diff"),
     "lamella_convert._tools.inspect": ("Inspection", "inspect"),

@@ -10,7 +10,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -22,10 +22,14 @@ from lamella_convert import (
     open_checkpoint,
     open_megatron,
     save_fsdp_dtensor,
+    save_torch_dist,
     sizes_of_args,
     to_megatron_model,
 )
+from lamella_megatron._torch_dist import Places
 from lamella_megatron._whole import WholeModel, WholeOptimizer
+
+_Format = Literal["fsdp_dtensor", "torch_dist"]
 
 
 def save_checkpoint(
@@ -33,12 +37,13 @@ def save_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    format: _Format = "fsdp_dtensor",  # noqa: A002  # As lamella_convert names it.
     iteration: int = 0,
     args: Namespace | None = None,
     objects: Mapping[str, object] | None = None,
     groups: Any = None,
 ) -> Path:
-    """Write a model sharded by `fully_shard_model` as `fsdp_dtensor`, in the names of megatron-core 0.19.
+    """Write a model sharded by `fully_shard_model` in a format of megatron-core 0.19.
 
         save_checkpoint("runs/first/iter_0000100", model=model, optimizer=optimizer, iteration=100)
 
@@ -49,6 +54,8 @@ def save_checkpoint(
             replaced.
         model: Read only.
         optimizer: Over the model's parameters. None leaves the optimizer out.
+        format: "fsdp_dtensor" resumes training. "torch_dist" is for `megatron.core.dist_checkpointing.load` with a
+            plain model's `sharded_state_dict`; the options of parameter groups are not in it.
         iteration: Returned by `load_checkpoint`, and read by Megatron.
         args: Megatron's. None takes the plain values of the model's `config`.
         objects: Further entries by name, plain data: `opt_param_scheduler`, `num_floating_point_operations_so_far`.
@@ -69,19 +76,26 @@ def save_checkpoint(
         every rank writes its own parts, and a share of the values held by several ranks. Waits until the files are on
         the disk.
     """
+    if format not in get_args(_Format):
+        raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
     whole = WholeModel(model, groups)
-    config = _config(model)
-    told = (
-        {**_plain_options(model), "tensor_model_parallel_size": whole.ranks.tp.size()} if args is None else vars(args)
-    )
-    _check_told(told, whole.ranks.tp.size())
+    num_tp = whole.ranks.tp.size()
+    told = {**_plain_options(model), "tensor_model_parallel_size": num_tp} if args is None else vars(args)
+    _check_told(told, num_tp)
+    beside = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)}
+    of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
+    if format == "torch_dist":
+        places = Places.of(model, whole, groups)
+        return save_torch_dist(
+            path, model=whole, optimizer=of_optimizer, parts=places.parts, objects=places.objects, common=beside
+        )
     return save_fsdp_dtensor(
         path,
         model=whole,
-        optimizer=None if optimizer is None else WholeOptimizer(optimizer, whole),
+        optimizer=of_optimizer,
         sizes=_sizes(model, whole),
-        first_expert=whole.ranks.first_expert(config.num_moe_experts),
-        objects={**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)},
+        first_expert=whole.ranks.first_expert(_config(model).num_moe_experts),
+        objects=beside,
     )
 
 

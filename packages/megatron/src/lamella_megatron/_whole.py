@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lamella_checkpoint.sources import whole_box
+from lamella_layout import Chunk
 from lamella_megatron._placement import expert_parameters
 
 _EXTRA_STATE = "_extra_state"
@@ -110,11 +112,22 @@ class WholeModel(nn.Module):
         for name, value in self._own.items():
             if isinstance(value, nn.Parameter):
                 self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
-        self._whole = {_unwrapped(name): self.whole_of(value) for name, value in self._own.items()}
+        self._by_name = {unwrapped(name): value for name, value in self._own.items()}
+        self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
 
     def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter; a buffer itself."""
         return self._of.get(id(tensor), tensor)
+
+    def part_of(self, name: str) -> Chunk:
+        """The box of this rank's tensor-parallel part in a whole tensor."""
+        whole, own = self._whole[name], self._by_name[name]
+        chunk = whole_box(whole.shape)
+        if not isinstance(whole, DTensor) or whole.shape == own.shape:
+            return chunk
+        coordinate = whole.device_mesh.get_local_rank("tensor")
+        offsets = tuple(0 if a == b else coordinate * b for a, b in zip(whole.shape, own.shape, strict=True))
+        return Chunk(offsets, tuple(own.shape))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -248,7 +261,7 @@ def _is_alike(slot: object, parameter: torch.Tensor) -> bool:
     )
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     """A name without the `module.` of Megatron's wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")

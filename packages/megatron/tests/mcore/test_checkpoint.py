@@ -119,6 +119,10 @@ def _make(world: World, kind: str, seed: int = 0) -> nn.Module:
         expert_model_parallel_size=world.ep,
         expert_tensor_parallel_size=world.etp,
     )
+    return _build(world, kind, seed)
+
+
+def _build(world: World, kind: str, seed: int) -> nn.Module:
     fields, of_model = MODELS[kind]
     torch.manual_seed(seed)
     config = tiny_config(
@@ -305,3 +309,51 @@ def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tm
     error, message = _on(World(2), _refused, "mamba", tmp_path, {"tensor_parallel_size": 4})
     assert error == "ValueError"
     assert f"number of ranks that wrote {str(tmp_path)!r} (2, as its files tell), got 4. Leave it out." in message
+
+
+def _save_both(world: World, kind: str, path: Path) -> None:
+    model = _make(world, kind)
+    _fill(model)
+    fully_shard_model(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(100 * parameter.detach())
+    optimizer.step()
+    save_checkpoint(path / "fsdp", model=model, optimizer=optimizer)
+    save_checkpoint(path / "dist", model=model, optimizer=optimizer, format="torch_dist", iteration=5)
+
+
+def _megatrons_own(world: World, kind: str, path: Path) -> bool:
+    """megatron-core loads into a plain model, and lamella into a sharded one: the same parts."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    plain = _make(world, kind, seed=3)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = {"model": plain.sharded_state_dict(metadata={"dp_cp_group": group})}  # type: ignore[operator]
+    loaded = dist_checkpointing.load(state, str(path / "dist"), strict="raise_unexpected")
+    assert loaded["iteration"] == 5
+    assert loaded["args"].num_layers == 2
+    plain.load_state_dict(loaded["model"], strict=False)
+    model = fully_shard_model(_build(world, kind, seed=5))
+    load_checkpoint(path / "fsdp", model=model)
+    for (name, mine), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(mine, DTensor)
+        assert torch.equal(mine.full_tensor(), own), name
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+@pytest.mark.parametrize(
+    ("kind", "first", "others"),
+    [
+        ("gated", World(4, tp=2), [World(1), World(2, tp=2)]),
+        ("tied", World(2, tp=2), [World(1), World(2, tp=2)]),
+        ("biases", World(4, tp=2), [World(1), World(2, tp=2)]),
+        ("experts", World(4, tp=2, ep=2, etp=1), [World(1), World(2, ep=2), World(4, tp=2, ep=2, etp=2)]),
+    ],
+    ids=str,
+)
+def test_megatron_core_opens_torch_dist(tmp_path: Path, kind: str, first: World, others: list[World]) -> None:
+    _on(first, _save_both, kind, tmp_path)
+    for world in others:
+        assert run_ranks(_megatrons_own, world.num_ranks, world, kind, tmp_path) == [True] * world.num_ranks

@@ -1,0 +1,79 @@
+"""The places of a model's tensors in `torch_dist`, as megatron-core's modules tell them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamella_convert import StoredPart
+from lamella_layout import Chunk
+from lamella_megatron._whole import WholeModel, unwrapped
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where this rank's tensors lie in `torch_dist`.
+
+    Attributes:
+        parts: By the model's own names.
+        objects: Values of modules (`_extra_state`) that this rank writes, by stored name.
+    """
+
+    parts: Mapping[str, list[StoredPart]]
+    objects: Mapping[str, object]
+
+    @classmethod
+    def of(cls, model: nn.Module, whole: WholeModel, groups: Any = None) -> Places:
+        """Ask a sharded model's `sharded_state_dict`, which looks at the shapes of its parameters alone.
+
+        Args:
+            model: Sharded by `fully_shard_model`.
+            whole: Of the model.
+            groups: With `dp_cp`; None takes the groups of `parallel_state`.
+        """
+        mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+        group = getattr(groups, "dp_cp", None)
+        asked: Any = model
+        told = asked.sharded_state_dict(metadata=None if group is None else {"dp_cp_group": group})
+        parts: dict[str, list[StoredPart]] = {}
+        objects: dict[str, object] = {}
+        for name, value in told.items():
+            if isinstance(value, mapping.ShardedObject):
+                if mapping.is_main_replica(value.replica_id):
+                    objects[value.unique_key] = value.data
+                continue
+            own = unwrapped(name)
+            held = whole.part_of(own)
+            base = torch.empty(held.sizes, device="meta")
+            parts[own] = [_part(held, base, each) for each in _tensors(value, base)]
+        return cls(parts, objects)
+
+
+def _tensors(value: Any, base: torch.Tensor) -> Iterator[Any]:
+    """A `ShardedTensor` itself, or those that a factory makes, as views of `base`."""
+    build = getattr(value, "build_fn", None)
+    if build is None:
+        yield value
+        return
+    made = build(value.key, base, value.replica_id, None)
+    yield from made.values() if isinstance(made, dict) else made
+
+
+def _part(held: Chunk, base: torch.Tensor, told: Any) -> StoredPart:
+    """The place of a view of a tensor-parallel part, `held` in the whole tensor."""
+    offsets, flat = [], told.data.storage_offset() if told.data.is_meta else 0
+    for stride in base.stride():
+        offsets.append(flat // stride)
+        flat %= stride
+    sizes = tuple(told.local_shape)
+    return StoredPart(
+        box=Chunk(tuple(start + offset for start, offset in zip(held.offsets, offsets, strict=True)), sizes),
+        key=told.key,
+        shape=tuple(told.global_shape),
+        chunk=Chunk(tuple(told.global_offset), (*[1] * told.prepend_axis_num, *sizes)),
+    )
