@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 from lamella_checkpoint import PartialLoad, Source, load
+from lamella_checkpoint.sources import MODEL, in_model, longest_known, rename, split_section
 from lamella_convert import (
+    Format,
     OpenCheckpoint,
     from_megatron_model,
     open_checkpoint,
@@ -151,16 +154,21 @@ def load_checkpoint(
     )
     known = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
 
+    spelling: dict[str, str] = {}
+
     def opened() -> OpenCheckpoint:
         if tensor_parallel_size is not None:
             _check_written_by(path, tensor_parallel_size)
             known["tp"] = tensor_parallel_size
-        return open_checkpoint(path, trust=trust, verify=verify, sizes=known)
+        found = open_checkpoint(path, trust=trust, verify=verify, sizes=known)
+        if found.format is Format.TORCH_DIST:
+            spelling.update(Places.of(model, whole, groups).spelling())
+        return found
 
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
 
     def translate(source: Source) -> Source:
-        return to_megatron_model(source, parts)
+        return to_megatron_model(rename(source, partial(_spelled, spelling)), parts)
 
     loaded: dict[str, Any] | PartialLoad
     if strict:
@@ -170,6 +178,15 @@ def load_checkpoint(
     if of_optimizer is not None:
         of_optimizer.give_back()
     return loaded
+
+
+def _spelled(spelling: Mapping[str, str], name: str) -> str:
+    """A native name with the model's own name of the tensor."""
+    section, rest = split_section(name)
+    if section == MODEL:
+        return in_model(spelling.get(rest, rest))
+    parameter, entry = longest_known(rest, spelling) if section else (None, "")
+    return name if parameter is None else f"{section}{spelling[parameter]}.{entry}"
 
 
 def _check_told(args: Mapping[str, Any], num_tp: int) -> None:

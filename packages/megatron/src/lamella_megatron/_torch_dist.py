@@ -37,9 +37,11 @@ class Places:
             groups: With `dp_cp`; None takes the groups of `parallel_state`.
         """
         mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-        group = getattr(groups, "dp_cp", None)
+        if groups is None:
+            config = importlib.import_module("megatron.core.process_groups_config")
+            groups = config.ProcessGroupCollection.use_mpu_process_groups(["dp_cp"])
         asked: Any = model
-        told = asked.sharded_state_dict(metadata=None if group is None else {"dp_cp_group": group})
+        told = asked.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         parts: dict[str, list[StoredPart]] = {}
         objects: dict[str, object] = {}
         for name, value in told.items():
@@ -52,6 +54,20 @@ class Places:
             base = torch.empty(held.sizes, device="meta")
             parts[own] = [_part(held, base, each) for each in _tensors(value, base)]
         return cls(parts, objects)
+
+    def spelling(self) -> dict[str, str]:
+        """The model's own names by the canonical names that readers of `torch_dist` give, where these differ.
+
+        Norms do: their keys are those of layers that fuse them, whether or not the model's layers do.
+        """
+        found = {}
+        for name, parts in self.parts.items():
+            if len(parts) == 1 and ".experts." not in name:
+                [part] = parts
+                is_stacked = len(part.shape) > len(part.box.sizes)
+                number = f".layers.{part.chunk.offsets[0]}." if is_stacked else ".layers."
+                found[part.key.replace(".layers.", number, 1)] = name
+        return {key: name for key, name in found.items() if key != name}
 
 
 def _tensors(value: Any, base: torch.Tensor) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,7 +38,11 @@ def on_cpu() -> Iterator[None]:
     with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
         patch.setattr(norms.WrappedTorchNorm, "__new__", _norm)
+        # Layers whose kernels are for a GPU are built and saved, and not called.
         patch.setattr(importlib.import_module("megatron.core.ssm.mamba_mixer"), "HAVE_MAMBA_SSM", True)
+        patch.setattr(importlib.import_module("megatron.core.ssm.gated_delta_net.common"), "HAVE_FLA", True)
+        stacks = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+        patch.setattr(stacks, "TENorm", norms.WrappedTorchNorm)
         yield
 
 
@@ -81,34 +86,65 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({**EXPERTS, **GATED}, {}),
     "wider": ({**GATED, "ffn_hidden_size": 48, "hidden_size": 64}, {}),
     "deeper": ({**GATED, "ffn_hidden_size": 48, "num_layers": 3}, {}),
-    "mamba": ({"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 4}, {}),
+    "hybrid": (
+        {
+            **GATED,
+            "ffn_hidden_size": 48,
+            "num_layers": 4,
+            "mamba_state_dim": 8,
+            "mamba_head_dim": 8,
+            "mamba_num_groups": 4,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 4,
+            "linear_num_value_heads": 8,
+            "linear_value_head_dim": 4,
+            "linear_conv_kernel_dim": 4,
+            "deterministic_mode": True,
+        },
+        {},
+    ),
 }
 
 
-class _Mamba(nn.Module):
-    """Two layers of megatron-core's, named as in its models; the kernels are for a GPU, and not called."""
+def _hybrid(config: Any) -> nn.Module:
+    """A HybridModel of a Mamba layer, a gated delta net, attention and an MLP, of torch's own operators."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    def __init__(self, config: Any) -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-        from megatron.core.transformer.spec_utils import ModuleSpec
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    linears: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    gpt = get_gpt_layer_local_submodules()
+    mixer = ModuleSpec(MambaMixer, params={"rmsnorm": False}, submodules=MambaMixerSubmodules(**linears))
+    delta = ModuleSpec(GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **linears))
 
-        super().__init__()
-        self.config = config
-        mixer = ModuleSpec(
-            MambaMixer,
-            params={"rmsnorm": False},
-            submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    def attention(of: Any) -> Any:
+        parts = TransformerLayerSubmodules(
+            input_layernorm=gpt.input_layernorm, self_attention=of, self_attn_bda=gpt.self_attn_bda
         )
-        parts = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList(
-            MambaLayer(config, parts, layer_number=each + 1, pg_collection=groups) for each in range(2)
-        )
+        return ModuleSpec(TransformerLayer, submodules=parts)
+
+    parts = TransformerLayerSubmodules(pre_mlp_layernorm=gpt.pre_mlp_layernorm, mlp=gpt.mlp, mlp_bda=gpt.mlp_bda)
+    layers = HybridStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer)),
+        gdn_layer=attention(delta),
+        attention_layer=attention(gpt.self_attention),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=parts),
+    )
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=ModuleSpec(HybridStack, submodules=layers),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=LENGTH,
+        hybrid_layer_pattern="MG*-",
+    )
 
 
 def _make(world: World, kind: str, seed: int = 0) -> nn.Module:
@@ -132,7 +168,7 @@ def _build(world: World, kind: str, seed: int) -> nn.Module:
         sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
         **fields,
     )
-    return _Mamba(config) if kind == "mamba" else tiny_gpt(config, **of_model)
+    return _hybrid(config) if kind == "hybrid" else tiny_gpt(config, **of_model)
 
 
 def _sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -259,7 +295,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     ("kind", "worlds"),
     [
         ("gated", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
-        ("mamba", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
+        ("hybrid", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
     ],
     ids=str,
@@ -269,10 +305,7 @@ def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, w
     expected = _read(tmp_path / "0")
     for index, world in enumerate(worlds[1:]):
         _on(world, _load_and_save, kind, tmp_path / f"{index}", tmp_path / f"{index + 1}")
-        found = _read(tmp_path / f"{index + 1}")
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), f"{world}: {name}"
+        _assert_equal(_read(tmp_path / f"{index + 1}"), expected)
 
 
 def _refused(world: World, kind: str, path: Path, options: dict[str, Any]) -> tuple[str, str]:
@@ -305,8 +338,8 @@ def test_another_models_checkpoint_is_refused_with_all_differences(tmp_path: Pat
 
 
 def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tmp_path: Path) -> None:
-    _on(World(4, tp=2), _save_random, "mamba", tmp_path)
-    error, message = _on(World(2), _refused, "mamba", tmp_path, {"tensor_parallel_size": 4})
+    _on(World(4, tp=2), _save_random, "hybrid", tmp_path)
+    error, message = _on(World(2), _refused, "hybrid", tmp_path, {"tensor_parallel_size": 4})
     assert error == "ValueError"
     assert f"number of ranks that wrote {str(tmp_path)!r} (2, as its files tell), got 4. Leave it out." in message
 
@@ -332,7 +365,7 @@ def _megatrons_own(world: World, kind: str, path: Path) -> bool:
     state = {"model": plain.sharded_state_dict(metadata={"dp_cp_group": group})}  # type: ignore[operator]
     loaded = dist_checkpointing.load(state, str(path / "dist"), strict="raise_unexpected")
     assert loaded["iteration"] == 5
-    assert loaded["args"].num_layers == 2
+    assert loaded["args"].hidden_size == 32
     plain.load_state_dict(loaded["model"], strict=False)
     model = fully_shard_model(_build(world, kind, seed=5))
     load_checkpoint(path / "fsdp", model=model)
@@ -357,3 +390,62 @@ def test_megatron_core_opens_torch_dist(tmp_path: Path, kind: str, first: World,
     _on(first, _save_both, kind, tmp_path)
     for world in others:
         assert run_ranks(_megatrons_own, world.num_ranks, world, kind, tmp_path) == [True] * world.num_ranks
+
+
+def _save_by_megatron(world: World, kind: str, path: Path) -> None:
+    from argparse import Namespace
+
+    from megatron.core import dist_checkpointing, parallel_state
+
+    model = _make(world, kind)
+    _fill(model)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})  # type: ignore[operator]
+    args = Namespace(tensor_model_parallel_size=world.tp)
+    (path / "dist").mkdir(exist_ok=True)
+    dist_checkpointing.save({"model": state, "iteration": 12, "args": args}, str(path / "dist"))
+    fully_shard_model(model)
+    save_checkpoint(path / "0", model=model)
+
+
+def _load_torch_dist(world: World, kind: str, path: Path, *, optimizer: bool) -> None:
+    model, mine = _sharded(world, kind, seed=7)
+    extra = load_checkpoint(path / "dist", model=model, optimizer=mine if optimizer else None)
+    assert isinstance(extra, dict)
+    assert extra["iteration"] in (5, 12)
+    save_checkpoint(path / "1", model=model, optimizer=mine if optimizer else None)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+@pytest.mark.parametrize(
+    ("kind", "first", "other"),
+    [
+        ("gated", World(2, tp=2), World(4, tp=4)),
+        ("biases", World(2, tp=2), World(3)),
+        ("hybrid", World(2, tp=2), World(4, tp=4)),
+        ("experts", World(4, tp=2, ep=2, etp=1), World(2)),
+    ],
+    ids=str,
+)
+def test_torch_dist_of_megatron_core_is_loaded(tmp_path: Path, kind: str, first: World, other: World) -> None:
+    files = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_process_memory", lambda: 0)  # It asks psutil, to log it.
+        run_ranks(_save_by_megatron, first.num_ranks, first, kind, tmp_path)
+    _on(other, functools.partial(_load_torch_dist, optimizer=False), kind, tmp_path)
+    _assert_equal(_read(tmp_path / "1"), _read(tmp_path / "0"))
+
+
+@pytest.mark.parametrize("kind", ["gated", "experts", "hybrid"])
+def test_torch_dist_brings_the_optimizers_state_back(tmp_path: Path, kind: str) -> None:
+    _on(World(4, tp=2, ep=2 if kind == "experts" else 1, etp=1), _save_both, kind, tmp_path)
+    _on(World(2), functools.partial(_load_torch_dist, optimizer=True), kind, tmp_path)
+    found = _read(tmp_path / "1")
+    assert any(name.endswith("exp_avg_sq") for name in found)
+    _assert_equal(found, _read(tmp_path / "fsdp"))
+
+
+def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
