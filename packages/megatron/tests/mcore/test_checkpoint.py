@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as functional
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import Wanted
@@ -173,13 +176,16 @@ def _build(world: World, kind: str, seed: int) -> nn.Module:
 
 def _sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = fully_shard_model(_make(world, kind, seed))
+    return model, _optimizer(model)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     is_norm = {name: "norm" in name for name, _ in model.named_parameters()}
     groups = [[p for name, p in model.named_parameters() if is_norm[name] == which] for which in (False, True)]
     # Some gradients are zero but for rounding (of a key's bias), and a small eps would make steps of the rounding.
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2, eps=1e-4
     )
-    return model, optimizer
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
@@ -449,3 +455,83 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+class _Wrapper(nn.Module):
+    """A wrapper of Megatron, by its name alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.config = module.config
+
+
+def _ask_as_megatron_does(world: World, kind: str, path: Path) -> list[str]:
+    """Fill what megatron-core's training asks a checkpoint for; the names of parts that differ from the model's."""
+    fsdp = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+    checkpoints = importlib.import_module("megatron.core.transformer.fsdp_dtensor_checkpoint")
+    make = importlib.import_module(f"{fsdp}.param_and_grad_buffer").make_fsdp_dtensor
+    mesh = init_device_mesh("cpu", (world.num_ranks // world.tp, world.tp), mesh_dim_names=("dp", "tp"))
+    index = importlib.import_module(f"{fsdp}.utils").FSDPDistributedIndex(mesh, dp_shard_dim="dp", tp_dim="tp")
+    model = _make(world, kind, seed=3)
+    wrapped = _Wrapper(_Wrapper(model))
+    rank, num = mesh.get_local_rank("dp"), mesh.size(0)
+    weights, slots = {}, {}
+    for name, parameter in model.named_parameters():
+        shard: Any = parameter
+        rows, row = -(-len(parameter) // num), parameter[:1].numel()
+        first, last = (min(rows * each, len(parameter)) for each in (rank, rank + 1))
+        shard.megatron_fsdp_slice, shard.megatron_fsdp_dist_index = slice(first * row, last * row), index
+        blank = [torch.full(((last - first) * row,), -1.0) for _ in range(3)]
+        made = [make(each, parameter, dist_index=index, run_check=True) for each in blank]
+        weights[f"module.{name}"] = made[0]
+        slots[f"module.module.module.{name}"] = {
+            "exp_avg": made[1], "exp_avg_sq": made[2], "step": torch.tensor(-1.0),
+        }  # fmt: skip
+    asked = {"args": None, "iteration": None, "checkpoint_version": None, "model": weights}
+    asked["optimizer"] = {"state": slots}
+    state = dict(asked)
+    checkpoints.handle_fp8_extra_state_case(state["model"])
+    if model.config.gated_linear_unit:  # type: ignore[union-attr]
+        state["model"], state["optimizer"] = checkpoints.handle_swiglu_in_state_dict(
+            wrapped, state["model"], state["optimizer"]
+        )
+    importlib.import_module(f"{fsdp}.uneven_dtensor").preprocess_state_dict_for_uneven_dtensor(state)
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=False))  # type: ignore[attr-defined]
+    assert state["iteration"] == 2
+    assert state["args"].hidden_size == 32
+
+    mine = fully_shard_model(_build(world, kind, seed=5))
+    optimizer = _optimizer(mine)
+    load_checkpoint(path, model=mine, optimizer=optimizer)
+    wrong = []
+    for name, parameter in mine.named_parameters():
+        mapped = slots[f"module.module.module.{name}"]
+        for slot, filled in {"": weights[f"module.{name}"], **mapped}.items():
+            own: Any = optimizer.state[parameter][slot] if slot else parameter
+            local = own.to_local() if isinstance(own, DTensor) else own
+            got = filled.to_local() if isinstance(filled, DTensor) else filled
+            if not torch.equal(got.reshape(-1), local.detach().reshape(-1)):
+                wrong.append(f"{name} {slot}")
+    return wrong
+
+
+def _save_fsdp(world: World, kind: str, path: Path) -> None:
+    model, optimizer = _sharded(world, kind)
+    _train(model, optimizer)
+    save_checkpoint(path, model=model, optimizer=optimizer, iteration=2)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+@pytest.mark.parametrize(
+    ("kind", "first", "other"),
+    [
+        ("gated", World(4, tp=2), World(4, tp=2)),
+        ("gated", World(1), World(4, tp=4)),
+        ("biases", World(2), World(4, tp=2)),
+    ],
+    ids=str,
+)
+def test_megatron_core_opens_fsdp_dtensor(tmp_path: Path, kind: str, first: World, other: World) -> None:
+    _on(first, _save_fsdp, kind, tmp_path)
+    assert run_ranks(_ask_as_megatron_does, other.num_ranks, other, kind, tmp_path) == [[]] * other.num_ranks
