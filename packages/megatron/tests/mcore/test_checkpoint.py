@@ -6,7 +6,7 @@ import functools
 import importlib
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint import Wanted
+from lamella_checkpoint import CheckpointMismatch, PartialLoad, Wanted
 from lamella_convert import open_checkpoint
+from lamella_engine import FSDPModule, MixedPrecisionPolicy
 from lamella_layout import Chunk
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
@@ -535,3 +536,113 @@ def _save_fsdp(world: World, kind: str, path: Path) -> None:
 def test_megatron_core_opens_fsdp_dtensor(tmp_path: Path, kind: str, first: World, other: World) -> None:
     _on(first, _save_fsdp, kind, tmp_path)
     assert run_ranks(_ask_as_megatron_does, other.num_ranks, other, kind, tmp_path) == [[]] * other.num_ranks
+
+
+GDN_ROWS = {"query": 16, "key": 16, "value": 32, "z": 32, "beta": 8, "alpha": 8}
+
+
+def _by_component(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A gated delta net's fused tensor of one tensor-parallel rank, by component."""
+    if not name.endswith(("self_attention.in_proj.weight", "self_attention.conv1d.weight")):
+        return {name: tensor}
+    parts = list(GDN_ROWS)[: 3 if "conv1d" in name else 6]
+    cut = tensor.split([GDN_ROWS[part] for part in parts])  # type: ignore[no-untyped-call]
+    return {f"{name}.{part}": each for part, each in zip(parts, cut, strict=True)}
+
+
+def _write_as_bridge_does(world: World, kind: str, path: Path) -> None:
+    """A directory of Megatron-Bridge's, from Hugging Face's weights: no `args`, no optimizer; and lamella's own."""
+    model = _make(world, kind)
+    _fill(model)
+    stored: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 1}
+    for name, parameter in model.named_parameters():
+        for part, tensor in _by_component(name, parameter.detach()).items():
+            halves = {f"{part}_w": tensor.chunk(2)[0], f"{part}_v": tensor.chunk(2)[-1]}
+            is_gated = "mlp" in part and "linear_fc1.weight" in part
+            stored |= {f"model.module.{own}": t for own, t in (halves if is_gated else {part: tensor}).items()}
+    directory = path / "iter_0000003"
+    dcp.save(stored, checkpoint_id=directory)  # type: ignore[attr-defined]
+    (directory / "run_config.yaml").write_text("model:\n  tensor_model_parallel_size: 1\n")
+    for file in (directory / "train_state.pt", path / "latest_train_state.pt"):
+        torch.save({"step": torch.tensor(3), "consumed_train_samples": torch.tensor(24)}, file)
+    fully_shard_model(model)
+    save_checkpoint(path / "0", model=model)
+
+
+def _load_bridge(world: World, kind: str, path: Path) -> bool:
+    model = fully_shard_model(
+        _make(world, kind, seed=7), mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    )
+    extra = load_checkpoint(path, model=model)
+    assert isinstance(extra, dict)
+    assert (extra["iteration"], extra["consumed_train_samples"]) == (3, 24)
+    save_checkpoint(path / "1", model=model)
+    unit: Any = next(module for module in model.modules() if isinstance(module, FSDPModule) and module is not model)
+    main = {name: p.full_tensor() for name, p in unit.named_parameters() if isinstance(p, DTensor)}
+    unit.unshard()
+    return all(
+        parameter.dtype is torch.bfloat16 and torch.equal(parameter, main[name].bfloat16())
+        for name, parameter in unit.named_parameters()
+    )
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # torch warns about deprecated parts of its own.
+@pytest.mark.parametrize(("kind", "world"), [("hybrid", World(4, tp=2)), ("experts", World(4, ep=2))], ids=str)
+def test_bridges_checkpoint_fills_main_weights_at_full_precision(tmp_path: Path, kind: str, world: World) -> None:
+    _on(World(1), _write_as_bridge_does, kind, tmp_path)
+    expected = _read(tmp_path / "0")
+    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in expected.values())
+    assert run_ranks(_load_bridge, world.num_ranks, world, kind, tmp_path) == [True] * world.num_ranks
+    _assert_equal(_read(tmp_path / "1"), expected)
+
+
+def _refused_optimizer(world: World, kind: str, path: Path) -> str:
+    model, optimizer = _sharded(world, kind, seed=7)
+    with pytest.raises(CheckpointMismatch) as error:
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    left = load_checkpoint(path, model=model, optimizer=optimizer, strict=False)
+    assert isinstance(left, PartialLoad)
+    assert {name.partition(".")[0] for name in left.left.missing} == {"optimizer"}
+    assert not optimizer.state
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # torch warns about deprecated parts of its own.
+def test_an_optimizer_that_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    _on(World(1), _write_as_bridge_does, "gated", tmp_path)
+    message = _on(World(2, tp=2), _refused_optimizer, "gated", tmp_path)
+    assert "optimizer.param_groups.embedding.word_embeddings.weight: absent from the checkpoint" in message
+
+
+def _save_main_weights(world: World, kind: str, path: Path) -> dict[str, torch.Tensor]:
+    """A bf16 model, and its distributed optimizer's fp32 weights beside it, written by megatron-core."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    model = _make(world, kind)
+    _fill(model)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    exact = {f"model.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+    told = model.sharded_state_dict(metadata={"dp_cp_group": group})  # type: ignore[operator]
+    told = {name: each for name, each in told.items() if isinstance(each.data, torch.Tensor)}
+    main = {name: replace(each, key=f"optimizer.state.fp32_param.{each.key}") for name, each in told.items()}
+    rounded = {
+        name: replace(each, data=each.data.bfloat16()) for name, each in told.items() if hasattr(each, "build_fn")
+    }
+    rounded |= {
+        name: replace(each, data=each.data.bfloat16(), dtype=torch.bfloat16)
+        for name, each in told.items()
+        if name not in rounded
+    }
+    (path / "dist").mkdir()
+    dist_checkpointing.save({"model": rounded, "optimizer": main, "iteration": 12}, str(path / "dist"))
+    return exact
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # megatron-core and torch warn about what they do to themselves.
+def test_main_weights_of_torch_dist_are_the_models(tmp_path: Path) -> None:
+    files = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_process_memory", lambda: 0)  # It asks psutil, to log it.
+        expected = _on(World(1), _save_main_weights, "gated", tmp_path)
+    _on(World(4, tp=2), functools.partial(_load_torch_dist, optimizer=False), "gated", tmp_path)
+    _assert_equal(_read(tmp_path / "1"), expected)
