@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lamella_convert._translation.megatron import Counters as Counters
     from lamella_convert._translation.megatron import Dialect as Dialect
     from lamella_convert._translation.megatron import MtpLayer as MtpLayer
+    from lamella_convert._translation.megatron import canonical_name as canonical_name
     from lamella_convert._translation.megatron import sizes_of_args as sizes_of_args
     from lamella_convert._translation.megatron_model import from_megatron_model as from_megatron_model
     from lamella_convert._translation.megatron_model import global_expert as global_expert
@@ -65,7 +66,7 @@ _LATER: Final = {
     "lamella_convert._tools.safetensors_save": ("save_safetensors",),
     "lamella_convert._tools.verify": ("verify",),
     "lamella_convert._translation.families": ("Family", "find_family", "known_model_types"),
-    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer", "sizes_of_args"),
+    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer", "canonical_name", "sizes_of_args"),
     "lamella_convert._translation.megatron_model": ("from_megatron_model", "global_expert", "to_megatron_model"),
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}

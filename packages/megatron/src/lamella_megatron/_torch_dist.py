@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamella_convert import StoredPart
+from lamella_convert import StoredPart, canonical_name
 from lamella_layout import Chunk
 from lamella_megatron._whole import WholeModel, unwrapped
 
@@ -29,7 +29,7 @@ class Places:
 
     @classmethod
     def of(cls, model: nn.Module, whole: WholeModel, groups: Any = None) -> Places:
-        """Ask a sharded model's `sharded_state_dict`, which looks at the shapes of its parameters alone.
+        """Call a sharded model's `sharded_state_dict`, which reads shapes of parameters and no values.
 
         Args:
             model: Sharded by `fully_shard_model`.
@@ -56,9 +56,9 @@ class Places:
         return cls(parts, objects)
 
     def spelling(self) -> dict[str, str]:
-        """The model's own names by the canonical names that readers of `torch_dist` give, where these differ.
+        """The model's canonical names by the readers' canonical names of `torch_dist`, where both differ.
 
-        Norms do: their keys are those of layers that fuse them, whether or not the model's layers do.
+        The keys of norms belong to layers that fuse norms, even where the model's layers are apart.
         """
         found = {}
         for name, parts in self.parts.items():
@@ -66,12 +66,12 @@ class Places:
                 [part] = parts
                 is_stacked = len(part.shape) > len(part.box.sizes)
                 number = f".layers.{part.chunk.offsets[0]}." if is_stacked else ".layers."
-                found[part.key.replace(".layers.", number, 1)] = name
+                found[canonical_name(part.key.replace(".layers.", number, 1))] = canonical_name(name)
         return {key: name for key, name in found.items() if key != name}
 
 
 def _tensors(value: Any, base: torch.Tensor) -> Iterator[Any]:
-    """A `ShardedTensor` itself, or those that a factory makes, as views of `base`."""
+    """A `ShardedTensor`, or a factory's several, as views of `base`."""
     build = getattr(value, "build_fn", None)
     if build is None:
         yield value

@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({**EXPERTS, **GATED}, {}),
     "wider": ({**GATED, "ffn_hidden_size": 48, "hidden_size": 64}, {}),
     "deeper": ({**GATED, "ffn_hidden_size": 48, "num_layers": 3}, {}),
+    "mtp": ({**GATED, "ffn_hidden_size": 48, "mtp_num_layers": 1}, {}),
     "hybrid": (
         {
             **GATED,
@@ -172,7 +173,13 @@ def _build(world: World, kind: str, seed: int) -> nn.Module:
         sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
         **fields,
     )
-    return _hybrid(config) if kind == "hybrid" else tiny_gpt(config, **of_model)
+    if kind == "hybrid":
+        return _hybrid(config)
+    if kind == "mtp":
+        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        spec = specs.get_gpt_mtp_block_spec(config, specs.get_gpt_layer_local_spec(), use_transformer_engine=False)
+        of_model = {"mtp_block_spec": spec}
+    return tiny_gpt(config, **of_model)
 
 
 def _sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -302,6 +309,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     ("kind", "worlds"),
     [
         ("gated", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
+        ("mtp", [World(4, tp=2), World(1)]),
         ("hybrid", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
     ],
@@ -430,6 +438,7 @@ def _load_torch_dist(world: World, kind: str, path: Path, *, optimizer: bool) ->
         ("gated", World(2, tp=2), World(4, tp=4)),
         ("biases", World(2, tp=2), World(3)),
         ("hybrid", World(2, tp=2), World(4, tp=4)),
+        ("mtp", World(2, tp=2), World(2)),
         ("experts", World(4, tp=2, ep=2, etp=1), World(2)),
     ],
     ids=str,
