@@ -6,29 +6,26 @@ import functools
 import importlib
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as functional
+from resuming import World, assert_equal, read, train
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lamella_checkpoint import CheckpointMismatch, PartialLoad, Wanted
-from lamella_convert import open_checkpoint
+from lamella_checkpoint import CheckpointMismatch, PartialLoad
 from lamella_engine import FSDPModule, MixedPrecisionPolicy
-from lamella_layout import Chunk
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt
 
-BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 NUM_EXPERTS = 4
 
 pytestmark = [
@@ -56,20 +53,6 @@ def _norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) 
     for parameter in made.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return made
-
-
-@dataclass(frozen=True)
-class World:
-    """Ranks, and the parallel sizes of a model on them."""
-
-    num_ranks: int
-    tp: int = 1
-    ep: int = 1
-    etp: int | None = None
-
-    def __str__(self) -> str:
-        expert = "" if self.ep == 1 and self.etp is None else f"-ep{self.ep}-etp{self.etp}"
-        return f"{self.num_ranks}ranks-tp{self.tp}{expert}"
 
 
 GATED = {"gated_linear_unit": True, "activation_func": functional.silu}
@@ -143,13 +126,14 @@ def _hybrid(config: Any) -> nn.Module:
         attention_layer=attention(gpt.self_attention),
         mlp_layer=ModuleSpec(MLPLayer, submodules=parts),
     )
-    return HybridModel(
+    model: nn.Module = HybridModel(
         config=config,
         hybrid_stack_spec=ModuleSpec(HybridStack, submodules=layers),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=LENGTH,
         hybrid_layer_pattern="MG*-",
     )
+    return model
 
 
 def _make(world: World, kind: str, seed: int = 0) -> nn.Module:
@@ -196,26 +180,6 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
-    from megatron.core import parallel_state
-
-    num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    losses = []
-    for _ in range(num_steps):
-        loss = token_losses(model, BATCH.chunk(num)[rank]).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        for parameter in model.parameters():
-            if getattr(parameter, "sequence_parallel", False):  # Each rank saw a part of the tokens.
-                assert isinstance(parameter.grad, DTensor)
-                dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_tensor_model_parallel_group())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    mean = torch.stack(losses)
-    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-    return (mean / num).tolist()  # type: ignore[no-any-return]
-
-
 def _on(world: World, run: Callable[..., Any], *args: Any) -> Any:
     """The result of rank 0."""
     return run_ranks(run, world.num_ranks, world, *args)[0]
@@ -224,9 +188,9 @@ def _on(world: World, run: Callable[..., Any], *args: Any) -> Any:
 def _begin(world: World, kind: str, path: Path) -> list[float]:
     """Train, save, and train on: the run that never stopped."""
     model, optimizer = _sharded(world, kind)
-    _train(model, optimizer)
+    train(model, optimizer)
     save_checkpoint(path / "saved", model=model, optimizer=optimizer, iteration=2)
-    losses = _train(model, optimizer)
+    losses = train(model, optimizer)
     save_checkpoint(path / "went on", model=model, optimizer=optimizer, iteration=4)
     return losses
 
@@ -237,16 +201,9 @@ def _resume(world: World, kind: str, path: Path) -> list[float]:
     assert isinstance(extra, dict)
     assert extra["iteration"] == 2
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    losses = _train(model, optimizer)
+    losses = train(model, optimizer)
     save_checkpoint(path / f"resumed {world}", model=model, optimizer=optimizer, iteration=4)
     return losses
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    source = open_checkpoint(path)
-    whole = {name: torch.full(info.shape, -1, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Wanted(name, Chunk((0,) * into.ndim, tuple(into.shape)), into) for name, into in whole.items()])
-    return whole
 
 
 @pytest.mark.parametrize(
@@ -265,14 +222,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, kind: str, first: World, others: list[World]
 ) -> None:
     losses = _on(first, _begin, kind, tmp_path)
-    expected = _read(tmp_path / "went on")
+    expected = read(tmp_path / "went on")
     assert any(name.endswith("exp_avg_sq") for name in expected)
     for world in others:
         torch.testing.assert_close(_on(world, _resume, kind, tmp_path), losses, rtol=1e-6, atol=1e-6)
-        found = _read(tmp_path / f"resumed {world}")
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{world}: {name}")
+        assert_equal(read(tmp_path / f"resumed {world}"), expected, rtol=1e-5, atol=1e-6)
 
 
 def _fill(model: nn.Module) -> None:
@@ -317,10 +271,10 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
 )
 def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, worlds: list[World]) -> None:
     _on(worlds[0], _save_random, kind, tmp_path / "0")
-    expected = _read(tmp_path / "0")
+    expected = read(tmp_path / "0")
     for index, world in enumerate(worlds[1:]):
         _on(world, _load_and_save, kind, tmp_path / f"{index}", tmp_path / f"{index + 1}")
-        _assert_equal(_read(tmp_path / f"{index + 1}"), expected)
+        assert_equal(read(tmp_path / f"{index + 1}"), expected)
 
 
 def _refused(world: World, kind: str, path: Path, options: dict[str, Any]) -> tuple[str, str]:
@@ -449,22 +403,16 @@ def test_torch_dist_of_megatron_core_is_loaded(tmp_path: Path, kind: str, first:
         patch.setattr(files, "_process_memory", lambda: 0)  # It asks psutil, to log it.
         run_ranks(_save_by_megatron, first.num_ranks, first, kind, tmp_path)
     _on(other, functools.partial(_load_torch_dist, optimizer=False), kind, tmp_path)
-    _assert_equal(_read(tmp_path / "1"), _read(tmp_path / "0"))
+    assert_equal(read(tmp_path / "1"), read(tmp_path / "0"))
 
 
 @pytest.mark.parametrize("kind", ["gated", "experts", "hybrid"])
 def test_torch_dist_brings_the_optimizers_state_back(tmp_path: Path, kind: str) -> None:
     _on(World(4, tp=2, ep=2 if kind == "experts" else 1, etp=1), _save_both, kind, tmp_path)
     _on(World(2), functools.partial(_load_torch_dist, optimizer=True), kind, tmp_path)
-    found = _read(tmp_path / "1")
+    found = read(tmp_path / "1")
     assert any(name.endswith("exp_avg_sq") for name in found)
-    _assert_equal(found, _read(tmp_path / "fsdp"))
-
-
-def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    assert_equal(found, read(tmp_path / "fsdp"))
 
 
 class _Wrapper(nn.Module):
@@ -498,7 +446,7 @@ def _ask_as_megatron_does(world: World, kind: str, path: Path) -> list[str]:
         slots[f"module.module.module.{name}"] = {
             "exp_avg": made[1], "exp_avg_sq": made[2], "step": torch.tensor(-1.0),
         }  # fmt: skip
-    asked = {"args": None, "iteration": None, "checkpoint_version": None, "model": weights}
+    asked: dict[str, Any] = {"args": None, "iteration": None, "checkpoint_version": None, "model": weights}
     asked["optimizer"] = {"state": slots}
     state = dict(asked)
     checkpoints.handle_fp8_extra_state_case(state["model"])
@@ -528,7 +476,7 @@ def _ask_as_megatron_does(world: World, kind: str, path: Path) -> list[str]:
 
 def _save_fsdp(world: World, kind: str, path: Path) -> None:
     model, optimizer = _sharded(world, kind)
-    _train(model, optimizer)
+    train(model, optimizer)
     save_checkpoint(path, model=model, optimizer=optimizer, iteration=2)
 
 
@@ -599,10 +547,10 @@ def _load_bridge(world: World, kind: str, path: Path) -> bool:
 @pytest.mark.parametrize(("kind", "world"), [("hybrid", World(4, tp=2)), ("experts", World(4, ep=2))], ids=str)
 def test_bridges_checkpoint_fills_main_weights_at_full_precision(tmp_path: Path, kind: str, world: World) -> None:
     _on(World(1), _write_as_bridge_does, kind, tmp_path)
-    expected = _read(tmp_path / "0")
+    expected = read(tmp_path / "0")
     assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in expected.values())
     assert run_ranks(_load_bridge, world.num_ranks, world, kind, tmp_path) == [True] * world.num_ranks
-    _assert_equal(_read(tmp_path / "1"), expected)
+    assert_equal(read(tmp_path / "1"), expected)
 
 
 def _refused_optimizer(world: World, kind: str, path: Path) -> str:
@@ -654,4 +602,4 @@ def test_main_weights_of_torch_dist_are_the_models(tmp_path: Path) -> None:
         patch.setattr(files, "_process_memory", lambda: 0)  # It asks psutil, to log it.
         expected = _on(World(1), _save_main_weights, "gated", tmp_path)
     _on(World(4, tp=2), functools.partial(_load_torch_dist, optimizer=False), "gated", tmp_path)
-    _assert_equal(_read(tmp_path / "1"), expected)
+    assert_equal(read(tmp_path / "1"), expected)
