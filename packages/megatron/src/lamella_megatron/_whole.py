@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lamella_checkpoint.live import on_device_of
 from lamella_checkpoint.sources import whole_box
 from lamella_layout import Chunk
 from lamella_megatron._placement import expert_parameters
@@ -109,9 +110,10 @@ class WholeModel(nn.Module):
         parameters = dict(model.named_parameters())
         experts = {id(parameters[name]) for name in expert_parameters(model)}
         self._of: dict[int, torch.Tensor] = {}
-        for name, value in self._own.items():
-            if isinstance(value, nn.Parameter):
-                self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
+        with on_device_of(model.parameters()):
+            for name, value in self._own.items():
+                if isinstance(value, nn.Parameter):
+                    self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
         self._by_name = {unwrapped(name): value for name, value in self._own.items()}
         self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import zlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import CheckpointMismatch, PartialLoad
-from lamella_engine import FSDPModule, MixedPrecisionPolicy
+from lamella_engine import DDP, ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, ShardingOptions
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt
@@ -362,8 +363,6 @@ def test_megatron_core_opens_torch_dist(tmp_path: Path, kind: str, first: World,
 
 
 def _save_by_megatron(world: World, kind: str, path: Path) -> None:
-    from argparse import Namespace
-
     from megatron.core import dist_checkpointing, parallel_state
 
     model = _make(world, kind)
@@ -603,3 +602,57 @@ def test_main_weights_of_torch_dist_are_the_models(tmp_path: Path) -> None:
         expected = _on(World(1), _save_main_weights, "gated", tmp_path)
     _on(World(4, tp=2), functools.partial(_load_torch_dist, optimizer=False), "gated", tmp_path)
     assert_equal(read(tmp_path / "1"), expected)
+
+
+def _save_in_stage(world: World, kind: str, path: Path, stage: Any) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    model = _make(world, kind)
+    _fill(model)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    fully_shard_model(model, groups=groups, options=ShardingOptions(placements=stage))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(100 * parameter.detach())
+    optimizer.step()
+    save_checkpoint(path / "0", model=model, optimizer=optimizer, groups=groups)
+    for slots in optimizer.state.values():
+        slots["exp_avg"].zero_()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(path / "0", model=model, optimizer=optimizer, groups=groups)
+    save_checkpoint(path / "1", model=model, optimizer=optimizer, groups=groups)
+
+
+@pytest.mark.parametrize("stage", [DDP, ZERO1, ZERO2], ids=str)
+def test_every_stage_saves_and_loads_what_full_sharding_does(tmp_path: Path, stage: Any) -> None:
+    world = World(4, tp=2, ep=2, etp=1)
+    _on(world, _save_in_stage, "experts", tmp_path, stage)
+    _on(world, _save_random, "experts", tmp_path / "full")
+    assert_equal(read(tmp_path / "0"), read(tmp_path / "full"))
+    assert_equal(read(tmp_path / "1"), read(tmp_path / "full"))
+
+
+def test_models_and_groups_without_a_place_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    def on_each_rank() -> None:
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        model = _make(World(2), "gated")
+        with pytest.raises(ValueError, match=r"got 'embedding.*' as a plain tensor.*Call lamella_megatron.fully_shard"):
+            save_checkpoint(tmp_path / "no", model=model)
+        fully_shard_model(model)
+        with pytest.raises(ValueError, match="process group `tp`, got none"):
+            save_checkpoint(tmp_path / "no", model=model, groups=ProcessGroupCollection())
+        with pytest.raises(ValueError, match=r"`format` to be one of \('fsdp_dtensor', 'torch_dist'\), got 'zarr'"):
+            save_checkpoint(tmp_path / "no", model=model, format="zarr")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"number of tensor-parallel ranks \(1\), got 2"):
+            save_checkpoint(tmp_path / "no", model=model, args=Namespace(tensor_model_parallel_size=2))
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp"])
+        groups.pp = parallel_state.get_data_parallel_group()
+        with pytest.raises(NotImplementedError, match="one pipeline stage, got 2"):
+            load_checkpoint(tmp_path / "no", model=model, groups=groups)
+
+    run_ranks(on_each_rank, 2)
+    assert not any(tmp_path.iterdir())
