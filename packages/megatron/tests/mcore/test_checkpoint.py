@@ -243,7 +243,8 @@ def _fill(model: nn.Module) -> None:
             parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def _save_random(world: World, kind: str, path: Path) -> None:
+def _save_random(world: World, kind: str, path: Path) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Save after a step; this rank's tensor-parallel parts of what is neither fused nor an expert's, and their dims."""
     model = _make(world, kind)
     _fill(model)
     fully_shard_model(model)
@@ -252,6 +253,14 @@ def _save_random(world: World, kind: str, path: Path) -> None:
         parameter.grad = torch.sin(100 * parameter.detach())
     optimizer.step()
     save_checkpoint(path, model=model, optimizer=optimizer)
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = parameter.detach().full_tensor()
+        if not any(each in name for each in ("linear_fc1", "in_proj", "conv1d", ".experts.")):
+            is_part = getattr(parameter, "tensor_model_parallel", False)
+            found[name] = whole, parameter.partition_dim if is_part else None  # type: ignore[attr-defined]
+    return found
 
 
 def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
@@ -271,8 +280,12 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     ids=str,
 )
 def test_every_element_survives_any_change_of_ranks(tmp_path: Path, kind: str, worlds: list[World]) -> None:
-    _on(worlds[0], _save_random, kind, tmp_path / "0")
+    parts = run_ranks(_save_random, worlds[0].num_ranks, worlds[0], kind, tmp_path / "0")
     expected = read(tmp_path / "0")
+    for name, (part, dim) in parts[0].items():
+        whole = part if dim is None else torch.cat([of_rank[name][0] for of_rank in parts[: worlds[0].tp]], dim)
+        name = name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+        assert torch.equal(expected[f"model.{name}"], whole), name
     for index, world in enumerate(worlds[1:]):
         _on(world, _load_and_save, kind, tmp_path / f"{index}", tmp_path / f"{index + 1}")
         assert_equal(read(tmp_path / f"{index + 1}"), expected)
