@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import nn
@@ -75,9 +75,9 @@ def save_checkpoint(
         ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, or a
             parameter of the optimizer is not the model's.
 
-    Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one);
-        every rank writes its own parts, and a share of the values held by several ranks. Waits until the files are on
-        the disk.
+    Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one a
+        mesh); every rank writes its own parts, and a share of the values held by several ranks. Waits until the files
+        are on the disk.
     """
     if format not in get_args(_Format):
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
@@ -102,6 +102,30 @@ def save_checkpoint(
     )
 
 
+@overload
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    tensor_parallel_size: int | None = None,
+    strict: Literal[True] = True,
+    trust: bool = False,
+    verify: bool = True,
+    groups: Any = None,
+) -> dict[str, Any]: ...
+@overload
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    tensor_parallel_size: int | None = None,
+    strict: Literal[False],
+    trust: bool = False,
+    verify: bool = True,
+    groups: Any = None,
+) -> PartialLoad: ...
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -143,8 +167,8 @@ def load_checkpoint(
         ValueError: The model is not sharded, a group is missing, or `tensor_parallel_size` differs from the
             checkpoint's own.
 
-    Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one); each rank
-        reads its own parts; allocates missing optimizer state.
+    Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one a mesh); each
+        rank reads its own parts; allocates missing optimizer state.
     """
     whole = WholeModel(model, groups)
     config = _config(model)
@@ -153,7 +177,6 @@ def load_checkpoint(
         whole.shapes, sizes=sizes, first_expert=whole.ranks.first_expert(config.num_moe_experts)
     )
     known = {name: size for name, size in sizes.items() if name not in ("tp", "etp")}
-
     spelling: dict[str, str] = {}
 
     def opened() -> OpenCheckpoint:
