@@ -92,7 +92,8 @@ class WholeModel(nn.Module):
         groups: As for `fully_shard_model`.
 
     Raises:
-        NotImplementedError: The model has several pipeline stages, or parameters on meshes of several axes.
+        NotImplementedError: The model has several pipeline stages, or parameters are placed by others than `Shard` and
+            `Replicate`.
         ValueError: A group is missing, or a parameter is not sharded.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
@@ -207,6 +208,11 @@ class _Wholes:
                 f"Expected parameters sharded by fully_shard_model, got {name!r} as a plain tensor of shape "
                 f"{tuple(parameter.shape)}. Call lamella_megatron.fully_shard_model(model) first."
             )
+        if others := [each for each in parameter.placements if type(each) not in (Shard, Replicate)]:
+            raise NotImplementedError(
+                f"Expected {name!r} placed by Shard and Replicate alone, got {others[0]!r}, which records an order of "
+                "cuts that leaves out tensor parallelism. Shard the model with one sharding axis and even layouts."
+            )
         mesh = self._mesh(parameter.device_mesh, is_expert=is_expert)
         dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
         shape = list(parameter.shape)
@@ -218,11 +224,6 @@ class _Wholes:
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     def _mesh(self, data: DeviceMesh, *, is_expert: bool) -> DeviceMesh:
-        if data.ndim != 1:
-            raise NotImplementedError(
-                f"Expected parameters sharded over one axis, got a mesh of shape {tuple(data.shape)}. Shard the model "
-                "by lamella_megatron.fully_shard_model."
-            )
         if (data, is_expert) not in self._meshes:
             tp = self._ranks.expt_tp if is_expert else self._ranks.tp
             if tp is None:
@@ -236,13 +237,13 @@ class _Wholes:
 
 def _with_axis(data: DeviceMesh, tp: dist.ProcessGroup) -> DeviceMesh:
     """A mesh with a last axis, which cuts first. Effects: collective on the axis."""
-    parts: list[list[int]] = [[]] * tp.size()
+    parts: list[Any] = [None] * tp.size()
     dist.all_gather_object(parts, data.mesh.tolist(), group=tp)
     # Placements alone would cut by the first axis first. The checkpoint packages read the order from the mesh.
-    mesh: Any = DeviceMesh.from_group(
-        [data.get_group(), tp], data.device_type, mesh=torch.tensor(parts).T, mesh_dim_names=("data", "tensor")
-    )
-    mesh._shard_order = [1, 0]
+    names = (*(f"data{axis}" for axis in range(data.ndim)), "tensor")
+    groups, grid = [*data.get_all_groups(), tp], torch.tensor(parts).movedim(0, -1)
+    mesh: Any = DeviceMesh.from_group(groups, data.device_type, mesh=grid, mesh_dim_names=names)
+    mesh._shard_order = [data.ndim, *range(data.ndim)]
     return mesh  # type: ignore[no-any-return]
 
 

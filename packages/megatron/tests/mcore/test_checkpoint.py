@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as functional
 from resuming import World, assert_equal, read, train
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import CheckpointMismatch
-from lamella_engine import DDP, ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, ShardingOptions
+from lamella_engine import DDP, ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
 from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt
@@ -665,3 +666,32 @@ def test_models_and_groups_without_a_place_in_a_checkpoint_are_refused(tmp_path:
 
     run_ranks(on_each_rank, 2)
     assert not any(tmp_path.iterdir())
+
+
+def _save_replicated(world: World, kind: str, path: Path) -> None:
+    model = _make(world, kind)
+    _fill(model)
+    rank, num = dist.get_rank(), world.num_ranks // world.tp  # Tensor-parallel ranks are neighbours.
+    grid = torch.arange(world.num_ranks).view(2, num // 2, world.tp)
+    mesh = init_device_mesh("cpu", tuple(grid.shape), mesh_dim_names=("replicate", "shard", "tensor"))
+    assert mesh.get_local_rank("tensor") == rank % world.tp
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    save_checkpoint(path, model=model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(path, model=model)
+    save_checkpoint(path.with_name("again"), model=model)
+
+
+def _save_filled(world: World, kind: str, path: Path) -> None:
+    model = _make(world, kind)
+    _fill(model)
+    save_checkpoint(path, model=fully_shard_model(model))
+
+
+def test_parameters_replicated_between_instances_are_saved_once(tmp_path: Path) -> None:
+    _on(World(8, tp=2), _save_replicated, "gated", tmp_path / "0")
+    _on(World(2, tp=2), _save_filled, "gated", tmp_path / "1")
+    for name in ("0", "again"):
+        assert_equal(read(tmp_path / name), read(tmp_path / "1"))
