@@ -264,7 +264,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         """
         raise NotImplementedError(
             "Expected a checkpoint of shards, got a request for megatron-core's sharded state dict, which describes "
-            "whole tensors. Save by lamella_checkpoint.save(path, model, optimizer)."
+            "whole tensors. Call lamella_megatron.save_checkpoint(path, model=..., optimizer=optimizer.optimizer)."
         )
 
 

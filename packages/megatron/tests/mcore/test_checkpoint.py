@@ -211,10 +211,10 @@ def _resume(world: World, kind: str, path: Path) -> list[float]:
     ("kind", "first", "others"),
     [
         ("dense", World(4, tp=2), [World(2), World(1), World(2, tp=2)]),
-        ("dense", World(1), [World(4, tp=2), World(4, tp=4)]),
+        pytest.param("dense", World(1), [World(4, tp=2), World(4, tp=4)], marks=pytest.mark.slow),
         ("gated", World(4, tp=2), [World(2), World(4), World(4, tp=4)]),
-        ("tied", World(4, tp=2), [World(2)]),
-        ("biases", World(4, tp=2), [World(2)]),
+        pytest.param("tied", World(4, tp=2), [World(2)], marks=pytest.mark.slow),
+        pytest.param("biases", World(4, tp=2), [World(2)], marks=pytest.mark.slow),
         ("experts", World(4, tp=2, ep=2, etp=1), [World(2), World(4, ep=4)]),
     ],
     ids=str,
@@ -273,7 +273,7 @@ def _load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
     ("kind", "worlds"),
     [
         ("gated", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
-        ("mtp", [World(4, tp=2), World(1)]),
+        pytest.param("mtp", [World(4, tp=2), World(1)], marks=pytest.mark.slow),
         ("hybrid", [World(4, tp=2), World(1), World(4, tp=4), World(3)]),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
     ],
@@ -363,8 +363,8 @@ def _megatrons_own(world: World, kind: str, path: Path) -> bool:
     ("kind", "first", "others"),
     [
         ("gated", World(4, tp=2), [World(1), World(2, tp=2)]),
-        ("tied", World(2, tp=2), [World(1), World(2, tp=2)]),
-        ("biases", World(4, tp=2), [World(1), World(2, tp=2)]),
+        pytest.param("tied", World(2, tp=2), [World(1), World(2, tp=2)], marks=pytest.mark.slow),
+        pytest.param("biases", World(4, tp=2), [World(1), World(2, tp=2)], marks=pytest.mark.slow),
         ("experts", World(4, tp=2, ep=2, etp=1), [World(1), World(2, ep=2), World(4, tp=2, ep=2, etp=2)]),
     ],
     ids=str,
@@ -401,9 +401,9 @@ def _load_torch_dist(world: World, kind: str, path: Path, *, optimizer: bool) ->
     ("kind", "first", "other"),
     [
         ("gated", World(2, tp=2), World(4, tp=4)),
-        ("biases", World(2, tp=2), World(3)),
+        pytest.param("biases", World(2, tp=2), World(3), marks=pytest.mark.slow),
         ("hybrid", World(2, tp=2), World(4, tp=4)),
-        ("mtp", World(2, tp=2), World(2)),
+        pytest.param("mtp", World(2, tp=2), World(2), marks=pytest.mark.slow),
         ("experts", World(4, tp=2, ep=2, etp=1), World(2)),
     ],
     ids=str,
@@ -417,7 +417,9 @@ def test_torch_dist_of_megatron_core_is_loaded(tmp_path: Path, kind: str, first:
     assert_equal(read(tmp_path / "1"), read(tmp_path / "0"))
 
 
-@pytest.mark.parametrize("kind", ["gated", "experts", "hybrid"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("gated", marks=pytest.mark.slow), "experts", pytest.param("hybrid", marks=pytest.mark.slow)]
+)
 def test_torch_dist_brings_the_optimizers_state_back(tmp_path: Path, kind: str) -> None:
     _on(World(4, tp=2, ep=2 if kind == "experts" else 1, etp=1), _save_both, kind, tmp_path)
     _on(World(2), functools.partial(_load_torch_dist, optimizer=True), kind, tmp_path)

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +51,8 @@ def on_cpu() -> Iterator[None]:
 def _model(*, tp: int = 1, **changes: Any) -> tuple[Any, nn.Module]:
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     torch.manual_seed(0)
     config = tiny_config(tensor_model_parallel_size=tp, **changes)
     return config, tiny_gpt(config)
@@ -323,6 +325,31 @@ def test_the_state_is_loaded_as_it_was_taken() -> None:
     run_ranks(on_each_rank, 2)
 
 
+def test_a_run_that_is_resumed_goes_on_as_the_run_that_was_not_stopped(tmp_path: Path) -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron import load_checkpoint, save_checkpoint
+
+        config, model, optimizer = _sharded(optimizer="adam", lr=0.01)
+        _step(model, config, BATCHES[0])
+        optimizer.step()
+        save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer.optimizer, iteration=1)
+
+        def go_on(config: Any, model: Any, optimizer: Any) -> list[torch.Tensor]:
+            optimizer.zero_grad()
+            _step(model, config, BATCHES[1])
+            optimizer.step()
+            return [p.full_tensor() for p in model.parameters()]
+
+        expected = go_on(config, model, optimizer)
+        config, model, optimizer = _sharded(optimizer="adam", lr=0.01)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        assert load_checkpoint(tmp_path / "a", model=model, optimizer=optimizer.optimizer)["iteration"] == 1
+        assert all(torch.equal(*pair) for pair in zip(go_on(config, model, optimizer), expected, strict=True))
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_another_optimizer_is_built_from_the_groups() -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import sharded_optimizer
@@ -347,7 +374,7 @@ def test_chunks_and_options_that_shards_do_not_have_are_refused() -> None:
             sharded_optimizer(_optimizer_config(), [model.module])
         with pytest.raises(ValueError, match="`config.optimizer_cpu_offload` to be False, got True. Shard with"):
             sharded_optimizer(_optimizer_config(optimizer_cpu_offload=True), [model])
-        with pytest.raises(NotImplementedError, match="Save by lamella_checkpoint"):
+        with pytest.raises(NotImplementedError, match=r"Call lamella_megatron\.save_checkpoint\("):
             optimizer.sharded_state_dict({})
 
     run_ranks(on_each_rank, 1)
