@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = [
-    *("layout", "buffers", "precision", "engine", "optim", "checkpoint", "convert"),
+    *("layout", "schedule", "buffers", "precision", "engine", "optim", "checkpoint", "convert"),
     *("mamba", "qwen", "megatron", "lamella"),
 ]
 FOLDERS = {
@@ -232,7 +232,14 @@ def release_dry_run(session: nox.Session) -> None:
         links = "".join(f'<a href="{file.name}">{file.name}</a>\n' for file in files)
         (index / _distribution(package) / "index.html").write_text(links)
     _install(
-        session, "--no-sources", "--no-config", "--index", index.as_uri(), "lamella[mamba,qwen]", "lamella-megatron"
+        session,
+        "--no-sources",
+        "--no-config",
+        "--index",
+        index.as_uri(),
+        "lamella[mamba,qwen]",
+        "lamella-megatron",
+        "lamella-schedule",
     )
     outside = Path(session.create_tmp()).resolve()
     session.chdir(outside)

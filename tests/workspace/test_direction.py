@@ -12,6 +12,7 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 
 PLANTED = [
     ("lamella_layout", "lamella_buffers", "Every arrow points down"),
+    ("lamella_schedule", "lamella_layout", "Every arrow points down"),
     ("lamella_precision", "lamella_buffers", "Every arrow points down"),
     ("lamella_engine", "lamella_optim", "Every arrow points down"),
     ("lamella_qwen", "lamella_mamba", "Every arrow points down"),

@@ -1,0 +1,28 @@
+"""The forward of one microbatch beside the backward of another: an order of events, its runner and its simulation."""
+
+from lamella_schedule._draw import bars as bars
+from lamella_schedule._draw import svg as svg
+from lamella_schedule._draw import table as table
+from lamella_schedule._events import Action as Action
+from lamella_schedule._events import Event as Event
+from lamella_schedule._events import Kind as Kind
+from lamella_schedule._events import Lane as Lane
+from lamella_schedule._events import LayerPlan as LayerPlan
+from lamella_schedule._events import Phase as Phase
+from lamella_schedule._events import ResidenceEvent as ResidenceEvent
+from lamella_schedule._events import Slot as Slot
+from lamella_schedule._lanes import Lanes as Lanes
+from lamella_schedule._order import order as order
+from lamella_schedule._order import run_order as run_order
+from lamella_schedule._order import with_residence as with_residence
+from lamella_schedule._order import work as work
+from lamella_schedule._run import Chunk as Chunk
+from lamella_schedule._run import Flight as Flight
+from lamella_schedule._run import LayerSlots as LayerSlots
+from lamella_schedule._run import Residence as Residence
+from lamella_schedule._run import run as run
+from lamella_schedule._run import run_pair as run_pair
+from lamella_schedule._simulate import Span as Span
+from lamella_schedule._simulate import Timeline as Timeline
+from lamella_schedule._simulate import peak as peak
+from lamella_schedule._simulate import simulate as simulate

@@ -1,0 +1,182 @@
+"""One slot's function on one microbatch: a piece of the autograd graph that begins and ends at the slot's borders.
+
+Note [Borders]. Tensors go from slot to slot as return values. A border detaches each of them, so that a slot's backward
+stops at the slot, and no slot can reach into another one's graph. Neither side of a border holds the bytes:
+`_Border` is an autograd function that takes detached data in and, in backward, puts the gradient in a box; of its
+outputs a node keeps gradient edges alone. What stays alive between a slot's forward and its backward is what autograd
+saved. The input of an all-to-all, saved by nobody, is free as soon as the all-to-all has read it, without a list of
+slots whose inputs may be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lamella_schedule._lanes import Lanes
+
+Values: TypeAlias = tuple[object, ...]
+Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
+SlotFunction: TypeAlias = Callable[..., object]
+
+
+class Node:
+    """Runs a slot's function forward, and once backward."""
+
+    def __init__(self, function: SlotFunction, title: str, lanes: Lanes) -> None:
+        self._function: SlotFunction | None = function
+        self._title = title
+        self._lanes = lanes
+        self._box = _Box(title)
+        self._edges: list[GradientEdge | None] = []
+        self._passed: dict[int, int] = {}  # outputs that are inputs, untouched
+
+    @property
+    def has_run(self) -> bool:
+        """Whether forward has run, or the node was dropped."""
+        return self._function is None
+
+    def forward(self, values: Values) -> Values:
+        """Run the function on values from the slot before, and return values for the slot after.
+
+        A tensor that the function returns as it came is passed by: no copy, and no node in the graph.
+
+        Args:
+            values: Tensors, detached, with `requires_grad` set where a gradient is wanted; or other objects.
+
+        Raises:
+            TypeError: The function returned a list, tuple or dict with tensors inside.
+
+        Effects: on the current stream; the values' memory is marked as read by this stream.
+        """
+        assert self._function is not None
+        self._lanes.mark_read(values)
+        inside = self._inside(values)
+        entries = [value.grad_fn if isinstance(value, torch.Tensor) else None for value in inside]
+        outputs = _as_tuple(self._function(*inside))
+        self._function = None  # its closure may hold the microbatch
+        places = {id(value): place for place, value in enumerate(inside) if isinstance(value, torch.Tensor)}
+        found: list[object] = []
+        for place, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                _refuse_nest(output, self._title)
+                self._edges.append(None)
+                found.append(output)
+                continue
+            source = places.get(id(output))
+            if source is not None and output.grad_fn is entries[source]:  # an in-place operation changes grad_fn
+                self._passed[place] = source
+                self._edges.append(None)
+                found.append(values[source])
+                continue
+            self._edges.append(get_gradient_edge(output) if output.requires_grad else None)
+            found.append(output.detach().requires_grad_(output.requires_grad))
+        return tuple(found)
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Run autograd from the outputs' gradients to the inputs, and add the gradients of parameters.
+
+        Args:
+            gradients: One for each output; None where there is none.
+
+        Returns:
+            One for each input; None where none is wanted, or none arrived.
+
+        Effects: on the current stream; frees what forward saved.
+        """
+        self._lanes.mark_read(gradients)
+        roots = [
+            (edge, gradient)
+            for edge, gradient in zip(self._edges, gradients, strict=True)
+            if edge is not None and gradient is not None
+        ]
+        with self._box:
+            if roots:
+                torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+        found = list(self._box.gradients)
+        for output, into in self._passed.items():
+            found[into] = _sum(found[into], gradients[output])
+        self.drop()
+        return tuple(found)
+
+    def drop(self) -> None:
+        """Let go of the graph and of the function."""
+        self._function = None
+        self._edges, self._passed, self._box.gradients = [], {}, []
+
+    def _inside(self, values: Values) -> list[object]:
+        """The values as the function sees them: tensors that want a gradient begin a graph here."""
+        inside = list(values)
+        self._box.gradients = [None] * len(values)
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        self._box.places = [
+            place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        if tensors and torch.is_grad_enabled():
+            start = torch.empty(0, requires_grad=True)
+            begun = _Border.apply(start, self._box, *[tensor.detach() for tensor in tensors])  # type: ignore[no-untyped-call]
+            for place, tensor in zip(self._box.places, begun, strict=True):
+                inside[place] = tensor
+        return inside
+
+
+class _Box:
+    """Where the gradients of a node's inputs arrive. Open during the node's backward alone."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._is_open = False
+        self.places: list[int] = []
+        self.gradients: list[torch.Tensor | None] = []
+
+    def put(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                f"Expected tensors to go from slot to slot as return values, got a tensor of {self._title} in a later "
+                "slot's graph by another way: an attribute or a closure. Return the tensor from each slot in between."
+            )
+        for place, gradient in zip(self.places, gradients, strict=True):
+            self.gradients[place] = gradient
+
+    def __enter__(self) -> None:
+        self._is_open = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_open = False
+
+
+class _Border(torch.autograd.Function):
+    """The beginning of a node's graph: data goes in as it is, gradients go into the node's box."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, box: _Box, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.box = box
+        ctx.set_materialize_grads(False)  # a tensor without a gradient must not cost zeros
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.box.put(gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+def _as_tuple(outputs: object) -> Values:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    # Not in place: either gradient may be another input's too.
+    return other if one is None else one if other is None else one + other
+
+
+def _refuse_nest(output: object, title: str) -> None:
+    """A tensor inside a container would cross the border with its graph."""
+    inside = list(output.values()) if isinstance(output, dict) else output
+    if isinstance(inside, (list, tuple)) and any(isinstance(value, torch.Tensor) for value in inside):
+        raise TypeError(
+            f"Expected {title} to return tensors one by one, got a {type(output).__name__} with tensors inside. Return "
+            "a flat tuple."
+        )

@@ -1,0 +1,395 @@
+"""Runs an order of events over the slots of layers: a pair of chunks, or all microbatches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, cast
+
+import torch
+
+from lamella_schedule._events import Action, Event, Kind, LayerPlan, Phase, ResidenceEvent, Slot
+from lamella_schedule._lanes import Chain, Lanes
+from lamella_schedule._nodes import Gradients, Node, SlotFunction, Values
+from lamella_schedule._order import order
+
+Around: TypeAlias = Callable[[Event], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSlots:
+    """A layer in parts. The layer is the composition of its slots.
+
+    Each function takes what the function before returned, tensors or other objects, and returns a tensor or a flat
+    tuple. Tensors that a later slot needs (the residual) are returned by each slot in between, untouched: they are
+    passed by without a copy.
+
+    Attributes:
+        pre: Before the tokens leave the rank.
+        dispatch: The all-to-all to the experts; None for a dense layer.
+        experts: The experts, or the MLP of a dense layer.
+        combine: The all-to-all back; None for a dense layer.
+        post: After the tokens are back.
+        delayed: For `Slot.PRE` and `Slot.EXPERTS`: computes the weight gradients that the slot's backward left out,
+            and adds them to `.grad`. Called once a backward, on the compute stream.
+    """
+
+    pre: SlotFunction
+    experts: SlotFunction
+    dispatch: SlotFunction | None = None
+    combine: SlotFunction | None = None
+    post: SlotFunction | None = None
+    delayed: Mapping[Slot, Callable[[], object]] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> dict[Slot, SlotFunction]:
+        """The functions of the slots that the layer has, in the order of forward."""
+        slots = {
+            Slot.PRE: self.pre,
+            Slot.DISPATCH: self.dispatch,
+            Slot.EXPERTS: self.experts,
+            Slot.COMBINE: self.combine,
+            Slot.POST: self.post,
+        }
+        return {slot: function for slot, function in slots.items() if function is not None}
+
+    @property
+    def plan(self) -> LayerPlan:
+        """The layer as `order` sees it."""
+        return LayerPlan(frozenset(self.functions), frozenset(self.delayed))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A model, or a pipeline stage of one, applied to one microbatch.
+
+    Attributes:
+        preprocess: Takes nothing; returns the values for the first layer: the embedding of this microbatch.
+        layers: The layers.
+        postprocess: Takes the values of the last layer; returns the loss, 0-D, or the output of the stage.
+    """
+
+    preprocess: SlotFunction
+    layers: Sequence[LayerSlots]
+    postprocess: SlotFunction
+
+    @property
+    def plans(self) -> list[LayerPlan]:
+        """The layers as `order` sees them."""
+        return [layer.plan for layer in self.layers]
+
+    @property
+    def functions(self) -> Iterator[tuple[int | None, Slot, SlotFunction]]:
+        """Each function with its layer and slot, in the order of forward."""
+        yield None, Slot.PREPROCESS, self.preprocess
+        for i, layer in enumerate(self.layers):
+            for slot, function in layer.functions.items():
+                yield i, slot, function
+        yield None, Slot.POSTPROCESS, self.postprocess
+
+
+class Residence(Protocol):
+    """Whoever keeps the parameters of layers, and brings them where a pass reads them.
+
+    Events say the layer (None: the parameters around the layers), the pass, the microbatch and the lane whose stream is
+    current. One pass of one microbatch acquires, uses and finishes each layer once.
+    """
+
+    def acquire(self, event: ResidenceEvent) -> None:
+        """Begin to bring the parameters. Nothing reads them before `used`."""
+
+    def used(self, event: ResidenceEvent) -> None:
+        """Make the current stream wait for the parameters. Later readers of the pass are ordered behind it."""
+
+    def finished(self, event: ResidenceEvent) -> None:
+        """Let go of the parameters, and reduce the layer's gradients if the pass is backward.
+
+        The current stream is ordered behind every reader of the pass, and behind every gradient.
+        """
+
+    def dropped(self, event: ResidenceEvent) -> None:
+        """Let go of parameters that were acquired before an exception, without any collective.
+
+        Other ranks may not have raised: a reduction would wait for them. The event is the one of `acquire`.
+        """
+
+
+class Flight:
+    """One chunk on its way through forward and backward: its nodes, and the values or gradients at its head.
+
+    Args:
+        chunk: The chunk.
+        lanes: The streams; the same for flights that run together.
+        microbatch: Index of the microbatch, for events and errors.
+    """
+
+    def __init__(self, chunk: Chunk, lanes: Lanes, microbatch: int = 0) -> None:
+        self.plans = chunk.plans
+        self.lanes = lanes
+        self.microbatch = microbatch
+        self._chain = Chain(lanes)
+        self._delayed: dict[tuple[int | None, Slot], Callable[[], object]] = {
+            (i, slot): call for i, layer in enumerate(chunk.layers) for slot, call in layer.delayed.items()
+        }
+        self._nodes = {
+            (i, slot): Node(function, f"slot {slot}{_of_layer(i)} of microbatch {microbatch}", lanes)
+            for i, slot, function in chunk.functions
+        }
+        self._at_head: Values = ()
+        self._num_backwards = 0
+
+    @property
+    def outputs(self) -> Values:
+        """What postprocess returned, detached; empty before the end of forward, and after the beginning of backward."""
+        is_whole = all(node.has_run for node in self._nodes.values())
+        return self._at_head if is_whole and not self._num_backwards else ()
+
+    def begin_backward(self, gradients: Gradients) -> None:
+        """Give the gradients of `outputs`, made on the current stream, before the pair with this flight's backward.
+
+        Raises:
+            RuntimeError: Forward is not over, or backward has begun.
+            ValueError: More or fewer gradients than outputs.
+        """
+        if not self.outputs:
+            raise RuntimeError(
+                f"Expected gradients of microbatch {self.microbatch} once and after its forward, got others. "
+                "Run a pair with the flight in forward first."
+            )
+        if len(gradients) != len(self._at_head):
+            raise ValueError(
+                f"Expected a gradient or None for each of the {len(self._at_head)} outputs, got {len(gradients)}. Give "
+                "as many."
+            )
+        self._num_backwards += 1
+        self._chain.begin()
+        self._at_head = gradients
+
+    def check_forward(self) -> None:
+        """Refuse a second forward."""
+        if any(node.has_run for node in self._nodes.values()) or not self._nodes:
+            raise RuntimeError(
+                f"Expected a flight that has not run, got microbatch {self.microbatch} a second time in forward. Make "
+                "a flight for each pass."
+            )
+        self._chain.begin()
+
+    def check_backward(self) -> None:
+        """Refuse a backward without gradients."""
+        if not self._num_backwards or not self._nodes:
+            raise RuntimeError(
+                f"Expected a flight that waits for its backward, got microbatch {self.microbatch}, which has no "
+                "gradients or is over. Call begin_backward after the forward."
+            )
+
+    def run(self, event: Event, around: Around) -> None:
+        """Run one event on its lane."""
+        # Delayed weight gradients are outside the chain: Note [Waits].
+        is_delayed = event.kind is Kind.WEIGHT_GRADIENT
+        with self.lanes.on(event.lane) if is_delayed else self._chain.on(event.lane), around(event):
+            if is_delayed:
+                self._delayed[event.layer, event.slot]()
+            elif event.kind is Kind.FORWARD:
+                self._at_head = self._nodes[event.layer, event.slot].forward(self._at_head)
+            else:
+                self._at_head = self._nodes.pop((event.layer, event.slot)).backward(cast(Gradients, self._at_head))
+
+    def leave(self) -> None:
+        """Order the caller's stream behind what has run: rule 3 of Note [Waits]."""
+        self._chain.end()
+
+    def drop(self) -> None:
+        """Let go of all tensors."""
+        for node in self._nodes.values():
+            node.drop()
+        self._nodes.clear()
+        self._delayed.clear()
+        self._at_head = ()
+
+
+def run(
+    chunks: Sequence[Chunk],
+    *,
+    residence: Residence | None = None,
+    early_release: bool = False,
+    delayed: bool = True,
+    ahead: int = 1,
+    device: torch.device | str | None = None,
+    around: Around | None = None,
+) -> list[torch.Tensor]:
+    """Run forward and backward of a step's microbatches, each forward beside the backward before, as `run_order` says.
+
+    Gradients are added to `.grad` of parameters, in the order of the microbatches.
+
+    Args:
+        chunks: One for each microbatch. The loss of each is 0-D, and scaled as its gradient should be: divided by the
+            number of microbatches for a mean.
+        residence: Keeps the layers' parameters; None if they are always there.
+        early_release: As in `order`.
+        delayed: False never calls the delayed weight gradients of the layers: the layers must then leave none out.
+        ahead: As in `order`.
+        device: The device of the tensors; None for the current accelerator, or the CPU without one.
+        around: Called with each event; the event runs inside the context that it returns, on the event's stream.
+
+    Returns:
+        The losses, 0-D, detached, one for each microbatch.
+
+    Raises:
+        ValueError: No chunk, or a loss that is not one 0-D tensor with a gradient.
+        TypeError: A slot returned a container of tensors.
+        RuntimeError: A tensor reached a later slot by another way than as a return value.
+
+    Effects: compute on the current stream, all-to-alls on another; the current stream waits for all of it at the end;
+        no host sync. After an exception no tensor is held, and every acquired layer is dropped.
+    """
+    if not chunks:
+        raise ValueError("Expected a chunk for each microbatch, got no chunk. Give the step data.")
+    lanes = Lanes(_device(device))
+    losses: list[torch.Tensor] = []
+    backward: Flight | None = None
+    for i in range(len(chunks) + 1):
+        forward = Flight(chunks[i], lanes, i) if i < len(chunks) else None
+        run_pair(
+            forward,
+            backward,
+            residence=residence,
+            early_release=early_release,
+            delayed=delayed,
+            ahead=ahead,
+            around=around,
+        )
+        backward = forward
+        if forward is not None:
+            losses.append(_begin(forward))
+    return losses
+
+
+def run_pair(
+    forward: Flight | None,
+    backward: Flight | None,
+    *,
+    residence: Residence | None = None,
+    early_release: bool = False,
+    delayed: bool = True,
+    ahead: int = 1,
+    around: Around | None = None,
+) -> None:
+    """Run the forward of one flight beside the backward of another, as `order` says: for drivers of pipeline stages.
+
+    `outputs` of the flight in forward are there afterwards. A stage reads its input in the chunk's `preprocess`, as a
+    leaf that requires a gradient, and finds the gradient on the leaf's `.grad` after the backward.
+
+    Args:
+        forward: A flight that has not run; None for none.
+        backward: A flight after `begin_backward`; None for none.
+        residence: As in `run`.
+        early_release: As in `order`.
+        delayed: As in `run`.
+        ahead: As in `order`.
+        around: As in `run`.
+
+    Raises:
+        RuntimeError: A flight is not where the pair needs it.
+        ValueError: As of `order`; or the flights have different lanes.
+
+    Effects: as of `run`. An exception drops both flights.
+    """
+    flights = {flight.microbatch: flight for flight in (forward, backward) if flight is not None}
+    events = order(
+        None if forward is None else forward.plans,
+        None if backward is None else backward.plans,
+        forward_microbatch=-1 if forward is None else forward.microbatch,
+        backward_microbatch=-1 if backward is None else backward.microbatch,
+        early_release=early_release,
+        delayed=delayed,
+        ahead=ahead,
+    )
+    if forward is not None and backward is not None and forward.lanes is not backward.lanes:
+        raise ValueError("Expected two flights over the same lanes, got two objects. Give one Lanes to both.")
+    stays = _Stays(residence)
+    try:
+        if forward is not None:
+            forward.check_forward()
+        if backward is not None:
+            backward.check_backward()
+        for event in events:
+            if isinstance(event, Event):
+                flights[event.microbatch].run(event, around or _nothing_around)
+            else:
+                stays.run(event, flights[event.microbatch].lanes)
+    except BaseException:
+        for flight in flights.values():
+            flight.lanes.join()  # tensors go back to their allocator next, whichever stream reads them
+            flight.drop()
+        stays.drop()
+        raise
+    for flight in flights.values():
+        flight.leave()
+
+
+class _Stays:
+    """The layers that are acquired and not finished."""
+
+    def __init__(self, residence: Residence | None) -> None:
+        self._residence = residence
+        self._acquired: dict[tuple[int, int | None, Phase], ResidenceEvent] = {}
+
+    def run(self, event: ResidenceEvent, lanes: Lanes) -> None:
+        if self._residence is None:
+            return
+        key = event.microbatch, event.layer, event.phase
+        with lanes.on(event.lane):
+            if event.action is Action.ACQUIRE:
+                self._acquired[key] = event  # first: an acquire that raises may have taken something
+                self._residence.acquire(event)
+            elif event.action is Action.USED:
+                self._residence.used(event)
+            else:
+                self._residence.finished(event)
+                del self._acquired[key]
+
+    def drop(self) -> None:
+        while self._acquired and self._residence is not None:
+            self._residence.dropped(self._acquired.popitem()[1])
+
+
+def _nothing_around(event: Event) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def _of_layer(layer: int | None) -> str:
+    return "" if layer is None else f" of layer {layer}"
+
+
+def _begin(flight: Flight) -> torch.Tensor:
+    """Begin a flight's backward from its loss, and return the loss."""
+    try:
+        loss = _loss(flight.outputs, flight.microbatch)
+    except BaseException:
+        flight.drop()
+        raise
+    flight.begin_backward((torch.ones_like(loss),))
+    return loss.detach()
+
+
+def _loss(outputs: Values, microbatch: int) -> torch.Tensor:
+    loss = outputs[0] if len(outputs) == 1 else None
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        found = [
+            f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+            for value in outputs
+        ]
+        raise ValueError(
+            "Expected postprocess to return one 0-D loss that requires a gradient, got "
+            f"{', '.join(found) or 'nothing'} in microbatch {microbatch}. Return the loss alone."
+        )
+    return loss
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
