@@ -12,6 +12,7 @@ from lamella_schedule._events import Phase as Phase
 from lamella_schedule._events import ResidenceEvent as ResidenceEvent
 from lamella_schedule._events import Slot as Slot
 from lamella_schedule._lanes import Lanes as Lanes
+from lamella_schedule._measure import Stopwatch as Stopwatch
 from lamella_schedule._order import order as order
 from lamella_schedule._order import run_order as run_order
 from lamella_schedule._order import with_residence as with_residence

@@ -36,17 +36,17 @@ class Lanes:
 
     Args:
         device: The device of the tensors.
-        module: Stands in for torch's module of the device.
     """
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
+    def __init__(self, device: torch.device) -> None:
+        device = torch.empty(0, device=device).device  # with its index, as streams are made for it
         self.device = device
-        self._module = module or _module(device)
+        self._module = _module(device)
         self._streams = {
             Lane.COMPUTE: self._module.current_stream(device),
-            Lane.COMMUNICATION: self._module.Stream(priority=-1) if module else _communication_stream(device),
+            Lane.COMMUNICATION: _communication_stream(device),
         }
-        self._has_streams = device.type != "cpu" and self._module is not torch.cpu
+        self._has_streams = self._module is not torch.cpu
 
     def stream(self, lane: Lane) -> Any:
         """Return the stream of a lane."""
@@ -116,5 +116,5 @@ def _module(device: torch.device) -> Any:
 def _communication_stream(device: torch.device) -> Any:
     # One for all runs: memory that was allocated on a stream is used again on that stream alone. High priority, as a
     # ready all-to-all should not queue behind an independent matmul.
-    with torch.device(device):
-        return _module(device).Stream(priority=-1)
+    module = _module(device)
+    return module.Stream(priority=-1) if module is torch.cpu else module.Stream(device=device, priority=-1)

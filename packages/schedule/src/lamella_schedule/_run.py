@@ -11,6 +11,7 @@ import torch
 
 from lamella_schedule._events import Action, Event, Kind, LayerPlan, Phase, ResidenceEvent, Slot
 from lamella_schedule._lanes import Chain, Lanes
+from lamella_schedule._measure import device_of
 from lamella_schedule._nodes import Gradients, Node, SlotFunction, Values
 from lamella_schedule._order import order
 
@@ -245,7 +246,7 @@ def run(
     """
     if not chunks:
         raise ValueError("Expected a chunk for each microbatch, got no chunk. Give the step data.")
-    lanes = Lanes(_device(device))
+    lanes = Lanes(device_of(device))
     losses: list[torch.Tensor] = []
     backward: Flight | None = None
     for i in range(len(chunks) + 1):
@@ -387,9 +388,3 @@ def _loss(outputs: Values, microbatch: int) -> torch.Tensor:
             f"{', '.join(found) or 'nothing'} in microbatch {microbatch}. Return the loss alone."
         )
     return loss
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

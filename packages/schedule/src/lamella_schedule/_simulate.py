@@ -44,6 +44,14 @@ class Timeline:
             return 0.0
         return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
 
+    @property
+    def durations(self) -> dict[tuple[Slot, Kind], float]:
+        """The mean duration by slot and kind, as `simulate` takes it."""
+        found: dict[tuple[Slot, Kind], list[float]] = {}
+        for span in self.spans:
+            found.setdefault((span.event.slot, span.event.kind), []).append(span.stop - span.start)
+        return {key: sum(each) / len(each) for key, each in found.items()}
+
     def busy(self, lane: Lane) -> float:
         """The time in which a lane works."""
         return sum(stop - start for start, stop in self._covered(lane))

@@ -1,0 +1,177 @@
+"""Borders between slots: what crosses is detached, what is untouched is passed by, what nobody saved is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from alive import Alive
+
+from lamella_schedule import Chunk, Event, Kind, Lanes, LayerSlots, Slot, order, peak, run, run_order, work
+from lamella_schedule._nodes import Node
+
+
+def _node(function: Callable[..., object]) -> Node:
+    return Node(function, "slot pre of layer 0", Lanes(torch.device("cpu")))
+
+
+def _value() -> torch.Tensor:
+    return torch.arange(3.0).requires_grad_()
+
+
+def test_a_tensor_crosses_without_its_graph() -> None:
+    seen: list[torch.Tensor] = []
+    weight = torch.ones(3, requires_grad=True)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x * weight
+
+    node = _node(product)
+    given = _value()
+    (out,) = node.forward((given,))
+    assert isinstance(out, torch.Tensor) and out.grad_fn is None and out.requires_grad
+    assert seen[0] is not given and seen[0].data_ptr() == given.data_ptr()
+    (gradient,) = node.backward((torch.full((3,), 2.0),))
+    assert gradient is not None and gradient.tolist() == [2.0, 2.0, 2.0]
+    assert given.grad is None
+    assert weight.grad is not None and weight.grad.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_an_untouched_tensor_is_passed_by_and_so_is_its_gradient() -> None:
+    node = _node(lambda x, y, splits: (x * 3, x, y, splits))
+    x, y, splits = _value(), torch.arange(3), [1, 2]
+    out = node.forward((x, y, splits))
+    assert out[1] is x and out[2] is y and out[3] is splits
+    one = torch.ones(3)
+    gradients = node.backward((one, one, None, None))
+    assert gradients[0] is not None and gradients[0].tolist() == [4.0, 4.0, 4.0]
+    assert gradients[1:] == (None, None)
+    assert one.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_gradient_that_is_only_passed_by_is_not_copied() -> None:
+    node = _node(lambda x: x)
+    node.forward((_value(),))
+    gradient = torch.ones(3)
+    assert node.backward((gradient,))[0] is gradient
+
+
+def test_an_input_that_was_changed_in_place_is_not_passed_by() -> None:
+    node = _node(lambda x: x.mul_(5))
+    (out,) = node.forward((torch.ones(3).requires_grad_(),))
+    assert isinstance(out, torch.Tensor) and out.tolist() == [5.0, 5.0, 5.0]
+    (gradient,) = node.backward((torch.ones(3),))
+    assert gradient is not None and gradient.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_what_wants_no_gradient_gets_none() -> None:
+    node = _node(lambda x, y: x + y)
+    node.forward((torch.ones(3), _value()))
+    first, second = node.backward((torch.ones(3),))
+    assert first is None and second is not None
+    unused = _node(lambda x, y: (x * 2, y * 2))
+    unused.forward((_value(), _value()))
+    assert unused.backward((torch.ones(3), None))[1] is None
+
+
+@pytest.mark.parametrize("nest", [lambda x: ([x],), lambda x: {"x": x}, lambda x: ((x, x), x), lambda x: [x, x]])
+def test_a_tensor_hidden_in_a_container_is_refused(nest: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(TypeError, match=r"slot pre of layer 0 to return tensors one by one, got a (list|dict|tuple)"):
+        _node(lambda x: nest(x * 2)).forward((_value(),))
+
+
+def _chunk(layer: LayerSlots, num_layers: int = 1) -> Chunk:
+    weight = torch.ones(3, requires_grad=True)
+    return Chunk(lambda: weight * 2, [layer] * num_layers, lambda x: x.sum())
+
+
+def test_a_tensor_that_reaches_a_later_slot_by_another_way_is_an_error_that_names_its_slot() -> None:
+    kept: list[torch.Tensor] = []
+
+    def pre(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 2)
+        return x + 1
+
+    layer = LayerSlots(pre=pre, experts=lambda x: x + kept.pop())
+    with pytest.raises(RuntimeError, match="a tensor of slot pre of layer 0 of microbatch 0 in a later slot's graph"):
+        run([_chunk(layer)])
+
+
+class _Keep(torch.autograd.Function):
+    """Saves a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, alive: Alive) -> torch.Tensor:
+        saved = x.clone()
+        ctx.save_for_backward(saved)
+        alive.note(saved)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return gradient + 0 * saved, None
+
+
+@pytest.mark.parametrize("early_release", [False, True])
+def test_what_is_alive_is_what_the_order_says(early_release: bool) -> None:
+    saved = Alive()
+    counts: list[int] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Keep.apply(x, saved)  # type: ignore[no-untyped-call]
+        return result
+
+    @contextmanager
+    def around(event: Event) -> Iterator[None]:
+        yield
+        counts.append(saved.num)
+
+    layer = LayerSlots(pre=keep, dispatch=keep, experts=keep, combine=keep)
+    run([_chunk(layer, 3) for _ in range(3)], early_release=early_release, around=around)
+    events = work(run_order(3, 3, delayed=False, early_release=early_release))
+    expected, alive = [], 0
+    for event in events:
+        if event.layer is not None:
+            alive += 1 if event.kind is Kind.FORWARD else -1
+        expected.append(alive)
+    assert counts == expected
+    assert max(counts) == peak(events, lambda event: float(event.layer is not None))
+
+
+def test_what_no_slot_saved_is_free_when_it_was_read() -> None:
+    made = Alive()
+    alive: list[list[int]] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        out = x * 2  # a product with a number saves nothing
+        made.note(out)
+        return out
+
+    @contextmanager
+    def around(event: Event) -> Iterator[None]:
+        yield
+        alive.append(made.places)
+
+    run([_chunk(LayerSlots(pre=double, dispatch=double, experts=double, combine=double))], around=around)
+    # Each slot's output stays until the next slot has read it.
+    assert alive[:6] == [[], [0], [1], [2], [3], []]
+    assert not any(alive[6:])
+
+
+def test_events_run_as_the_order_lists_them() -> None:
+    log: list[Event] = []
+
+    def around(event: Event) -> AbstractContextManager[None]:
+        log.append(event)
+        return torch.autograd.profiler.record_function(str(event))
+
+    layer = LayerSlots(pre=lambda x: x * 2, experts=lambda x: x * 2, delayed={Slot.EXPERTS: lambda: None})
+    run([_chunk(layer, 2) for _ in range(3)], around=around)
+    assert tuple(log) == work(run_order(3, [layer.plan] * 2))
+    assert set(log) >= {event for event in log if event.kind is Kind.WEIGHT_GRADIENT} != set()
+    assert work(order(1, 1)) != ()

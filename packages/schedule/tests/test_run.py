@@ -1,0 +1,314 @@
+"""Runs: parameters that come and go, failures anywhere, pairs for pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import pytest
+import torch
+from alive import Alive
+from moe_toy import Model, microbatches
+from torch import nn
+
+from lamella_schedule import (
+    Action,
+    Chunk,
+    Event,
+    Flight,
+    Kind,
+    Lane,
+    Lanes,
+    LayerSlots,
+    Phase,
+    ResidenceEvent,
+    Slot,
+    Stopwatch,
+    run,
+    run_order,
+    run_pair,
+    simulate,
+    work,
+)
+from lamella_testing import run_ranks
+
+
+class Shelf:
+    """A residence: parameters have no bytes but between their acquisition and the end of their use."""
+
+    def __init__(self, owners: dict[int | None, list[nn.Parameter]]) -> None:
+        self._owners = owners
+        self._at_rest = {id(p): p.detach().clone() for parameters in owners.values() for p in parameters}
+        self.users: dict[int | None, set[tuple[int, Phase]]] = {owner: set() for owner in owners}
+        self.log: list[tuple[str, ResidenceEvent]] = []
+        self.highest = 0
+        for owner in owners:
+            self._free(owner)
+
+    def acquire(self, event: ResidenceEvent) -> None:
+        self.log.append(("acquire", event))
+        if not self.users[event.layer]:
+            for parameter in self._owners[event.layer]:
+                saved = self._at_rest[id(parameter)]
+                parameter.untyped_storage().resize_(saved.nbytes)
+                parameter.data.copy_(saved)
+        self.users[event.layer].add((event.microbatch, event.phase))
+        self.highest = max(self.highest, sum(bool(users) for layer, users in self.users.items() if layer is not None))
+
+    def used(self, event: ResidenceEvent) -> None:
+        self.log.append(("used", event))
+        assert (event.microbatch, event.phase) in self.users[event.layer]
+
+    def finished(self, event: ResidenceEvent) -> None:
+        self.log.append(("finished", event))
+        self._let_go(event)
+
+    def dropped(self, event: ResidenceEvent) -> None:
+        self.log.append(("dropped", event))
+        self._let_go(event)
+
+    def _let_go(self, event: ResidenceEvent) -> None:
+        self.users[event.layer].remove((event.microbatch, event.phase))
+        if not self.users[event.layer]:
+            self._free(event.layer)
+
+    def _free(self, owner: int | None) -> None:
+        for parameter in self._owners[owner]:
+            parameter.untyped_storage().resize_(0)
+
+    def return_all(self) -> None:
+        for owner, parameters in self._owners.items():
+            assert not self.users[owner]
+            for parameter in parameters:
+                parameter.untyped_storage().resize_(self._at_rest[id(parameter)].nbytes)
+                parameter.data.copy_(self._at_rest[id(parameter)])
+
+
+def _owners(model: Model) -> dict[int | None, list[nn.Parameter]]:
+    owners: dict[int | None, list[nn.Parameter]] = {i: list(layer.parameters()) for i, layer in enumerate(model.layers)}
+    inner = {id(parameter) for parameters in owners.values() for parameter in parameters}
+    return owners | {None: [parameter for parameter in model.parameters() if id(parameter) not in inner]}
+
+
+def _gradients_and_layers(ahead: int, is_delayed: bool) -> tuple[bool, int]:
+    gradients, highest = [], 0
+    for is_there in (True, False):
+        model = Model("EE-EE", is_delayed=is_delayed)
+        shelf = None if is_there else Shelf(_owners(model))
+        run([model.chunk(tokens, 0.25) for tokens in microbatches(0, 4)], residence=shelf, ahead=ahead)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        if shelf is not None:
+            shelf.return_all()
+            highest = shelf.highest
+    assert all(one is not None for one in gradients[0])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None), highest
+
+
+def test_a_run_needs_parameters_only_where_the_residence_keeps_them() -> None:
+    def train() -> list[tuple[bool, int]]:
+        return [_gradients_and_layers(0, False), _gradients_and_layers(1, False), _gradients_and_layers(1, True)]
+
+    for found in run_ranks(train, 2):
+        assert [is_equal for is_equal, _ in found] == [True, True, True]
+        assert found[0][1] == 2  # one in each direction
+        assert found[1][1] <= 4 and found[2][1] <= 4
+
+
+def _layer(made: Alive) -> LayerSlots:
+    def slot(x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(x)  # saves its output
+        made.note(out)
+        return out
+
+    return LayerSlots(pre=slot, dispatch=slot, experts=slot, combine=slot, delayed={Slot.EXPERTS: lambda: None})
+
+
+def _chunks(made: Alive) -> list[Chunk]:
+    weight = torch.ones(3, requires_grad=True)
+    return [Chunk(lambda: weight * 2, [_layer(made)] * 2, lambda x: x.sum()) for _ in range(3)]
+
+
+class Boom(Exception):
+    """Raised on purpose."""
+
+
+class Empty:
+    """A residence that only counts, and may raise."""
+
+    def __init__(self, fails: ResidenceEvent | None = None) -> None:
+        self.present: list[ResidenceEvent] = []
+        self._fails = fails
+
+    def acquire(self, event: ResidenceEvent) -> None:
+        self.present.append(event)
+        self._fail(event)
+
+    def used(self, event: ResidenceEvent) -> None:
+        self._fail(event)
+
+    def finished(self, event: ResidenceEvent) -> None:
+        self._fail(event)
+        stay = event.microbatch, event.layer, event.phase
+        [acquired] = [each for each in self.present if (each.microbatch, each.layer, each.phase) == stay]
+        self.present.remove(acquired)
+
+    def dropped(self, event: ResidenceEvent) -> None:
+        assert event.action is Action.ACQUIRE
+        self.present.remove(event)
+
+    def _fail(self, event: ResidenceEvent) -> None:
+        if event == self._fails:
+            raise Boom
+
+
+def _run_and_fail(residence: Empty, made: Alive, at: Event | None) -> None:
+    def around(event: Event) -> AbstractContextManager[None]:
+        if event == at:
+            raise Boom
+        return nullcontext()
+
+    try:
+        run(_chunks(made), residence=residence, around=around)
+    except Boom:
+        return
+    raise AssertionError("nothing was raised")
+
+
+def test_an_exception_anywhere_leaves_nothing_held() -> None:
+    plan = _layer(Alive()).plan
+    for event in run_order(3, [plan, plan]):
+        made = Alive()
+        is_work = isinstance(event, Event)
+        residence = Empty(None if isinstance(event, Event) else event)
+        _run_and_fail(residence, made, event if isinstance(event, Event) else None)
+        assert residence.present == [], f"{event} {is_work}"
+        assert made.num == 0, str(event)
+    run(_chunks(Alive()), residence=Empty())
+
+
+@pytest.mark.parametrize(
+    ("postprocess", "words"),
+    [
+        (lambda x: x, r"shape \(3,\)"),
+        (lambda x: x.detach().sum(), r"shape \(\) without a gradient"),
+        (lambda x: (x.sum(), x.sum()), r"shape \(\), a tensor of shape \(\)"),
+        (lambda x: 3.0, "got float in microbatch 0"),
+        (lambda x: (), "got nothing"),
+    ],
+)
+def test_a_loss_that_cannot_be_one_is_refused(postprocess: Callable[[torch.Tensor], object], words: str) -> None:
+    residence = Empty()
+    with pytest.raises(ValueError, match=words):
+        run([Chunk(_value, [], postprocess)], residence=residence)
+    assert residence.present == []
+
+
+def _value() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True) * 2
+
+
+def test_a_step_without_microbatches_is_refused() -> None:
+    with pytest.raises(ValueError, match="got no chunk"):
+        run([])
+
+
+def test_stages_of_a_pipeline_run_in_pairs_and_find_the_gradients_of_their_inputs() -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(3, 3) for _ in range(5)]
+    layers = [LayerSlots(pre=linear, experts=torch.tanh) for linear in linears]
+    data = torch.randn(3, 2, 3)
+    for each in data:
+        x = each
+        for linear in linears:
+            x = torch.tanh(linear(x))
+        (x.sum() ** 2).backward()
+    expected = [linear.weight.grad for linear in linears]
+    for linear in linears:
+        linear.weight.grad = None
+
+    lanes = Lanes(torch.device("cpu"))
+    inputs: dict[int, torch.Tensor] = {}
+
+    def stage(first: bool, i: int) -> Chunk:
+        if first:
+            return Chunk(lambda: data[i], layers[:3], lambda x: x)
+        return Chunk(lambda: inputs[i], layers[3:], lambda x: x.sum() ** 2)
+
+    heads: dict[int, Flight] = {}
+    for i in range(3):
+        heads[i] = Flight(stage(True, i), lanes, i)
+        run_pair(heads[i], None)
+        (output,) = heads[i].outputs
+        assert isinstance(output, torch.Tensor)
+        inputs[i] = output.detach().requires_grad_()
+    tail: Flight | None = None
+    for i in range(4):
+        forward = Flight(stage(False, i), lanes, i) if i < 3 else None
+        run_pair(forward, tail)
+        if tail is not None:
+            heads[i - 1].begin_backward((inputs[i - 1].grad,))
+            run_pair(None, heads[i - 1])
+        tail = forward
+        if tail is not None:
+            tail.begin_backward((torch.ones(()),))
+    for linear, gradient in zip(linears, expected, strict=True):
+        assert linear.weight.grad is not None and gradient is not None
+        torch.testing.assert_close(linear.weight.grad, gradient, rtol=0, atol=0)
+
+
+def test_a_flight_runs_once_in_each_direction() -> None:
+    lanes = Lanes(torch.device("cpu"))
+
+    def flight(microbatch: int = 0) -> Flight:
+        return Flight(Chunk(_value, [], lambda x: x.sum()), lanes, microbatch)
+
+    one = flight()
+    with pytest.raises(RuntimeError, match="Run a pair with the flight in forward first"):
+        one.begin_backward((torch.ones(()),))
+    run_pair(one, None)
+    with pytest.raises(ValueError, match="got 2"):
+        one.begin_backward((torch.ones(()), None))
+    one.begin_backward((torch.ones(()),))
+    with pytest.raises(RuntimeError, match="got others"):
+        one.begin_backward((torch.ones(()),))
+    run_pair(None, one)
+    with pytest.raises(RuntimeError, match="or is over"):
+        run_pair(None, one)
+    again = flight()
+    run_pair(again, None)
+    with pytest.raises(RuntimeError, match="a second time in forward"):
+        run_pair(again, None)
+    with pytest.raises(ValueError, match="two microbatches"):
+        run_pair(flight(), flight())
+    other = Flight(Chunk(_value, [], lambda x: x.sum()), Lanes(torch.device("cpu")), 1)
+    with pytest.raises(ValueError, match="the same lanes"):
+        run_pair(flight(), other)
+
+
+def test_a_measured_run_gives_the_durations_of_a_simulation() -> None:
+    watch = Stopwatch("cpu")
+    run(_chunks(Alive()), around=watch, device="cpu")
+    plan = _layer(Alive()).plan
+    events = run_order(3, [plan, plan])
+    measured = watch.timeline
+    assert [span.event for span in measured.spans] == list(work(events))
+    assert measured.spans[0].start == 0
+    assert measured.exposed == pytest.approx(measured.busy(Lane.COMMUNICATION))  # a CPU runs one event after another
+    predicted = simulate(events, measured.durations)
+    assert predicted.busy(Lane.COMMUNICATION) == pytest.approx(measured.busy(Lane.COMMUNICATION))
+    assert 0 < predicted.exposed < measured.exposed
+
+
+def test_every_event_runs_inside_its_context() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def around(event: Event) -> Iterator[None]:
+        log.append(f"{event} begins")
+        yield
+        log.append(f"{event} ends")
+
+    run(_chunks(Alive())[:1], around=around)
+    plan = _layer(Alive()).plan
+    assert log == [f"{event} {end}" for event in work(run_order(1, [plan, plan])) for end in ("begins", "ends")]
+    assert any(event.kind is Kind.WEIGHT_GRADIENT for event in work(run_order(1, [plan, plan])))
