@@ -186,6 +186,28 @@ def test_an_exception_anywhere_leaves_nothing_held() -> None:
     run(_chunks(Alive()), residence=Empty())
 
 
+def test_an_exception_in_a_pair_empties_both_flights() -> None:
+    lanes, made = Lanes(torch.device("cpu")), Alive()
+    first, second, _ = (Flight(chunk, lanes, i) for i, chunk in enumerate(_chunks(made)))
+    run_pair(first, None)
+    first.begin_backward((torch.ones(()),))
+
+    def around(event: Event) -> AbstractContextManager[None]:
+        if event == Event(1, 1, Slot.COMBINE, Kind.FORWARD):
+            raise Boom
+        return nullcontext()
+
+    assert made.num > 0
+    with pytest.raises(Boom):
+        run_pair(second, first, around=around)
+    assert made.num == 0
+    for flight in (first, second):
+        with pytest.raises(RuntimeError):
+            run_pair(flight, None)
+        with pytest.raises(RuntimeError):
+            run_pair(None, flight)
+
+
 @pytest.mark.parametrize(
     ("postprocess", "words"),
     [

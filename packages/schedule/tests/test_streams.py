@@ -9,7 +9,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lamella_schedule import Chunk, Event, Kind, Lane, LayerSlots, ResidenceEvent, Slot, _lanes, run
+from lamella_schedule import (
+    Chunk,
+    Event,
+    Flight,
+    Kind,
+    Lane,
+    Lanes,
+    LayerSlots,
+    ResidenceEvent,
+    Slot,
+    _lanes,
+    run,
+    run_pair,
+)
 
 Seen = dict[str, int]
 
@@ -177,6 +190,23 @@ def test_the_communication_stream_waits_for_the_caller_and_the_caller_for_it(dev
     assert first.is_behind(before)
     after = device.work()
     assert all(after.is_behind(work) for work in log.work.values())
+
+
+def test_a_pair_may_run_under_another_stream_than_its_lanes(device: Device) -> None:
+    [chunk] = _chunks(1)
+    flight = Flight(chunk, Lanes(torch.device("cpu")))
+    with device.stream(Stream("other")):
+        before = device.work()
+        log = Log(device)
+        run_pair(flight, None, around=log.around)
+        assert all(work.is_behind(before) for work in log.work.values())
+        after = device.work()
+        assert all(after.is_behind(work) for work in log.work.values())
+        flight.begin_backward((torch.ones(()),))
+        log = Log(device)
+        run_pair(None, flight, around=log.around)
+        assert all(work.is_behind(after) for work in log.work.values())
+        assert all(device.work().is_behind(work) for work in log.work.values())
 
 
 def test_every_reader_is_behind_the_gather_and_the_end_of_use_behind_every_reader(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a step that a schedule puts in order: slots of layers, and the residence of their parameters."""
+"""The events of a schedule: work of a layer's slots, and the residence of the layer's parameters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Slot(StrEnum):
     PREPROCESS = "preprocess"
     """Before the first layer: embedding. Of the chunk."""
     PRE = "pre"
-    """Attention, norm, shared experts, router. Whatever comes before the tokens leave the rank."""
+    """Attention, norm, shared experts, router: all work before tokens leave the rank."""
     DISPATCH = "dispatch"
-    """The all-to-all that brings tokens to their experts."""
+    """The all-to-all to the experts."""
     EXPERTS = "experts"
     """The routed experts, or a dense MLP."""
     COMBINE = "combine"
-    """The all-to-all that brings tokens back, the residual connection, the final norm."""
+    """The all-to-all back, the residual connection, the final norm."""
     POST = "post"
     """After the tokens are back: the end of a multi-token-prediction layer."""
     POSTPROCESS = "postprocess"
@@ -26,24 +26,24 @@ class Slot(StrEnum):
 
 
 class Kind(StrEnum):
-    """The work of a slot that an event stands for."""
+    """The work of a slot in an event."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    """Autograd's part of the backward: gradients of inputs, and of every weight that is not delayed."""
+    """Autograd's part of the backward: gradients of inputs, and of weights without delay."""
     WEIGHT_GRADIENT = "weight gradient"
     """The delayed gradients of the slot's weights."""
 
 
 class Lane(StrEnum):
-    """A stream of work that runs in order. Work of different lanes overlaps."""
+    """A stream of work, which runs in order. Work of different lanes overlaps."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
 
 
 class Phase(StrEnum):
-    """The pass that the parameters of a layer are needed for."""
+    """The pass that needs the parameters of a layer."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -83,12 +83,12 @@ class Event:
 
     @property
     def lane(self) -> Lane:
-        """The lane that the work runs on."""
+        """The lane of the work."""
         return Lane.COMMUNICATION if self.slot in _COMMUNICATION else Lane.COMPUTE
 
     @property
     def phase(self) -> Phase:
-        """The pass that the work belongs to."""
+        """The pass of the work."""
         return Phase.FORWARD if self.kind is Kind.FORWARD else Phase.BACKWARD
 
     def __str__(self) -> str:
@@ -121,14 +121,14 @@ class ResidenceEvent:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The slots that a layer has, and the slots with delayed weight gradients.
+    """The slots of a layer, and the slots with delayed weight gradients.
 
     Attributes:
         slots: `PRE` and `EXPERTS` at least. A dense layer has neither `DISPATCH` nor `COMBINE`.
         delayed: Among `PRE` and `EXPERTS`.
 
     Raises:
-        ValueError: A slot is missing, or may not be there.
+        ValueError: `pre` or `experts` is missing, or a slot is not a layer's.
     """
 
     slots: frozenset[Slot] = frozenset((Slot.PRE, Slot.DISPATCH, Slot.EXPERTS, Slot.COMBINE))

@@ -1,20 +1,23 @@
 """The streams behind the lanes, and the waits that order them.
 
 Note [Waits]. Four rules order each read after the write, and each reuse of memory after the last read:
-1. The nodes of a chunk are a chain over both streams: each waits for the event behind the node before. Nodes of two
-   chunks wait for nothing of each other, and so overlap. One event for both chunks would run them one after the other.
-2. A chain begins with an event on the caller's stream: the optimizer wrote parameters there, the caller wrote inputs
-   and gradients. Without the event the communication stream could read memory that is not yet written, or hand out
-   memory whose last reader on the caller's stream has not run.
-3. At the end the caller's stream waits for the chain. Without the wait the optimizer could read gradients that are
-   still written, and the memory of the caller's tensors could be written again while the communication stream reads.
-4. A tensor that a node reads is marked by `record_stream`. Memory belongs to the stream that allocated it: a block goes
-   back to this stream when the host drops the last reference, and the next write there would not wait for the reader
-   on the other stream. The mark makes the allocator wait, also for tensors saved by autograd: they are dropped in the
-   middle of a backward, where no wait can be placed. The price: a marked block is free when the device gets there,
-   not when the host does.
-Delayed weight gradients stand outside the chain, behind their slot's backward on the compute stream: in the chain, the
-all-to-all that they hide would wait for them. The compute stream is the caller's, so rule 3 holds for them too.
+1. The nodes of a chunk are a chain over both streams: each node waits for the event recorded after the node before.
+   Nodes of two chunks wait for nothing of each other, and so overlap. With a single event for both chunks, each node
+   would wait for both chunks.
+2. A pair begins with the compute stream behind the caller's: the optimizer wrote parameters there, the caller wrote
+   inputs and gradients. Without the wait, lanes made under a different stream would read unwritten memory. The
+   communication stream follows, as the first node of a pass is on the compute stream: no communication reads
+   parameters too early, or reuses memory before the last reader on the caller's stream.
+3. A pair ends with the caller's stream behind the compute stream, which runs the last node of a pass, and so behind the
+   communication stream too. Without the wait the optimizer could read unfinished gradients, and memory of the caller's
+   tensors could be written while the communication stream reads.
+4. A node marks the tensors of its input by `record_stream`. Memory belongs to the stream of its allocation: when the
+   host drops the last reference, the next write from this stream would not wait for a reader on the second stream. The
+   mark makes the allocator wait, also for tensors saved by autograd, which drops saved tensors in the middle of a
+   backward, where no wait can be placed. The price: marked memory is free when the device gets there, not when the
+   host does.
+Delayed weight gradients stay outside the chain, behind their slot's backward on the compute stream: inside the chain,
+the hidden all-to-all would wait for the weight gradients. Rule 3 holds for weight gradients too.
 
 A CPU has torch's null streams, and the same code runs.
 """
@@ -32,14 +35,14 @@ from lamella_schedule._events import Lane
 
 
 class Lanes:
-    """The streams of one run: the caller's for compute, another for communication.
+    """The streams of a run: the current stream for compute, a second stream for communication.
 
     Args:
         device: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
-        device = torch.empty(0, device=device).device  # with its index, as streams are made for it
+        device = torch.empty(0, device=device).device  # with an index, for the streams
         self.device = device
         self._module = _module(device)
         self._streams = {
@@ -62,49 +65,49 @@ class Lanes:
         return self._module.current_stream(self.device)
 
     def mark_read(self, values: Iterable[object]) -> None:
-        """Keep the memory of tensors from its next writer until the current stream has read it: rule 4."""
+        """Mark the memory of tensors as read by the current stream: rule 4."""
         if not self._has_streams:
             return
         stream = self.current()
         for value in values:
             if isinstance(value, torch.Tensor) and value.device.type == self.device.type:
-                value.record_stream(stream)  # ignored by the allocator on the stream that allocated
+                value.record_stream(stream)  # ignored by the allocator for the stream of the allocation
+
+    def begin(self) -> None:
+        """Order later work after the caller's stream: rule 2."""
+        compute, caller = self._streams[Lane.COMPUTE], self.current()
+        if compute != caller:
+            compute.wait_stream(caller)
+
+    def end(self) -> None:
+        """Order the caller's stream after all passes that are over: rule 3."""
+        compute, caller = self._streams[Lane.COMPUTE], self.current()
+        if compute != caller:
+            caller.wait_stream(compute)
 
     def join(self) -> None:
-        """Order each stream after the other: whatever comes next may read and write anything."""
+        """Order each stream after all work so far, before memory is freed out of turn."""
         compute, communication = self._streams.values()
         compute.wait_stream(communication)
         communication.wait_stream(compute)
 
 
 class Chain:
-    """The order of one chunk's nodes over both streams: Note [Waits]."""
+    """The order of one chunk's nodes over both streams: rule 1."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._event: Any = None
 
-    def begin(self) -> None:
-        """Order the nodes that follow after the caller's stream, and after the nodes before: rule 2."""
-        stream = self._lanes.current()
-        if self._event is not None:
-            stream.wait_event(self._event)
-        self._event = stream.record_event()
-
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         """Run a node on a lane's stream, behind the node before."""
         stream = self._lanes.stream(lane)
-        stream.wait_event(self._event)
+        if self._event is not None:
+            stream.wait_event(self._event)
         with self._lanes.on(lane):
             yield
         self._event = stream.record_event()
-
-    def end(self) -> None:
-        """Order the caller's stream after the last node, and after the delayed weight gradients: rule 3."""
-        stream = self._lanes.current()
-        stream.wait_event(self._event)
-        stream.wait_stream(self._lanes.stream(Lane.COMPUTE))
 
 
 def _module(device: torch.device) -> Any:
@@ -114,7 +117,7 @@ def _module(device: torch.device) -> Any:
 
 @functools.cache
 def _communication_stream(device: torch.device) -> Any:
-    # One for all runs: memory that was allocated on a stream is used again on that stream alone. High priority, as a
+    # The same stream for all runs: memory allocated on a stream is reused on this stream alone. High priority, as a
     # ready all-to-all should not queue behind an independent matmul.
     module = _module(device)
     return module.Stream(priority=-1) if module is torch.cpu else module.Stream(device=device, priority=-1)

@@ -1,4 +1,4 @@
-"""When the events of a run took place on their lanes."""
+"""The times of a run's events on their lanes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lamella_schedule._simulate import Span, Timeline
 
 
 class Stopwatch:
-    """Measures a run: give it as `around`, and ask for the timeline afterwards.
+    """Measures a run, passed to `run` as `around`.
 
     Args:
         device: As in `run`.
 
-    Effects: two timed events on a stream for each event of the run; none on the host's way, unless the device is a CPU.
+    Effects: two timed events of the device for each event of the run; no host sync.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -27,7 +27,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, event: Event) -> Iterator[None]:
-        """Measure what is inside."""
+        """Measure the time inside the context."""
         start = self._mark()
         yield
         self._marks.append((event, start, self._mark()))
@@ -44,7 +44,7 @@ class Stopwatch:
         if self._device.type == "cpu":
             return time.perf_counter() * 1e3
         mark = torch.Event(self._device, enable_timing=True)
-        mark.record()  # on the current stream, which is the lane's
+        mark.record()  # on the current stream, the lane's
         return mark
 
     def _at(self, mark: torch.Event | float) -> float:

@@ -1,11 +1,11 @@
 """One slot's function on one microbatch: a piece of the autograd graph that begins and ends at the slot's borders.
 
-Note [Borders]. Tensors go from slot to slot as return values. A border detaches each of them, so that a slot's backward
-stops at the slot, and no slot can reach into another one's graph. Neither side of a border holds the bytes:
-`_Border` is an autograd function that takes detached data in and, in backward, puts the gradient in a box; of its
-outputs a node keeps gradient edges alone. What stays alive between a slot's forward and its backward is what autograd
-saved. The input of an all-to-all, saved by nobody, is free as soon as the all-to-all has read it, without a list of
-slots whose inputs may be freed.
+Note [Borders]. Tensors go from slot to slot as return values. A border detaches each tensor: a slot's backward stops at
+the slot, and no slot reaches into another slot's graph. Neither side of a border holds the bytes. `_Border`, an
+autograd function, takes detached data in and puts gradients in a box in backward; of its outputs a node keeps gradient
+edges alone. Only tensors saved by autograd stay alive between a slot's forward and backward. The input of an
+all-to-all, saved by nobody, is free once the all-to-all has read the input, without a list of slots whose inputs may be
+freed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Node:
     def forward(self, values: Values) -> Values:
         """Run the function on values from the slot before, and return values for the slot after.
 
-        A tensor that the function returns as it came is passed by: no copy, and no node in the graph.
+        A tensor returned untouched is passed by: no copy, and no node in the graph.
 
         Args:
-            values: Tensors, detached, with `requires_grad` set where a gradient is wanted; or other objects.
+            values: Detached tensors, with `requires_grad` for a gradient; or other objects.
 
         Raises:
             TypeError: The function returned a list, tuple or dict with tensors inside.
@@ -80,10 +80,10 @@ class Node:
         """Run autograd from the outputs' gradients to the inputs, and add the gradients of parameters.
 
         Args:
-            gradients: One for each output; None where there is none.
+            gradients: A gradient or None for each output.
 
         Returns:
-            One for each input; None where none is wanted, or none arrived.
+            A gradient for each input; None for an input without `requires_grad`, or without a gradient.
 
         Effects: on the current stream; frees what forward saved.
         """
@@ -108,7 +108,7 @@ class Node:
         self._edges, self._passed, self._box.gradients = [], {}, []
 
     def _inside(self, values: Values) -> list[object]:
-        """The values as the function sees them: tensors that want a gradient begin a graph here."""
+        """The values for the function: tensors with `requires_grad` begin a graph here."""
         inside = list(values)
         self._box.gradients = [None] * len(values)
         tensors = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -124,7 +124,7 @@ class Node:
 
 
 class _Box:
-    """Where the gradients of a node's inputs arrive. Open during the node's backward alone."""
+    """The gradients of a node's inputs. Open during the node's backward alone."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -149,7 +149,7 @@ class _Box:
 
 
 class _Border(torch.autograd.Function):
-    """The beginning of a node's graph: data goes in as it is, gradients go into the node's box."""
+    """The beginning of a node's graph: data goes in unchanged, gradients go into the node's box."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, box: _Box, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

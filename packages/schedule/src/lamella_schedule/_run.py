@@ -22,9 +22,9 @@ Around: TypeAlias = Callable[[Event], AbstractContextManager[object]]
 class LayerSlots:
     """A layer in parts. The layer is the composition of its slots.
 
-    Each function takes what the function before returned, tensors or other objects, and returns a tensor or a flat
-    tuple. Tensors that a later slot needs (the residual) are returned by each slot in between, untouched: they are
-    passed by without a copy.
+    Each function takes the values returned by the function before, tensors or other objects, and returns a tensor or a
+    flat tuple. A tensor for a later slot (the residual) is returned untouched by each slot in between, and passed by
+    without a copy.
 
     Attributes:
         pre: Before the tokens leave the rank.
@@ -32,8 +32,8 @@ class LayerSlots:
         experts: The experts, or the MLP of a dense layer.
         combine: The all-to-all back; None for a dense layer.
         post: After the tokens are back.
-        delayed: For `Slot.PRE` and `Slot.EXPERTS`: computes the weight gradients that the slot's backward left out,
-            and adds them to `.grad`. Called once a backward, on the compute stream.
+        delayed: For `Slot.PRE` and `Slot.EXPERTS`: computes the weight gradients left out by the slot's backward,
+            and adds the gradients to `.grad`. Called once a backward, on the compute stream.
     """
 
     pre: SlotFunction
@@ -45,7 +45,7 @@ class LayerSlots:
 
     @property
     def functions(self) -> dict[Slot, SlotFunction]:
-        """The functions of the slots that the layer has, in the order of forward."""
+        """The functions of the layer's slots, in the order of forward."""
         slots = {
             Slot.PRE: self.pre,
             Slot.DISPATCH: self.dispatch,
@@ -57,13 +57,13 @@ class LayerSlots:
 
     @property
     def plan(self) -> LayerPlan:
-        """The layer as `order` sees it."""
+        """The layer, for `order`."""
         return LayerPlan(frozenset(self.functions), frozenset(self.delayed))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A model, or a pipeline stage of one, applied to one microbatch.
+    """A model, or a stage of a pipeline, applied to a microbatch.
 
     Attributes:
         preprocess: Takes nothing; returns the values for the first layer: the embedding of this microbatch.
@@ -77,7 +77,7 @@ class Chunk:
 
     @property
     def plans(self) -> list[LayerPlan]:
-        """The layers as `order` sees them."""
+        """The layers, for `order`."""
         return [layer.plan for layer in self.layers]
 
     @property
@@ -91,17 +91,17 @@ class Chunk:
 
 
 class Residence(Protocol):
-    """Whoever keeps the parameters of layers, and brings them where a pass reads them.
+    """Keeps the parameters of layers, and makes the parameters present for each pass.
 
     Events say the layer (None: the parameters around the layers), the pass, the microbatch and the lane whose stream is
     current. One pass of one microbatch acquires, uses and finishes each layer once.
     """
 
     def acquire(self, event: ResidenceEvent) -> None:
-        """Begin to bring the parameters. Nothing reads them before `used`."""
+        """Start to make the parameters present. No slot reads the parameters before `used`."""
 
     def used(self, event: ResidenceEvent) -> None:
-        """Make the current stream wait for the parameters. Later readers of the pass are ordered behind it."""
+        """Make the current stream wait for the parameters. The chain orders later readers of the pass."""
 
     def finished(self, event: ResidenceEvent) -> None:
         """Let go of the parameters, and reduce the layer's gradients if the pass is backward.
@@ -110,9 +110,9 @@ class Residence(Protocol):
         """
 
     def dropped(self, event: ResidenceEvent) -> None:
-        """Let go of parameters that were acquired before an exception, without any collective.
+        """Let go of parameters acquired before an exception, without any collective.
 
-        Other ranks may not have raised: a reduction would wait for them. The event is the one of `acquire`.
+        Ranks without the exception would not take part in a reduction. The event is `acquire`'s.
         """
 
 
@@ -147,7 +147,7 @@ class Flight:
         return self._at_head if is_whole and not self._num_backwards else ()
 
     def begin_backward(self, gradients: Gradients) -> None:
-        """Give the gradients of `outputs`, made on the current stream, before the pair with this flight's backward.
+        """Give the gradients of `outputs`, before the pair with this flight's backward.
 
         Raises:
             RuntimeError: Forward is not over, or backward has begun.
@@ -164,7 +164,6 @@ class Flight:
                 "as many."
             )
         self._num_backwards += 1
-        self._chain.begin()
         self._at_head = gradients
 
     def check_forward(self) -> None:
@@ -174,7 +173,6 @@ class Flight:
                 f"Expected a flight that has not run, got microbatch {self.microbatch} a second time in forward. Make "
                 "a flight for each pass."
             )
-        self._chain.begin()
 
     def check_backward(self) -> None:
         """Refuse a backward without gradients."""
@@ -196,10 +194,6 @@ class Flight:
             else:
                 self._at_head = self._nodes.pop((event.layer, event.slot)).backward(cast(Gradients, self._at_head))
 
-    def leave(self) -> None:
-        """Order the caller's stream behind what has run: rule 3 of Note [Waits]."""
-        self._chain.end()
-
     def drop(self) -> None:
         """Let go of all tensors."""
         for node in self._nodes.values():
@@ -214,7 +208,6 @@ def run(
     *,
     residence: Residence | None = None,
     early_release: bool = False,
-    delayed: bool = True,
     ahead: int = 1,
     device: torch.device | str | None = None,
     around: Around | None = None,
@@ -224,24 +217,23 @@ def run(
     Gradients are added to `.grad` of parameters, in the order of the microbatches.
 
     Args:
-        chunks: One for each microbatch. The loss of each is 0-D, and scaled as its gradient should be: divided by the
+        chunks: One for each microbatch. The loss is 0-D, and scaled like the gradient: divided by the
             number of microbatches for a mean.
-        residence: Keeps the layers' parameters; None if they are always there.
+        residence: Keeps the layers' parameters; None for parameters that are always present.
         early_release: As in `order`.
-        delayed: False never calls the delayed weight gradients of the layers: the layers must then leave none out.
         ahead: As in `order`.
         device: The device of the tensors; None for the current accelerator, or the CPU without one.
-        around: Called with each event; the event runs inside the context that it returns, on the event's stream.
+        around: Called with each event; the event runs inside the returned context, on the event's stream.
 
     Returns:
         The losses, 0-D, detached, one for each microbatch.
 
     Raises:
-        ValueError: No chunk, or a loss that is not one 0-D tensor with a gradient.
+        ValueError: No chunk, or a loss other than a single 0-D tensor with a gradient.
         TypeError: A slot returned a container of tensors.
         RuntimeError: A tensor reached a later slot by another way than as a return value.
 
-    Effects: compute on the current stream, all-to-alls on another; the current stream waits for all of it at the end;
+    Effects: compute on the current stream, all-to-alls on a second stream, for which the current stream waits;
         no host sync. After an exception no tensor is held, and every acquired layer is dropped.
     """
     if not chunks:
@@ -256,7 +248,6 @@ def run(
             backward,
             residence=residence,
             early_release=early_release,
-            delayed=delayed,
             ahead=ahead,
             around=around,
         )
@@ -272,29 +263,27 @@ def run_pair(
     *,
     residence: Residence | None = None,
     early_release: bool = False,
-    delayed: bool = True,
     ahead: int = 1,
     around: Around | None = None,
 ) -> None:
     """Run the forward of one flight beside the backward of another, as `order` says: for drivers of pipeline stages.
 
-    `outputs` of the flight in forward are there afterwards. A stage reads its input in the chunk's `preprocess`, as a
-    leaf that requires a gradient, and finds the gradient on the leaf's `.grad` after the backward.
+    `outputs` of the flight in forward are set afterwards. The `preprocess` of a stage returns the input as a leaf with
+    `requires_grad`, and the gradient is on the leaf's `.grad` after the backward.
 
     Args:
-        forward: A flight that has not run; None for none.
-        backward: A flight after `begin_backward`; None for none.
+        forward: A new flight, or None.
+        backward: A flight after `begin_backward`, or None.
         residence: As in `run`.
         early_release: As in `order`.
-        delayed: As in `run`.
         ahead: As in `order`.
         around: As in `run`.
 
     Raises:
-        RuntimeError: A flight is not where the pair needs it.
+        RuntimeError: A flight has run in this direction; or no gradients were given for a backward.
         ValueError: As of `order`; or the flights have different lanes.
 
-    Effects: as of `run`. An exception drops both flights.
+    Effects: as of `run`. An exception out of an event drops both flights.
     """
     flights = {flight.microbatch: flight for flight in (forward, backward) if flight is not None}
     events = order(
@@ -303,34 +292,34 @@ def run_pair(
         forward_microbatch=-1 if forward is None else forward.microbatch,
         backward_microbatch=-1 if backward is None else backward.microbatch,
         early_release=early_release,
-        delayed=delayed,
         ahead=ahead,
     )
     if forward is not None and backward is not None and forward.lanes is not backward.lanes:
-        raise ValueError("Expected two flights over the same lanes, got two objects. Give one Lanes to both.")
+        raise ValueError("Expected two flights over the same lanes, got two objects. Make both flights with one Lanes.")
     stays = _Stays(residence)
+    lanes = next(iter(flights.values())).lanes
+    if forward is not None:
+        forward.check_forward()
+    if backward is not None:
+        backward.check_backward()
     try:
-        if forward is not None:
-            forward.check_forward()
-        if backward is not None:
-            backward.check_backward()
+        lanes.begin()
         for event in events:
             if isinstance(event, Event):
                 flights[event.microbatch].run(event, around or _nothing_around)
             else:
-                stays.run(event, flights[event.microbatch].lanes)
+                stays.run(event, lanes)
+        lanes.end()
     except BaseException:
+        lanes.join()  # tensors go back to their allocator next, whichever stream reads them
         for flight in flights.values():
-            flight.lanes.join()  # tensors go back to their allocator next, whichever stream reads them
             flight.drop()
         stays.drop()
         raise
-    for flight in flights.values():
-        flight.leave()
 
 
 class _Stays:
-    """The layers that are acquired and not finished."""
+    """The layers between acquire and finished."""
 
     def __init__(self, residence: Residence | None) -> None:
         self._residence = residence

@@ -14,7 +14,7 @@ Durations: TypeAlias = Mapping[tuple[Slot, Kind], float] | Callable[[Event], flo
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An event, and when its lane works on it.
+    """An event, and its time on the lane.
 
     Attributes:
         event: The event.
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each event runs: simulated, or measured.
+    """The time of each event: simulated, or measured.
 
     Attributes:
         spans: In the order of the host.
@@ -46,19 +46,19 @@ class Timeline:
 
     @property
     def durations(self) -> dict[tuple[Slot, Kind], float]:
-        """The mean duration by slot and kind, as `simulate` takes it."""
+        """The mean duration by slot and kind, for `simulate`."""
         found: dict[tuple[Slot, Kind], list[float]] = {}
         for span in self.spans:
             found.setdefault((span.event.slot, span.event.kind), []).append(span.stop - span.start)
         return {key: sum(each) / len(each) for key, each in found.items()}
 
     def busy(self, lane: Lane) -> float:
-        """The time in which a lane works."""
+        """The time of a lane's work."""
         return sum(stop - start for start, stop in self._covered(lane))
 
     @property
     def exposed(self) -> float:
-        """The time in which communication works and compute does not."""
+        """The time of communication without compute."""
         compute = self._covered(Lane.COMPUTE)
         return sum(
             (stop - start) - sum(max(0.0, min(stop, b) - max(start, a)) for a, b in compute)
@@ -66,7 +66,7 @@ class Timeline:
         )
 
     def _covered(self, lane: Lane) -> list[tuple[float, float]]:
-        """The lane's spans, joined where they meet."""
+        """The lane's spans; spans that meet are joined."""
         joined: list[tuple[float, float]] = []
         for start, stop in sorted((span.start, span.stop) for span in self.spans if span.event.lane is lane):
             if joined and start <= joined[-1][1]:
@@ -77,15 +77,15 @@ class Timeline:
 
 
 def simulate(events: Iterable[AnyEvent], durations: Durations, *, host: float = 0.0) -> Timeline:
-    """Run an order over two lanes that each work in order.
+    """Run an order over two lanes; each lane works in order.
 
-    An event starts when its lane is free, the event before it in its microbatch has stopped (for delayed weight
-    gradients, the backward of their slot), and the host has issued it.
+    An event starts when the lane is free, the host has issued the event, and the microbatch's event before has
+    stopped (for delayed weight gradients, the backward of the slot).
 
     Args:
         events: An order. Residence is taken to cost nothing.
         durations: Of each event, in any unit: by slot and kind, or a function of the event.
-        host: Time in which the host issues one event, in the same unit.
+        host: Time of the host for each event, in the same unit.
 
     Raises:
         ValueError: A mapping lacks an event's slot and kind, or a duration is negative.
@@ -95,7 +95,7 @@ def simulate(events: Iterable[AnyEvent], durations: Durations, *, host: float = 
     spans = []
     for place, event in enumerate(work(events)):
         duration = _duration(event, durations)
-        # The lane has run the backward of the slot: weight gradients need not be told.
+        # The lane, which works in order, has run the backward of the slot before.
         is_delayed = event.kind is Kind.WEIGHT_GRADIENT
         start = max(free[event.lane], 0.0 if is_delayed else ends.get(event.microbatch, 0.0), host * (place + 1))
         free[event.lane] = start + duration
@@ -121,15 +121,16 @@ def _duration(event: Event, durations: Durations) -> float:
 
 
 def peak(events: Iterable[AnyEvent], kept: Callable[[Event], float]) -> float:
-    """Compute the most that forwards keep for backwards at one time, in the order of the host.
+    """Compute the peak of the tensors kept by forwards for backwards, in the order of the host.
 
     Args:
         events: An order.
-        kept: What the forward of a slot keeps until the slot's backward is over, in bytes or any other unit. Asked with
-            the event of the forward.
+        kept: Bytes (or any other unit) kept by the forward of a slot until the slot's backward is over. Called with the
+            event of the forward.
 
     Returns:
-        The peak of the sum, in the same unit. Delayed weight gradients keep a slot's share until they are computed.
+        The peak of the sum, in the same unit. A slot with delayed weight gradients keeps its share until the weight
+            gradients are computed.
     """
     events = work(events)
     last = {(event.microbatch, event.layer, event.slot): place for place, event in enumerate(events)}
