@@ -150,17 +150,28 @@ def test_a_step_keeps_the_activations_of_one_microbatch_and_one_layer(
     assert peak(events, lambda event: shares.get(event.slot, 0.0)) == 3 * num_layers + (not is_released)
 
 
-def test_a_pair_of_layers_goes_as_in_megatron_core() -> None:
-    events = [event for event in work(order(2, 2)) if event.layer is not None]
-    shown = [f"{'bf'[event.microbatch]}.{event.slot}.{event.kind}" for event in events]
-    first = (
-        "b.combine.backward f.pre.forward b.experts.backward f.dispatch.forward b.experts.weight_gradient "
-        "b.dispatch.backward f.experts.forward f.combine.forward b.pre.backward b.pre.weight_gradient"
-    )
-    assert [name.replace(" ", "_") for name in shown] == [*first.split(), *first.split()]
-    early = [event for event in work(order(1, 1, early_release=True)) if event.layer == 0]
-    names = [(event.slot, event.kind) for event in early]
-    assert names.index((Slot.PRE, Kind.BACKWARD)) + 1 == names.index((Slot.EXPERTS, Kind.FORWARD))
+_WITH_POST = LayerPlan(frozenset((Slot.PRE, Slot.DISPATCH, Slot.EXPERTS, Slot.COMBINE, Slot.POST)))
+# Megatron-core's order for two layers: the second layer's backward beside the first layer's forward.
+_PAIR = """
+    b.post.backward b.combine.backward f.pre.forward b.experts.backward f.dispatch.forward b.experts.weight_gradient
+    b.dispatch.backward {early} f.experts.forward f.combine.forward {late} f.post.forward b.pre.weight_gradient
+"""
+_LAST_PAIR = _PAIR.replace("b.pre.weight_gradient", "")
+
+
+@pytest.mark.parametrize("early_release", [False, True])
+def test_pairs_of_layers_go_as_in_megatron_core(early_release: bool) -> None:
+    def shown(event: Event) -> str:
+        return f"{'bf'[event.microbatch]}.{event.slot}.{event.kind}".replace(" ", "_")
+
+    places = {"early": "b.pre.backward", "late": ""} if early_release else {"early": "", "late": "b.pre.backward"}
+    between = [*_PAIR.format(**places).split(), *_LAST_PAIR.format(**places).split()]
+    found = [shown(event) for event in work(order([_WITH_POST] * 2, [_WITH_POST] * 2, early_release=early_release))]
+    assert found == [
+        *("f.preprocess.forward", "b.postprocess.backward"),
+        *between,
+        *("b.pre.weight_gradient", "f.postprocess.forward", "b.preprocess.backward"),
+    ]
 
 
 def test_the_first_layers_delayed_gradients_come_behind_all_layers() -> None:
