@@ -80,6 +80,26 @@ _REFUSED = {
 }
 
 
+_REFUSED_OF_MODELS = {
+    "cuda_graph_impl": ("none", "Capture the step by lamella_optim.capture_step."),
+    "defer_embedding_wgrad_compute": (False, "Gradients of the output layer come in backward."),
+    "delay_wgrad_compute": (False, "A layer's delayed gradients need lamella_engine.delay_gradient, see there."),
+    "gradient_accumulation_fusion": (False, "Layers would add to `main_grad`, which sharded weights do not have."),
+    "overlap_moe_expert_parallel_comm": (False, "The schedule calls parts of layers, past the hooks of units."),
+}
+
+
+def check_model_config(config: Any) -> None:
+    """Refuse an option of a TransformerConfig by which layers would miss what units give and take in their hooks.
+
+    Raises:
+        ValueError: The first such option, its value and the value to set are in the message.
+    """
+    for name, (wanted, reason) in _REFUSED_OF_MODELS.items():
+        if (value := getattr(config, name, wanted)) != wanted:
+            raise ValueError(f"Expected `config.{name}` to be {wanted!r}, got {value!r}. {reason}")
+
+
 def check_options(ddp_config: Any) -> None:
     """Refuse an option that asks for something that lamella does not do.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,13 +14,20 @@ from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
-from lamella_megatron._placement import Meshes, Placement
+from lamella_megatron._placement import GroupsByName, Meshes, Placement
 from lamella_megatron._units import layers_of, unit_classes
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def fully_shard_model(model: M, *, groups: Any = None, **fully_shard_kwargs: Any) -> M:
+def fully_shard_model(
+    model: M,
+    *,
+    groups: Any = None,
+    unit_classes: Collection[type[nn.Module]] | None = None,
+    groups_by_name: GroupsByName | None = None,
+    **fully_shard_kwargs: Any,
+) -> M:
     """Shard a megatron-core model: one unit a layer, and one for the rest, each parameter over its own ranks.
 
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
@@ -38,6 +45,11 @@ def fully_shard_model(model: M, *, groups: Any = None, **fully_shard_kwargs: Any
         groups: megatron-core's `ProcessGroupCollection` with `dp_cp`, and `expt_dp` for a model with experts; for
             several instances also `intra_dp_cp`, `intra_expt_dp` and `inter_dist_opt`. None takes the groups of
             `parallel_state`.
+        unit_classes: Of the modules that become units. None: megatron-core's layers. Modules inside each other are
+            units inside each other.
+        groups_by_name: For parameters that marks do not describe: the process group of the ranks that hold the same
+            tensor, by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The
+            divisor stays the size of `dp_cp`.
         fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`. `placements` in
             `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
 
@@ -54,13 +66,13 @@ def fully_shard_model(model: M, *, groups: Any = None, **fully_shard_kwargs: Any
     Effects: as `lamella_engine.fully_shard`, once a unit; not a collective.
     """
     _refuse_placement(fully_shard_kwargs)
-    layers = layers_of(model)
+    layers = layers_of(model, unit_classes)
     if (name := next(_units_in(model), None)) is not None:
         raise ValueError(
             f"Expected a model without units, got {name!r}, a unit already. Call fully_shard_model once, on a model of "
             "which no module was sharded."
         )
-    sharding = _Sharding(groups, fully_shard_kwargs, _device_type(model))
+    sharding = _Sharding(groups, fully_shard_kwargs, _device_type(model), groups_by_name)
     placement = sharding.placement(model)
     modules: list[nn.Module] = [*layers, model]
     for module in modules:
@@ -117,6 +129,7 @@ class _Sharding:
     groups: Any
     kwargs: dict[str, Any]
     device_type: str | None = None
+    groups_by_name: GroupsByName | None = None
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -126,7 +139,8 @@ class _Sharding:
     def placement(self, module: nn.Module) -> Placement:
         """The mesh of each parameter of a model, or of a layer; refuses both where the groups do not fit."""
         options = self.kwargs.get("options")
-        return Placement(module, self.meshes, is_replicated=options is not None and options.placements == DDP)
+        is_replicated = options is not None and options.placements == DDP
+        return Placement(module, self.meshes, is_replicated=is_replicated, groups_by_name=self.groups_by_name)
 
     def find_device(self, module: nn.Module) -> None:
         """Take the device of a model that is being built from its first layer.

@@ -15,7 +15,7 @@ is the size of `dp_cp`. An average over `expt_dp` would be too large by the numb
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lamella_engine.extending import MeshInfo, is_sharded
 
+GroupsByName = Callable[[str], dist.ProcessGroup | None]
 _DATA_GROUPS = ["dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "inter_dist_opt"]
 
 
@@ -136,21 +137,48 @@ class Placement:
         model: Whose parameters are placed, by their marks and names.
         meshes: Checked against the model.
         is_replicated: The ZeRO stage is DDP: experts are replicated over 1-D meshes.
+        groups_by_name: Counts before marks and names: the process group of a parameter, or None.
+
+    Raises:
+        ValueError: As `Meshes.check`; or several instances of the distributed optimizer and a group by name.
     """
 
-    def __init__(self, model: nn.Module, meshes: Meshes, *, is_replicated: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        meshes: Meshes,
+        *,
+        is_replicated: bool = False,
+        groups_by_name: GroupsByName | None = None,
+    ) -> None:
         meshes.check(model)
-        apart = meshes.experts is not None and meshes.experts is not meshes.dense
+        self._infos: dict[int, _MeshInfo] = {}
         parameters = dict(model.named_parameters())
-        self._experts = {id(parameters[name]) for name in expert_parameters(model)} if apart else set()
-        self._info = None if meshes.experts is None else _MeshInfo.of(meshes.experts, is_replicated=is_replicated)
+        if meshes.experts is not None and meshes.experts is not meshes.dense:
+            info = _MeshInfo.of(meshes.experts, is_replicated=is_replicated)
+            self._infos = {id(parameters[name]): info for name in expert_parameters(model)}
+        if groups_by_name is None:
+            return
+        infos: dict[dist.ProcessGroup, _MeshInfo] = {}
+        for name, parameter in parameters.items():
+            group = None if is_sharded(parameter) else groups_by_name(name)
+            if group is None:
+                continue
+            if meshes.dense.ndim > 1:
+                raise ValueError(
+                    f"Expected no group of a parameter's own with several instances of the distributed optimizer, got "
+                    f"one of {group.size()} ranks for {name!r}: replicas of its shards are unknown. Leave "
+                    "`groups_by_name` out, or train one instance."
+                )
+            if group not in infos:
+                mesh = DeviceMesh.from_group(group, meshes.dense.device_type)
+                infos[group] = _MeshInfo.of(mesh, is_replicated=is_replicated)
+            self._infos[id(parameter)] = infos[group]
 
     def __call__(self, parameter: nn.Parameter) -> _OnMesh | None:
         """The mesh of one parameter; None is the unit's own."""
-        if id(parameter) not in self._experts:
-            return None
-        assert self._info is not None
-        return _OnMesh(Shard(0), self._info)
+        info = self._infos.get(id(parameter))
+        return None if info is None else _OnMesh(Shard(0), info)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The units of megatron-core models. megatron-core is imported when a function is called."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -38,18 +38,18 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a megatron-core model; a layer inside another one comes first.
+def layers_of(model: nn.Module, classes: Collection[type[nn.Module]] | None = None) -> list[nn.Module]:
+    """The modules of some classes below a model, or megatron-core's layers; a module inside another one comes first.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The model has no layers.
+        ValueError: The model has none.
     """
-    layers = list(dict.fromkeys(_inner_first(model, unit_classes())))
+    found = _inner_first(model, unit_classes() if classes is None else tuple(classes))
+    layers = [module for module in dict.fromkeys(found) if module is not model]
     if not layers:
-        raise ValueError(
-            f"Expected a megatron-core model with layers {sorted(_UNIT_CLASSES)}, got {type(model).__name__}."
-        )
+        expected = sorted(_UNIT_CLASSES) if classes is None else sorted(each.__name__ for each in classes)
+        raise ValueError(f"Expected a megatron-core model with layers {expected}, got {type(model).__name__}.")
     return layers
 
 

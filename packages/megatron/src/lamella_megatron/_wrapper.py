@@ -26,8 +26,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lamella_engine import FSDPModule
-from lamella_megatron._configuration import check_options, options_of, policy_of
+from lamella_engine import ZERO3, FSDPModule
+from lamella_megatron._configuration import check_model_config, check_options, options_of, placements_of, policy_of
 from lamella_megatron._model import fully_shard_model
 
 
@@ -49,13 +49,15 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         ddp_config: megatron-core's `DistributedDataParallelConfig`. `data_parallel_sharding_strategy` is the stage
             (`no_shard`, `optim`, `optim_grads`, `optim_grads_params`); options without an equal are refused, as
             `docs/reference/megatron_fsdp.md` lists them.
-        module: The model, or a `Float16Module` around one; the innermost module is sharded, in place.
+        module: The model, or a `Float16Module` around one; the innermost module is sharded, in place. A model of
+            `build_sharded_model` stays as it is: its stage must be the strategy's.
         disable_bucketing: Changes nothing: units are the buckets.
         pg_collection: megatron-core's `ProcessGroupCollection`; None takes the groups of `parallel_state`.
         fully_shard_kwargs: For `lamella_megatron.fully_shard_model`, over what `ddp_config` says.
 
     Raises:
-        ValueError: An option is refused, or as `fully_shard_model`.
+        ValueError: An option of either configuration is refused; `module` has parameters on the meta device, or units
+            of another stage; or as `fully_shard_model`.
         TypeError: As `fully_shard_model`.
 
     Effects: as `fully_shard_model`; not a collective.
@@ -73,12 +75,17 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         **fully_shard_kwargs: Any,
     ) -> None:
         check_options(ddp_config)
+        check_model_config(config)
         super().__init__(config=config, module=module)
         # finalize_model_grads reads shards if the option is set, and gathers whole gradients otherwise.
         self.ddp_config = dataclasses.replace(ddp_config, use_megatron_fsdp=True)
-        policy = policy_of(ddp_config, module)
-        given = {"mp_policy": policy, "options": options_of(ddp_config, policy.param_dtype), **fully_shard_kwargs}
-        fully_shard_model(_innermost(module), groups=pg_collection, **given)
+        if isinstance(self._root, FSDPModule):
+            self._check_sharded(fully_shard_kwargs)
+        else:
+            _check_values(self._root)
+            policy = policy_of(ddp_config, module)
+            given = {"mp_policy": policy, "options": options_of(ddp_config, policy.param_dtype), **fully_shard_kwargs}
+            fully_shard_model(self._root, groups=pg_collection, **given)
         # A rank whose experts saw no token has no gradients, and would not come to the all-reduces of
         # finalize_model_grads and of the norm with as many elements as its peers.
         self._root.set_reduce_scatter_unused_params(True)
@@ -96,6 +103,24 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
     def _root(self) -> Any:
         """The model, outermost unit: as an attribute it would be a child module of two names."""
         return _innermost(self.module)
+
+    def _check_sharded(self, kwargs: Mapping[str, object]) -> None:
+        """Refuse options for a model whose units are made already.
+
+        Raises:
+            ValueError: The stage is not the strategy's, or `kwargs` are for units to be made.
+        """
+        wanted, found = placements_of(self.ddp_config), self._root.sharding_options.placements or ZERO3
+        if found != wanted:
+            raise ValueError(
+                f"Expected units of the stage that `ddp_config` names, {wanted}, got {found}. Build the model with "
+                "options=ShardingOptions(placements=...), or change data_parallel_sharding_strategy."
+            )
+        if kwargs:
+            raise ValueError(
+                f"Expected no arguments for units of a model that is sharded already, got {sorted(kwargs)}. Pass them "
+                "to build_sharded_model."
+            )
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self._root.modules() if isinstance(module, FSDPModule))
@@ -234,6 +259,15 @@ def replica_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     mesh = parameter.device_mesh
     axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
     return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse a model without values: nothing after the wrapper would give it any."""
+    if (name := next((name for name, each in model.named_parameters() if each.is_meta), None)) is not None:
+        raise ValueError(
+            f"Expected parameters with values, got {name!r} on the meta device. Build the model by "
+            "lamella_megatron.build_sharded_model, which shards each layer as soon as it is built."
+        )
 
 
 def _innermost(module: nn.Module) -> nn.Module:

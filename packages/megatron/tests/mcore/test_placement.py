@@ -263,3 +263,38 @@ def test_a_model_with_units_is_refused() -> None:
             fully_shard_model(model)
 
     run_ranks(on_one_rank, 1)
+
+
+def test_modules_of_other_classes_are_units_where_they_are_named() -> None:
+    def on_each_rank() -> set[str]:
+        from megatron.core.transformer.mlp import MLP
+
+        model = fully_shard_model(make_model("gpt", Layout(num_ranks=2)), unit_classes=[MLP])
+        with pytest.raises(ValueError, match=r"with layers \['Conv1d'\]"):
+            fully_shard_model(nn.Sequential(nn.Linear(2, 2)), unit_classes=[nn.Conv1d])
+        return {type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}
+
+    assert run_ranks(on_each_rank, 2) == [{"FSDPMLP", "FSDPGPTModel"}] * 2
+
+
+def test_a_parameter_lies_on_the_group_that_is_named() -> None:
+    def on_each_rank() -> None:
+        model = make_model("gpt", Layout(num_ranks=4))
+        pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+        pair = pairs[dist.get_rank() // 2]
+        fully_shard_model(model, groups_by_name=lambda name: pair if name.endswith("linear_fc1.weight") else None)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.device_mesh.size() == (2 if name.endswith("linear_fc1.weight") else 4)
+
+    run_ranks(on_each_rank, 4)
+
+
+def test_a_group_by_name_among_several_instances_is_refused() -> None:
+    def on_each_rank() -> None:
+        model = make_model("gpt", Layout(num_ranks=4, instances=2))
+        with pytest.raises(ValueError, match=r"got one of 4 ranks for '.*': replicas of its shards are unknown"):
+            fully_shard_model(model, groups_by_name=lambda _: dist.group.WORLD)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing has changed"
+
+    run_ranks(on_each_rank, 4)

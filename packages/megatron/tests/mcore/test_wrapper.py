@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3
+from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO2, ZERO3, ShardingOptions
 from lamella_megatron import _configuration as tables
 from lamella_megatron._configuration import placements_of, policy_of
 from lamella_testing import run_ranks
@@ -278,6 +279,39 @@ def test_replicas_take_the_weights_of_their_first_rank() -> None:
     assert torch.equal(first, second)
 
 
+def test_a_model_that_is_sharded_while_it_is_built_trains_in_the_wrapper() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron import build_sharded_model
+        from lamella_megatron.training import ShardedModel
+
+        whole = _wrapped()
+        config = tiny_config()
+        options = ShardingOptions(placements=ZERO2)
+        torch.manual_seed(0)
+        module = build_sharded_model(lambda: tiny_gpt(config), options=options)
+        with pytest.raises(ValueError, match=r"stage that `ddp_config` names, .* got "):
+            ShardedModel(config, ddp_config(), module)
+        strategy = ddp_config(data_parallel_sharding_strategy="optim_grads")
+        with pytest.raises(ValueError, match=r"no arguments for units .* got \['mp_policy'\]"):
+            ShardedModel(config, strategy, module, mp_policy=None)
+        assert torch.equal(_backward(ShardedModel(config, strategy, module)), _backward(whole))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import ShardedModel
+
+        _wrapped()
+        with torch.device("meta"):
+            module = tiny_gpt(tiny_config(use_cpu_initialization=False, perform_initialization=False))
+        with pytest.raises(ValueError, match=r"with values, got '.*' on the meta device. .*build_sharded_model"):
+            ShardedModel(tiny_config(), ddp_config(), module)
+
+    run_ranks(on_each_rank, 1)
+
+
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +384,33 @@ def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> No
 def test_sums_are_in_the_dtype_of_the_options(fields: dict[str, Any], dtype: torch.dtype) -> None:
     policy = policy_of(ddp_config(**fields), nn.Linear(2, 2).bfloat16())
     assert (policy.reduce_dtype, policy.param_dtype, policy.main_dtype) == (dtype, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cuda_graph_impl", "local"),
+        ("defer_embedding_wgrad_compute", True),
+        ("delay_wgrad_compute", True),
+        ("gradient_accumulation_fusion", True),
+        ("overlap_moe_expert_parallel_comm", True),
+    ],
+)
+def test_an_option_of_the_model_that_goes_past_units_is_refused(field: str, value: object) -> None:
+    def on_each_rank() -> None:
+        from megatron.core import parallel_state
+
+        from lamella_megatron.training import ShardedModel
+
+        parallel_state.initialize_model_parallel()
+        config = tiny_config()
+        module = tiny_gpt(config)
+        setattr(config, field, value)
+        with pytest.raises(ValueError, match=f"`config.{field}` to be .*, got {value!r}"):
+            ShardedModel(config, ddp_config(), module)
+        assert not any(isinstance(p, DTensor) for p in module.parameters()), "nothing has changed"
+
+    run_ranks(on_each_rank, 1)
 
 
 def test_gathers_ahead_weigh_as_many_elements_as_are_suggested() -> None:
