@@ -72,6 +72,7 @@ def save_checkpoint(
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The model has several pipeline stages.
+        TypeError: `optimizer` is no `torch.optim.Optimizer`, such as a `ShardedOptimizer`.
         ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, or a
             parameter of the optimizer is not the model's.
 
@@ -79,6 +80,7 @@ def save_checkpoint(
         mesh); every rank writes its own parts, and a share of the values held by several ranks. Waits until the files
         are on the disk.
     """
+    _check_optimizer(optimizer)
     if format not in get_args(_Format):
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
     whole = WholeModel(model, groups)
@@ -164,12 +166,14 @@ def load_checkpoint(
         FileNotFoundError: No checkpoint at the path.
         NotImplementedError: The model has several pipeline stages.
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
+        TypeError: `optimizer` is no `torch.optim.Optimizer`.
         ValueError: The model is not sharded, a group is missing, or `tensor_parallel_size` differs from the
             checkpoint's own.
 
     Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one a mesh); each
         rank reads its own parts; allocates missing optimizer state.
     """
+    _check_optimizer(optimizer)
     whole = WholeModel(model, groups)
     config = _config(model)
     sizes = _sizes(model, whole)
@@ -210,6 +214,15 @@ def _spelled(spelling: Mapping[str, str], name: str) -> str:
         return in_model(spelling.get(rest, rest))
     parameter, entry = longest_known(rest, spelling) if section else (None, "")
     return name if parameter is None else f"{section}{spelling[parameter]}.{entry}"
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Refuse megatron-core's wrapper of an optimizer, before the first exchange between ranks."""
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(
+            f"Expected `optimizer` to be a torch.optim.Optimizer or None, got {type(optimizer).__name__}. Pass "
+            "`optimizer.optimizer`."
+        )
 
 
 def _check_told(args: Mapping[str, Any], num_tp: int) -> None:

@@ -42,7 +42,7 @@ _USED = frozenset(
     }
 )
 
-# The result is the same with any value, and so is the memory.
+# Results are the same with any value.
 _NO_EFFECT = frozenset(
     {
         "align_param_gather",
@@ -69,7 +69,7 @@ _REFUSED = {
     "fsdp_manual_registration": "Choose the memory of gathers by ShardingOptions(allocator=...).",
     "keep_fp8_transpose_cache": "Parameters are gathered in the compute dtype.",
     "megatron_fsdp_cuda_graph_mode": "Capture the step by lamella_optim.capture_step.",
-    "megatron_fsdp_enable_fine_grained_param_gather": "Pass smaller units as `units`.",
+    "megatron_fsdp_enable_fine_grained_param_gather": "Name smaller modules in `unit_classes`.",
     "megatron_fsdp_max_pool_double_buffer": "Choose the memory of gathers by ShardingOptions(allocator=...).",
     "megatron_fsdp_use_decoupled_grad": "Gradients are in `.grad`, in the dtype of the main weights.",
     "nccl_ub": "Choose the memory of gathers by ShardingOptions(allocator=...).",
@@ -116,22 +116,29 @@ def check_options(ddp_config: Any) -> None:
         )
 
 
-def placements_of(ddp_config: Any) -> AxisPlacement | tuple[AxisPlacement, ...]:
-    """The stage that `data_parallel_sharding_strategy` names, behind replicas if there are several instances.
-
-    megatron-core's optimizer that shards over plain `DistributedDataParallel` is ZeRO-1.
+def strategy_of(ddp_config: Any) -> str:
+    """The name of the sharding strategy; megatron-core's sharded optimizer over whole weights is `optim`.
 
     Raises:
-        ValueError: No such strategy, or none over replicas.
+        ValueError: No such strategy.
     """
-    strategy, outer = ddp_config.data_parallel_sharding_strategy, ddp_config.outer_dp_sharding_strategy
-    if strategy == "no_shard" and ddp_config.use_distributed_optimizer and not ddp_config.use_megatron_fsdp:
-        strategy = "optim"
-    stage = STAGES.get(strategy)
-    if stage is None:
+    strategy: str = ddp_config.data_parallel_sharding_strategy
+    if strategy not in STAGES:
         raise ValueError(
             f"Expected `ddp_config.data_parallel_sharding_strategy` to be one of {list(STAGES)}, got {strategy!r}."
         )
+    shards_optimizer = ddp_config.use_distributed_optimizer and not ddp_config.use_megatron_fsdp
+    return "optim" if strategy == "no_shard" and shards_optimizer else strategy
+
+
+def placements_of(ddp_config: Any) -> AxisPlacement | tuple[AxisPlacement, ...]:
+    """The stage of the strategy, behind replicas if there are several instances of the optimizer.
+
+    Raises:
+        ValueError: As `strategy_of`; or the strategy is none over replicas.
+    """
+    strategy, outer = strategy_of(ddp_config), ddp_config.outer_dp_sharding_strategy
+    stage = STAGES[strategy]
     if ddp_config.num_distributed_optimizer_instances == 1:
         return stage
     if outer not in _OUTER or (outer == "optim" and stage is not ZERO3) or stage is DDP:

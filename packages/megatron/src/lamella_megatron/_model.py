@@ -15,7 +15,8 @@ from torch import nn
 from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_megatron._placement import GroupsByName, Meshes, Placement
-from lamella_megatron._units import layers_of, unit_classes
+from lamella_megatron._units import layers_of
+from lamella_megatron._units import unit_classes as _layer_classes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,7 +81,13 @@ def fully_shard_model(
     return model
 
 
-def build_sharded_model(build: Callable[[], M], *, groups: Any = None, **fully_shard_kwargs: Any) -> M:
+def build_sharded_model(
+    build: Callable[[], M],
+    *,
+    groups: Any = None,
+    unit_classes: Collection[type[nn.Module]] | None = None,
+    **fully_shard_kwargs: Any,
+) -> M:
     """Build a megatron-core model, and shard each layer as soon as it is built.
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -95,7 +102,8 @@ def build_sharded_model(build: Callable[[], M], *, groups: Any = None, **fully_s
     Args:
         build: Builds the model, of parameters with values, on the device of training or on the CPU.
         groups: As for `fully_shard_model`.
-        fully_shard_kwargs: As for `fully_shard_model`.
+        unit_classes: As for `fully_shard_model`.
+        fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`.
 
     Returns:
         The model, sharded.
@@ -109,17 +117,29 @@ def build_sharded_model(build: Callable[[], M], *, groups: Any = None, **fully_s
         are exchanged while `build` runs, for all threads.
     """
     _refuse_placement(fully_shard_kwargs)
+    if "groups_by_name" in fully_shard_kwargs:
+        raise TypeError(
+            "Expected no `groups_by_name`, got one: names below a layer that is being built are not the model's. Build "
+            "the model whole, and call fully_shard_model."
+        )
     sharding = _Sharding(groups, fully_shard_kwargs)
 
     def shard(module: nn.Module) -> None:
         sharding.find_device(module)
         sharding.shard(module, sharding.placement(module))
 
-    with _after_construction(unit_classes(), shard):
+    with _after_construction(_layer_classes() if unit_classes is None else tuple(unit_classes), shard):
         model = build()
-    layers_of(model)  # refuses another family
+    layers_of(model, unit_classes)  # refuses another family
     shard(model)
     return model
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The model below wrappers that hold nothing else, such as megatron-core's `Float16Module`."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
 
 
 @dataclass

@@ -2,14 +2,15 @@
 
 Note [Each element counts once]
     The norm of all gradients and the number of zeros are sums over the ranks of one optimizer instance
-    (`intra_dist_opt`). Ranks of the group may hold the same elements: replicas (`no_shard`), and tensor-parallel ranks
-    of a parameter that is not split. Replicas count for a share each, of split parameters' duplicates only the first
-    tensor-parallel rank's count, as in megatron-core. Dense parameters and experts are in one sum then, over different
-    meshes, with one all-reduce.
+    (`intra_dist_opt`) and over the instances (`inter_dist_opt`), which HFSDP gives different elements. Some of these
+    ranks hold the same elements: replicas (`no_shard`, HSDP), and tensor-parallel ranks of a parameter that is not
+    split. Replicas count for a share each, and of the tensor-parallel ranks the first rank counts, as in megatron-core.
+    So dense parameters and experts, on different meshes, are in one sum.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -88,7 +89,8 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         optimizer: Holds the parameters of the chunks.
         config: megatron-core's OptimizerConfig.
         model_chunks: Whose gradients are cleared, by `zero_grad`.
-        pg_collection: With `intra_dist_opt`, `tp` and `expt_tp`; None takes the groups of `parallel_state`.
+        pg_collection: With `intra_dist_opt`, `tp` and `expt_tp`, and `inter_dist_opt` for several instances; None takes
+            the groups of `parallel_state`.
     """
 
     def __init__(
@@ -104,20 +106,29 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
             getattr(pg_collection, "intra_dist_opt", None)
             or parallel_state.get_intra_distributed_optimizer_instance_group()
         )
-        peers = set(dist.get_process_group_ranks(self.grad_stats_parallel_group))
-        self._shares = {parameter: self._share(parameter, peers) for parameter in self.get_parameters()}
+        instances = (
+            getattr(pg_collection, "inter_dist_opt", None)
+            if pg_collection is not None
+            else parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+        )
+        self._everyone = [self.grad_stats_parallel_group]
+        if instances is not None and instances.size() > 1:
+            self._everyone.append(instances)
+        self._shares = {parameter: self._share(parameter) for parameter in self.get_parameters()}
         self._device = next((local_of(p).device for p in self._shares), torch.device("cpu"))
 
-    def _share(self, parameter: torch.Tensor, peers: set[int]) -> float:
+    def _share(self, parameter: torch.Tensor) -> float:
         """How much this rank's elements of a parameter count; Note [Each element counts once]."""
         if not param_is_not_shared(parameter) or not tensor_parallel.param_is_not_tensor_parallel_duplicate(
             parameter, tp_group=self.tp_group, expert_tp_group=self.expert_tp_group
         ):
             return 0.0
-        share = 1.0
-        for group in replica_groups(parameter):
-            share /= len(peers.intersection(dist.get_process_group_ranks(group)))
-        return share
+        return 1.0 / math.prod(group.size() for group in replica_groups(parameter))
+
+    def _reduce(self, number: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """All-reduce over the model's ranks. Effects: an all-reduce, and one more with several instances."""
+        for group in self._everyone:
+            dist.all_reduce(number, op=op, group=group)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -128,14 +139,14 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         Returns:
             Whether an element on any rank is not finite, always False without a loss scale: the step is skipped then.
 
-        Effects: with a loss scale an all-reduce of one number over `intra_dist_opt`, and a host sync.
+        Effects: with a loss scale an all-reduce of one number over the model's ranks, and a host sync.
         """
         if self.grad_scaler is None:
             return False
         found = torch.zeros((), dtype=torch.float32, device=self._device)
         scale = self.grad_scaler.inv_scale.reshape(()).to(self._device)
         torch._amp_foreach_non_finite_check_and_unscale_(_gradients(self._shares), found, scale)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.grad_stats_parallel_group)
+        self._reduce(found, dist.ReduceOp.MAX)
         has_inf = bool(found.item())
         self.grad_scaler.update(has_inf)
         return has_inf
@@ -144,7 +155,7 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
     def get_grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients but those with a norm of their own, on the device.
 
-        Effects: an all-reduce of one number a norm, over `intra_dist_opt`; no host sync.
+        Effects: an all-reduce of one number a norm, over the model's ranks; no host sync.
         """
         return self._norms()[None]
 
@@ -171,24 +182,25 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         for row, name in enumerate(names):
             parameters = [p for p in self._shares if p.grad is not None and _norm_group(p) == name]
             if parameters:
-                norms = torch.stack(torch._foreach_norm(_gradients(parameters))).to(torch.float64)
-                shares = torch.tensor([self._shares[p] for p in parameters], dtype=torch.float64)
-                squares[row] = norms.square() @ shares.to(self._device, non_blocking=True)
-        dist.all_reduce(squares, group=self.grad_stats_parallel_group)
+                norms = torch._foreach_norm(_gradients(parameters))
+                # Scalars travel as arguments of the kernel: a tensor of them would be a copy from pageable memory.
+                torch._foreach_mul_(norms, [math.sqrt(self._shares[p]) for p in parameters])
+                squares[row] = torch.stack(norms).to(torch.float64).square().sum()
+        self._reduce(squares)
         return dict(zip(names, squares.sqrt(), strict=True))
 
     @torch.no_grad()
     def count_zeros(self) -> float:
         """The number of zeros in all gradients.
 
-        Effects: an all-reduce of one number over `intra_dist_opt`, and a host sync.
+        Effects: an all-reduce of one number over the model's ranks, and a host sync.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter, share in self._shares.items():
             if parameter.grad is not None and share:
                 gradient = local_of(parameter.grad)
                 total += share * (gradient.numel() - torch.count_nonzero(gradient))
-        dist.all_reduce(total, group=self.grad_stats_parallel_group)
+        self._reduce(total)
         return float(round(total.item()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,16 +296,17 @@ def _maker(config: Any) -> MakeOptimizer:
     Raises:
         ValueError: Neither Adam nor SGD.
     """
+    # torch steps DTensors one by one unless it is told.
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
     if config.optimizer == "sgd":
-        return lambda groups: SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
+        return lambda groups: SGD(groups, momentum=config.sgd_momentum, **options)
     if config.optimizer != "adam":
         raise ValueError(
             f"Expected `config.optimizer` to be 'adam' or 'sgd', got {config.optimizer!r}. Pass `make`, a function of "
             "the parameter groups that returns an optimizer over shards."
         )
-    options = {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    kind = AdamW if config.decoupled_weight_decay else Adam
-    return lambda groups: kind(groups, weight_decay=config.weight_decay, **options)
+    options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    return lambda groups: (AdamW if config.decoupled_weight_decay else Adam)(groups, **options)
 
 
 def _grad_scaler(config: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lamella_convert import StoredPart, canonical_name
 from lamella_layout import Chunk
+from lamella_megatron._model import innermost
 from lamella_megatron._whole import WholeModel, unwrapped
 
 
@@ -40,7 +41,8 @@ class Places:
         if groups is None:
             config = importlib.import_module("megatron.core.process_groups_config")
             groups = config.ProcessGroupCollection.use_mpu_process_groups(["dp_cp"])
-        asked: Any = model
+        # A wrapper would put `module.` before its keys.
+        asked: Any = innermost(model)
         told = asked.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         parts: dict[str, list[StoredPart]] = {}
         objects: dict[str, object] = {}

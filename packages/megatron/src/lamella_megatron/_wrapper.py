@@ -15,8 +15,9 @@ Note [Marks on sharded parameters]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lamella_engine import ZERO3, FSDPModule
-from lamella_megatron._configuration import check_model_config, check_options, options_of, placements_of, policy_of
-from lamella_megatron._model import fully_shard_model
+from lamella_megatron._configuration import (
+    check_model_config,
+    check_options,
+    options_of,
+    placements_of,
+    policy_of,
+    strategy_of,
+)
+from lamella_megatron._model import fully_shard_model, innermost
 
 
 class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types
@@ -42,7 +50,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
 
     Parameters compute in the dtypes that they have in `module`; the main weights, which the optimizer holds, are in
     `ddp_config.megatron_fsdp_main_params_dtype` (fp32). The driver of megatron-core finds `no_sync` in
-    `config.no_sync_func`, which is set here if it was None.
+    `config.no_sync_func`, which is set here if it was None, for all chunks with the same configuration.
 
     Args:
         config: The model's TransformerConfig.
@@ -78,7 +86,11 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         check_model_config(config)
         super().__init__(config=config, module=module)
         # finalize_model_grads reads shards if the option is set, and gathers whole gradients otherwise.
-        self.ddp_config = dataclasses.replace(ddp_config, use_megatron_fsdp=True)
+        strategy = strategy_of(ddp_config)
+        self.ddp_config = dataclasses.replace(
+            ddp_config, use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy
+        )
+        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "mp"])
         if isinstance(self._root, FSDPModule):
             self._check_sharded(fully_shard_kwargs)
         else:
@@ -86,6 +98,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             policy = policy_of(ddp_config, module)
             given = {"mp_policy": policy, "options": options_of(ddp_config, policy.param_dtype), **fully_shard_kwargs}
             fully_shard_model(self._root, groups=pg_collection, **given)
+        self._check_stage()
         # A rank whose experts saw no token has no gradients, and would not come to the all-reduces of
         # finalize_model_grads and of the norm with as many elements as its peers.
         self._root.set_reduce_scatter_unused_params(True)
@@ -95,32 +108,55 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 unit.set_gradient_divide_factor(1.0)
         for parameter in self._root.parameters():
             parameter.__fsdp_param__ = True  # Note [Marks on sharded parameters]
-        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "mp"])
         self.param_and_grad_buffer = _NoBuffer()
-        config.no_sync_func = _with(config.no_sync_func, self.no_sync)
+        if config.no_sync_func is None:
+            config.no_sync_func = _NoSync()
+        if isinstance(config.no_sync_func, _NoSync):
+            config.no_sync_func.chunks.add(self)
 
     @property
     def _root(self) -> Any:
         """The model, outermost unit: as an attribute it would be a child module of two names."""
-        return _innermost(self.module)
+        return innermost(self.module)
 
     def _check_sharded(self, kwargs: Mapping[str, object]) -> None:
-        """Refuse options for a model whose units are made already.
+        """Refuse arguments, and main weights of another dtype, for a model whose units are made already.
 
         Raises:
-            ValueError: The stage is not the strategy's, or `kwargs` are for units to be made.
+            ValueError: `kwargs` are for units to be made; or main weights are in another dtype than the options say,
+                also because a `Float16Module` around the sharded model has cast them.
         """
-        wanted, found = placements_of(self.ddp_config), self._root.sharding_options.placements or ZERO3
-        if found != wanted:
-            raise ValueError(
-                f"Expected units of the stage that `ddp_config` names, {wanted}, got {found}. Build the model with "
-                "options=ShardingOptions(placements=...), or change data_parallel_sharding_strategy."
-            )
         if kwargs:
             raise ValueError(
                 f"Expected no arguments for units of a model that is sharded already, got {sorted(kwargs)}. Pass them "
                 "to build_sharded_model."
             )
+        main = self.ddp_config.megatron_fsdp_main_params_dtype
+        odd = next((name for name, p in self._root.named_parameters() if main is not None and p.dtype != main), None)
+        if odd is not None:
+            raise ValueError(
+                f"Expected main weights in {main}, `ddp_config.megatron_fsdp_main_params_dtype`, got {odd!r} in "
+                f"another dtype. Build the model with mp_policy=MixedPrecisionPolicy(..., main_dtype={main}), and put "
+                "no Float16Module around the result."
+            )
+
+    def _check_stage(self) -> None:
+        """Hold the units' stage against the strategy, from which megatron-core derives the ranks of a norm.
+
+        Raises:
+            ValueError: They differ.
+        """
+        wanted, found = placements_of(self.ddp_config), self._root.sharding_options.placements or ZERO3
+        if found != wanted:
+            raise ValueError(
+                f"Expected units of the stage that `ddp_config` names, {wanted}, got {found}. Give "
+                "options=ShardingOptions(placements=...) of the strategy, or change data_parallel_sharding_strategy."
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        found: torch.device = local_of(next(self._root.parameters())).device
+        return found
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self._root.modules() if isinstance(module, FSDPModule))
@@ -157,19 +193,26 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 "`parameter.grad.full_tensor()` instead."
             )
         self._root.wait_for_gradients()
+        for weight in self._root.parameters():
+            if getattr(weight, "shared_embedding", False) and weight.grad is not None:
+                # finalize_model_grads sums the shard over pipeline stages in place, then assigns it: `.grad` refuses a
+                # plain shard, and megatron-core takes an attribute `main_grad` before `.grad`.
+                weight.main_grad = weight.grad
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
 
     def _check_finite(self) -> None:
         gradients = {name: p.grad for name, p in self._root.named_parameters() if p.grad is not None}
-        norms = torch._foreach_norm([local_of(gradient) for gradient in gradients.values()])
-        finite = torch.stack(norms).isfinite()
+        shards = [local_of(gradient) for gradient in gradients.values()]
+        # In fp32: the norm of finite fp16 elements may be infinite in fp16.
+        norms = torch._foreach_norm(shards, 2, torch.float32) if shards else []
+        finite = torch.stack(list(norms)).isfinite() if norms else torch.ones(1, dtype=torch.bool, device=self._device)
         # Ranks that went on alone would wait for their peers in the next collective.
         worst = finite.all().logical_not().to(torch.int32)
         for group in (self._groups.dp_cp, self._groups.mp):
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
         if worst.item():
-            names = [name for name, ok in zip(gradients, finite.tolist(), strict=True) if not ok]
+            names = [name for name, ok in zip(gradients, finite.tolist(), strict=bool(gradients)) if not ok]
             raise RuntimeError(
                 f"Expected finite gradients, got NaN or infinity in {names or 'parameters of other ranks'}. "
                 "lamella_engine.find_nonfinite tells ranks and counts."
@@ -186,6 +229,8 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, also those kept for a later microbatch."""
         self._root.zero_grad()
+        for weight in self._root.parameters():
+            vars(weight).pop("main_grad", None)
 
     def broadcast_params(self) -> None:
         """Give every replica the weights of its first rank; shards, of which each rank has its own, stay.
@@ -238,6 +283,27 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         return loaded
 
 
+class _NoSync:
+    """`no_sync` of all living chunks of one configuration, for `config.no_sync_func`.
+
+    megatron-core copies configurations, deeply, where layers change a field: a bound method would bring the sharded
+    model into the copy.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in list(self.chunks):
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    def __deepcopy__(self, memo: object) -> _NoSync:
+        return self
+
+
 class _NoBuffer:
     """In the place of megatron-core's buffer of parameters and gradients, which units do without."""
 
@@ -268,23 +334,6 @@ def _check_values(model: nn.Module) -> None:
             f"Expected parameters with values, got {name!r} on the meta device. Build the model by "
             "lamella_megatron.build_sharded_model, which shards each layer as soon as it is built."
         )
-
-
-def _innermost(module: nn.Module) -> nn.Module:
-    """The model below wrappers that hold nothing else, such as `Float16Module`."""
-    while isinstance(inner := getattr(module, "module", None), nn.Module):
-        module = inner
-    return module
-
-
-def _with(before: Any, no_sync: Callable[[], Any]) -> Any:
-    """`config.no_sync_func` with one more model chunk; a function that the caller set stays."""
-    if before is None:
-        return no_sync
-    chunks = before if isinstance(before, list) else [before]
-    if all(isinstance(getattr(chunk, "__self__", None), ShardedModel) for chunk in chunks):
-        return [*chunks, no_sync]
-    return before
 
 
 def _as_placed(value: Any, parameter: torch.Tensor | None) -> Any:

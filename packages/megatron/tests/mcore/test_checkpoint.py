@@ -26,7 +26,7 @@ from lamella_checkpoint import CheckpointMismatch
 from lamella_engine import DDP, ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, ddp_config, megatron_on_cpu, tiny_config, tiny_gpt
 
 NUM_EXPERTS = 4
 
@@ -327,8 +327,14 @@ def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tm
     assert f"number of ranks that wrote {str(tmp_path)!r} (2, as its files tell), got 4. Leave it out." in message
 
 
+class _OptimizerWrapper:
+    """As megatron-core's around an optimizer."""
+
+
 def _save_both(world: World, kind: str, path: Path) -> None:
-    model = _make(world, kind)
+    from lamella_megatron.training import ShardedModel
+
+    model: Any = _make(world, kind)
     _fill(model)
     fully_shard_model(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -336,7 +342,10 @@ def _save_both(world: World, kind: str, path: Path) -> None:
         parameter.grad = torch.sin(100 * parameter.detach())
     optimizer.step()
     save_checkpoint(path / "fsdp", model=model, optimizer=optimizer)
-    save_checkpoint(path / "dist", model=model, optimizer=optimizer, format="torch_dist", iteration=5)
+    wrapped = ShardedModel(model.config, ddp_config(), model)
+    save_checkpoint(path / "dist", model=wrapped, optimizer=optimizer, format="torch_dist", iteration=5)
+    with pytest.raises(TypeError, match=r"got _OptimizerWrapper. Pass `optimizer\.optimizer`"):
+        save_checkpoint(path / "other", model=wrapped, optimizer=_OptimizerWrapper())  # type: ignore[arg-type]
 
 
 def _megatrons_own(world: World, kind: str, path: Path) -> bool:

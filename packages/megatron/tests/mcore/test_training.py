@@ -212,15 +212,19 @@ def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]
         ("mtp", Layout(tp=2), "optim"),
         ("*E*E", Layout(ep=2), "optim"),
         ("MEME", Layout(cp=2, ep=2), "optim_grads_params"),
+        ("gpt", Layout(instances=2), "optim_grads_params over optim"),
     ],
     ids=str,
 )
 def test_the_driver_trains_every_layout_as_one_rank_does(kind: str, layout: Layout, strategy: str) -> None:
+    strategy, _, outer = strategy.partition(" over ")
+
     def train(module: Any, rows: torch.Tensor, num_steps: int) -> Steps:
         from lamella_megatron.training import ShardedModel, sharded_optimizer
 
-        ddp = {"data_parallel_sharding_strategy": strategy, "num_distributed_optimizer_instances": layout.instances}
-        model = ShardedModel(module.config, ddp_config(**ddp), module)
+        ddp = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer or "no_shard"}
+        instances = {"num_distributed_optimizer_instances": layout.instances}
+        model = ShardedModel(module.config, ddp_config(**ddp, **instances), module)
         optim = {"lr": LEARNING_RATE, "sgd_momentum": 0.0, "clip_grad": 1e9}
         optimizer: Any = sharded_optimizer(_optimizer_config(**optim), [model])
         losses, norms, zeros = [], [], []
@@ -257,6 +261,27 @@ def _sharded(**optim: Any) -> tuple[Any, Any, Any]:
     config, module = _model()
     model = ShardedModel(config, ddp_config(), module)
     return config, model, sharded_optimizer(_optimizer_config(**optim), [model])
+
+
+def test_megatron_cores_optimizer_has_the_norm_of_all_shards_of_a_plain_configuration() -> None:
+    """`DistributedDataParallelConfig(use_distributed_optimizer=True)` names no strategy."""
+
+    def on_each_rank() -> list[float]:
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        config, module = _model()
+        plain = {"use_megatron_fsdp": False, "data_parallel_sharding_strategy": "no_shard"}
+        model = ShardedModel(config, ddp_config(use_distributed_optimizer=True, **plain), module)
+        optim = _optimizer_config(optimizer="adam", lr=0.01, bf16=True, use_distributed_optimizer=True)
+        theirs = get_megatron_optimizer(optim, [model], use_gloo_process_groups=False)
+        ours: Any = sharded_optimizer(_optimizer_config(), [model])
+        _step(model, config, BATCHES[0])
+        return [float(theirs.get_grad_norm()), float(ours.get_grad_norm())]
+
+    for theirs, ours in run_ranks(on_each_rank, 2):
+        torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
 
 
 def test_validation_changes_nothing_and_has_the_loss_of_training() -> None:
@@ -380,7 +405,9 @@ def test_chunks_and_options_that_shards_do_not_have_are_refused() -> None:
     run_ranks(on_each_rank, 1)
 
 
-def _train_stages(pp: int, chunks: int | None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def _train_stages(
+    pp: int, chunks: int | None, *, is_tied: bool = False
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Three steps of pipeline stages; losses on the last stage, norms, and the weights of this rank's stages."""
     from megatron.core import parallel_state
 
@@ -403,6 +430,7 @@ def _train_stages(pp: int, chunks: int | None) -> tuple[list[float], list[float]
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             vp_stage=stage["vp_stage"],
+            share_embeddings_and_output_weights=is_tied,
         )
         for name, parameter in module.named_parameters():
             weights[_name_in_the_whole(module, name)] = parameter
@@ -420,7 +448,9 @@ def _train_stages(pp: int, chunks: int | None) -> tuple[list[float], list[float]
 
 
 def _name_in_the_whole(module: Any, name: str) -> str:
-    """A parameter's name in a model of one stage."""
+    """A parameter's name in a model of one stage, which has one weight where stages have copies of the embedding."""
+    if name == "output_layer.weight" and module.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     return re.sub(
         r"layers\.(\d+)", lambda found: f"layers.{module.decoder.layers[int(found[1])].layer_number - 1}", name
     )
@@ -435,9 +465,10 @@ def _name_in_the_whole(module: Any, name: str) -> str:
         pytest.param(4, 4, 2, id="interleaved"),
     ],
 )
-def test_pipeline_stages_train_as_one_stage(num_ranks: int, pp: int, chunks: int | None) -> None:
-    [(losses, norms, weights)] = run_ranks(partial(_train_stages, 1, None), 1)
-    got = run_ranks(partial(_train_stages, pp, chunks), num_ranks)
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+def test_pipeline_stages_train_as_one_stage(num_ranks: int, pp: int, chunks: int | None, is_tied: bool) -> None:
+    [(losses, norms, weights)] = run_ranks(partial(_train_stages, 1, None, is_tied=is_tied), 1)
+    got = run_ranks(partial(_train_stages, pp, chunks, is_tied=is_tied), num_ranks)
     torch.testing.assert_close(got[-1][0], losses, rtol=1e-5, atol=1e-6)
     for _, found, stages in got:
         torch.testing.assert_close(found, norms, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +78,7 @@ def test_megatron_core_finds_its_attributes_below_the_wrapper() -> None:
         assert get_model_config(model) is model.config
         assert get_attr_wrapped_model(model, "pre_process") is True
         assert isinstance(get_attr_wrapped_model(model, "decoder", return_model_obj=True), GPTModel)
-        assert model.config.no_sync_func == model.no_sync
+        assert copy.deepcopy(model.config).no_sync_func is model.config.no_sync_func, "layers copy configurations"
 
     run_ranks(on_each_rank, 2)
 
@@ -118,13 +119,18 @@ def test_parameters_that_the_model_keeps_in_fp32_compute_in_fp32() -> None:
     assert run_ranks(on_each_rank, 2) == [{torch.float32}] * 2
 
 
-def test_several_chunks_of_one_config_each_give_their_no_sync() -> None:
+def test_one_function_stops_the_sync_of_all_chunks_of_one_configuration() -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import ShardedModel
 
         first = _wrapped()
         second = ShardedModel(first.config, first.ddp_config, tiny_gpt(first.config))
-        assert first.config.no_sync_func == [first.no_sync, second.no_sync]
+        said: list[tuple[object, bool]] = []
+        for chunk in (first, second):
+            chunk.module.set_is_last_backward = lambda is_last, chunk=chunk: said.append((chunk, is_last))
+        with first.config.no_sync_func():
+            assert {(first, False), (second, False)} == set(said)
+        assert {(first, True), (second, True)} == set(said[2:])
         mine = tiny_config()
         mine.no_sync_func = own = object()
         ShardedModel(mine, first.ddp_config, tiny_gpt(mine))
@@ -236,6 +242,18 @@ def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros() -> None:
     run_ranks(on_each_rank, 2)
 
 
+def test_a_rank_without_gradients_comes_to_the_check_too() -> None:
+    def on_each_rank() -> None:
+        model = _wrapped(ddp={"check_for_nan_in_grad": True})
+        _backward(model)
+        if dist.get_rank() == 1:  # as a stage that is frozen
+            for parameter in model.parameters():
+                parameter.grad = None
+        model.finish_grad_sync()
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_whole_gradients_of_shards_are_refused() -> None:
     def on_each_rank() -> None:
         model = _wrapped()
@@ -295,6 +313,9 @@ def test_a_model_that_is_sharded_while_it_is_built_trains_in_the_wrapper() -> No
         with pytest.raises(ValueError, match=r"no arguments for units .* got \['mp_policy'\]"):
             ShardedModel(config, strategy, module, mp_policy=None)
         assert torch.equal(_backward(ShardedModel(config, strategy, module)), _backward(whole))
+        module.bfloat16()  # as Float16Module does
+        with pytest.raises(ValueError, match=r"main weights in torch.float32, .* got '.*' in another dtype"):
+            ShardedModel(config, strategy, module)
 
     run_ranks(on_each_rank, 2)
 
