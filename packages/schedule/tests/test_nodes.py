@@ -68,6 +68,37 @@ def test_an_input_that_was_changed_in_place_is_not_passed_by() -> None:
     assert gradient is not None and gradient.tolist() == [5.0, 5.0, 5.0]
 
 
+@pytest.mark.parametrize("has_other_use", [True, False])
+def test_a_hook_on_a_tensor_that_is_returned_untouched_gets_the_whole_gradient(has_other_use: bool) -> None:
+    seen: list[torch.Tensor] = []
+
+    def watch(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x.register_hook(seen.append)
+        return (x * 3, x) if has_other_use else (x,)
+
+    node = _node(watch)
+    one = torch.ones(3)
+    node.forward((_value(),))
+    (gradient,) = node.backward((one, one) if has_other_use else (one,))
+    expected = torch.full((3,), 4.0 if has_other_use else 1.0)
+    assert len(seen) == 1 and seen[0].equal(expected)
+    assert gradient is not None and gradient.equal(expected)
+
+
+def test_a_tensor_that_is_returned_untouched_retains_the_whole_gradient() -> None:
+    seen: list[torch.Tensor] = []
+
+    def retain(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.retain_grad()
+        seen.append(x)
+        return x * 3, x
+
+    node = _node(retain)
+    node.forward((_value(),))
+    node.backward((torch.ones(3), torch.ones(3)))
+    assert seen[0].grad is not None and seen[0].grad.tolist() == [4.0, 4.0, 4.0]
+
+
 def test_what_wants_no_gradient_gets_none() -> None:
     node = _node(lambda x, y: x + y)
     node.forward((torch.ones(3), _value()))

@@ -42,7 +42,8 @@ class Node:
     def forward(self, values: Values) -> Values:
         """Run the function on values from the slot before, and return values for the slot after.
 
-        A tensor returned untouched is passed by: no copy, and no node in the graph.
+        A tensor returned untouched is passed by: no copy, and no node in the graph; unless a hook or `retain_grad` in the
+        function asks for the tensor's gradient.
 
         Args:
             values: Detached tensors, with `requires_grad` for a gradient; or other objects.
@@ -67,7 +68,10 @@ class Node:
                 found.append(output)
                 continue
             source = places.get(id(output))
-            if source is not None and output.grad_fn is entries[source]:  # an in-place operation changes grad_fn
+            is_watched = bool(output._backward_hooks) or output.retains_grad
+            # An in-place operation changes grad_fn. A watched tensor's gradient must go through the graph: passed by,
+            # the share of later slots would not reach the hook.
+            if source is not None and output.grad_fn is entries[source] and not is_watched:
                 self._passed[place] = source
                 self._edges.append(None)
                 found.append(values[source])
