@@ -68,12 +68,31 @@ def test_an_input_that_was_changed_in_place_is_not_passed_by() -> None:
     assert gradient is not None and gradient.tolist() == [5.0, 5.0, 5.0]
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x, y: (x.mul_(5), y), lambda x, y: (x, y.mul_(5)), lambda x, y: (x.mul_(2), y.add_(1))]
+)
+@pytest.mark.parametrize("share", [lambda x: (x, x), lambda x: (x.view(-1), x)])
+def test_a_write_in_place_that_reaches_a_second_input_is_refused(
+    share: Callable[[torch.Tensor], object], function: Callable[..., object]
+) -> None:
+    layer = LayerSlots(pre=share, experts=function, post=lambda x, y: x + y)
+    with pytest.raises(ValueError, match="slot experts of layer 0 .* share no memory with another input, got a write"):
+        run([_chunk(layer)])
+
+
+def test_inputs_that_share_no_memory_may_all_be_written_in_place() -> None:
+    node = _node(lambda x, y, z: (x.mul_(5), y.mul_(2), z))
+    node.forward((_value().detach().requires_grad_(), torch.ones(3).requires_grad_(), _value()))
+    gradients = node.backward((torch.ones(3), torch.ones(3), None))
+    assert [None if each is None else each[0].item() for each in gradients] == [5.0, 2.0, None]
+
+
 @pytest.mark.parametrize("has_other_use", [True, False])
 def test_a_hook_on_a_tensor_that_is_returned_untouched_gets_the_whole_gradient(has_other_use: bool) -> None:
     seen: list[torch.Tensor] = []
 
     def watch(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x.register_hook(seen.append)
+        x.register_hook(seen.append)  # type: ignore[no-untyped-call]
         return (x * 3, x) if has_other_use else (x,)
 
     node = _node(watch)
@@ -109,7 +128,9 @@ def test_what_wants_no_gradient_gets_none() -> None:
     assert unused.backward((torch.ones(3), None))[1] is None
 
 
-@pytest.mark.parametrize("nest", [lambda x: ([x],), lambda x: {"x": x}, lambda x: ((x, x), x), lambda x: [x, x]])
+@pytest.mark.parametrize(
+    "nest", [lambda x: ([x],), lambda x: {"x": x}, lambda x: ((x, x), x), lambda x: [x, x], lambda x: [{"x": (1, [x])}]]
+)
 def test_a_tensor_hidden_in_a_container_is_refused(nest: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(TypeError, match=r"slot pre of layer 0 to return tensors one by one, got a (list|dict|tuple)"):
         _node(lambda x: nest(x * 2)).forward((_value(),))

@@ -42,14 +42,15 @@ class Node:
     def forward(self, values: Values) -> Values:
         """Run the function on values from the slot before, and return values for the slot after.
 
-        A tensor returned untouched is passed by: no copy, and no node in the graph; unless a hook or `retain_grad` in the
-        function asks for the tensor's gradient.
+        A tensor returned untouched is passed by: no copy, and no node in the graph. With a hook or `retain_grad` set by
+        the function the tensor stays in the graph.
 
         Args:
             values: Detached tensors, with `requires_grad` for a gradient; or other objects.
 
         Raises:
-            TypeError: The function returned a list, tuple or dict with tensors inside.
+            TypeError: The function returned a list, tuple or dict with tensors inside, at any depth.
+            ValueError: The function wrote in place to a tensor that shares memory with another input.
 
         Effects: on the current stream; the values' memory is marked as read by this stream.
         """
@@ -57,8 +58,14 @@ class Node:
         self._lanes.mark_read(values)
         inside = self._inside(values)
         entries = [value.grad_fn if isinstance(value, torch.Tensor) else None for value in inside]
+        begun = [
+            (value, entry, value._version)
+            for value, entry in zip(inside, entries, strict=True)
+            if isinstance(value, torch.Tensor) and entry is not None
+        ]
         outputs = _as_tuple(self._function(*inside))
         self._function = None  # its closure may hold the microbatch
+        _refuse_shared_write(begun, self._title)
         places = {id(value): place for place, value in enumerate(inside) if isinstance(value, torch.Tensor)}
         found: list[object] = []
         for place, output in enumerate(outputs):
@@ -176,11 +183,32 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     return other if one is None else one if other is None else one + other
 
 
+def _refuse_shared_write(begun: Sequence[tuple[torch.Tensor, object, int]], title: str) -> None:
+    """Inputs are separate nodes of the graph: a write to one would change another's data without its gradient.
+
+    Args:
+        begun: Each input with a gradient, its `grad_fn` and its version before the function.
+        title: Of the slot.
+    """
+    written = [tensor for tensor, entry, _ in begun if tensor.grad_fn is not entry]
+    reached = [tensor for tensor, entry, version in begun if tensor.grad_fn is entry and tensor._version != version]
+    storages = [place for tensor in written if (place := tensor.untyped_storage().data_ptr())]  # 0: a wrapper, or empty
+    if written and (reached or len(set(storages)) < len(storages)):
+        raise ValueError(
+            f"Expected {title} to write in place only to tensors that share no memory with another input, got a write "
+            "that reached a second input. Clone the tensor in the slot before."
+        )
+
+
 def _refuse_nest(output: object, title: str) -> None:
     """A tensor inside a container would cross the border with its graph."""
-    inside = list(output.values()) if isinstance(output, dict) else output
-    if isinstance(inside, (list, tuple)) and any(isinstance(value, torch.Tensor) for value in inside):
+    if _holds_tensors(output):
         raise TypeError(
             f"Expected {title} to return tensors one by one, got a {type(output).__name__} with tensors inside. Return "
             "a flat tuple."
         )
+
+
+def _holds_tensors(value: object) -> bool:
+    inside = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(value, torch.Tensor) or (isinstance(inside, (list, tuple)) and any(map(_holds_tensors, inside)))
