@@ -63,20 +63,29 @@ def main(args: list[str]) -> int:
 
 def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] = TESTS) -> int:
     """Run the marked tests, one folder at a time: pytest rejects test files of the same name in two folders."""
-    status, args = (Path(args[1]), args[2:]) if args[:1] == ["--status"] else (None, args)
+    status = None
+    if args[:1] == ["--status"]:
+        if not args[1:] or args[1].startswith("-"):
+            print(f"Expected a file after --status, got {''.join(args[1:2]) or 'nothing'}. Give runs.jsonl.", file=sys.stderr)
+            return 2
+        status, args = Path(args[1]), args[2:]
     marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
     others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
     if session.startswith("gpu("):
         others += ["--ignore", str(MEGATRON)]
-    results = []
+    results: list[int] = []
     for folder in marked:
         with TemporaryDirectory() as temporary:
             report = Path(temporary) / "report.xml"
             results.append(_pytest_in(folder, marker, [*others, f"--junitxml={report}", *args]))
+            if results[-1] < 0:
+                print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
             if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
                 selection = " ".join(arg for arg in args if arg not in _ALL_THE_SAME)
                 gpu_status.record(report, status, session=session, folder=folder, selection=selection)
-    return max((result for result in results if result != NO_TESTS_RAN), default=NO_TESTS_RAN)
+    # The first that failed, not the greatest: a child killed by a signal has a negative code.
+    ran = [result for result in results if result != NO_TESTS_RAN]
+    return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
 
 
 def _sources(folder: Path) -> Iterator[str]:

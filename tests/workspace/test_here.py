@@ -1,0 +1,57 @@
+"""The runner for machines without an environment fails where one folder's tests fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CRASHED, INTERRUPTED, NO_TESTS = -11, 2, 5
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import here
+
+    return here
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, CRASHED, NO_TESTS], CRASHED),
+        ([CRASHED, 0], CRASHED),
+        ([0, 1, 0], 1),
+        ([NO_TESTS, INTERRUPTED, 1], INTERRUPTED),
+        ([0, NO_TESTS], 0),
+        ([NO_TESTS, NO_TESTS], NO_TESTS),
+        ([], NO_TESTS),
+    ],
+)
+def test_the_first_folder_that_fails_is_the_result(
+    here: ModuleType,
+    codes: list[int],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folders = [tmp_path / f"folder{i}" for i in range(len(codes))]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "test_one.py").write_text("pytest.mark.gpu9\n")
+    by_folder = dict(zip(folders, codes, strict=True))
+    monkeypatch.setattr(here, "_pytest_in", lambda folder, marker, args: by_folder[folder])
+    assert here._pytest("gpu9", [], session="gpu(9)", folders=folders) == expected
+    said = [f"pytest in {folder} was killed by signal 11." for folder, code in by_folder.items() if code == CRASHED]
+    assert capsys.readouterr().err.splitlines() == said
+
+
+@pytest.mark.parametrize("rest", [[], ["-q"]])
+def test_status_without_a_file_is_refused(rest: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "here.py"), "soak", "--status", *rest]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2 and "Expected a file after --status" in run.stderr
