@@ -66,7 +66,8 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     status = None
     if args[:1] == ["--status"]:
         if not args[1:] or args[1].startswith("-"):
-            print(f"Expected a file after --status, got {''.join(args[1:2]) or 'nothing'}. Give runs.jsonl.", file=sys.stderr)
+            found = args[1] if args[1:] else "nothing"
+            print(f"Expected a file after --status, got {found}. Give one, such as runs.jsonl.", file=sys.stderr)
             return 2
         status, args = Path(args[1]), args[2:]
     marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
