@@ -307,6 +307,41 @@ def test_a_flight_runs_once_in_each_direction() -> None:
         run_pair(flight(), other)
 
 
+def test_a_gradient_that_an_output_cannot_have_is_refused() -> None:
+    def outputs(x: torch.Tensor) -> tuple[object, ...]:
+        return x, x.detach() + 1, 3
+
+    flight = Flight(Chunk(_value, [], outputs), Lanes(torch.device("cpu")), 7)
+    run_pair(flight, None)
+    good, bad = torch.ones(3), torch.ones(2)
+    for gradients, words in (
+        ((bad, None, None), r"shape \(3,\) for output 0 of microbatch 7, got shape \(2,\)"),
+        ((good, good, None), r"output 1 of microbatch 7, which is a tensor without requires_grad, got .* shape \(3,\)"),
+        ((good, None, bad), r"output 2 of microbatch 7, which is a int, got a gradient of shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            flight.begin_backward(gradients)
+    flight.begin_backward((good, None, None))
+    run_pair(None, flight)
+
+
+def test_delayed_weight_gradients_of_other_slots_are_refused_with_the_layer() -> None:
+    with pytest.raises(ValueError, match="delayed weight gradients in pre and experts alone, got dispatch"):
+        LayerSlots(pre=torch.tanh, dispatch=torch.tanh, experts=torch.tanh, delayed={Slot.DISPATCH: lambda: None})
+
+
+def test_every_microbatch_is_checked_before_the_first_runs() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    layer = LayerSlots(pre=torch.tanh, experts=torch.tanh)
+    calls: dict[Slot, Callable[[], object]] = {}
+    changed = LayerSlots(pre=torch.tanh, experts=torch.tanh, delayed=calls)
+    calls[Slot.POST] = lambda: None
+    chunks = [Chunk(lambda: weight * 2, [each], lambda x: x.sum()) for each in (layer, layer, changed)]
+    with pytest.raises(ValueError, match="alone, got post"):
+        run(chunks)
+    assert weight.grad is None
+
+
 def test_a_measured_run_gives_the_durations_of_a_simulation() -> None:
     watch = Stopwatch("cpu")
     run(_chunks(Alive()), around=watch, device="cpu")

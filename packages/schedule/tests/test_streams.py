@@ -270,3 +270,30 @@ def test_after_an_exception_each_stream_is_behind_the_other(device: Device) -> N
     assert all(device.work().is_behind(work) for work in works)
     with device.stream(_lanes._communication_stream(torch.device("cpu"))):
         assert all(device.work().is_behind(work) for work in works)
+
+
+def test_after_an_exception_the_callers_stream_is_behind_both_lanes(device: Device) -> None:
+    works: list[Work] = []
+
+    @contextmanager
+    def around(event: Event) -> Iterator[None]:
+        works.append(device.work())
+        if event == Event(0, 0, Slot.EXPERTS, Kind.FORWARD):
+            raise KeyboardInterrupt
+        yield
+
+    [chunk] = _chunks(1)
+    flight = Flight(chunk, Lanes(torch.device("cpu")))
+    with device.stream(Stream("other")):
+        with pytest.raises(KeyboardInterrupt):
+            run_pair(flight, None, around=around)
+        assert {work.stream for work in works} == {"caller", "communication"}
+        assert all(device.work().is_behind(work) for work in works)
+
+
+def test_a_tensor_on_another_device_than_the_lanes_is_refused(device: Device) -> None:
+    lanes = Lanes(torch.device("cpu"))
+    lanes.mark_read((torch.empty(1), torch.empty(1, device="meta"), None))
+    lanes.device = torch.device("cpu", 1)
+    with pytest.raises(ValueError, match=r"device of the lanes, cpu:1, got a tensor on cpu\. Give device="):
+        lanes.mark_read((torch.empty(1),))

@@ -65,12 +65,21 @@ class Lanes:
         return self._module.current_stream(self.device)
 
     def mark_read(self, values: Iterable[object]) -> None:
-        """Mark the memory of tensors as read by the current stream: rule 4."""
+        """Mark the memory of tensors as read by the current stream: rule 4.
+
+        Raises:
+            ValueError: A tensor is on another device of the lanes' type.
+        """
         if not self._has_streams:
             return
         stream = self.current()
         for value in values:
             if isinstance(value, torch.Tensor) and value.device.type == self.device.type:
+                if value.device != self.device:  # the lanes' streams order nothing on another device
+                    raise ValueError(
+                        f"Expected tensors on the device of the lanes, {self.device}, got a tensor on {value.device}. "
+                        "Give device=, or call set_device before the run."
+                    )
                 value.record_stream(stream)  # ignored by the allocator for the stream of the allocation
 
     def begin(self) -> None:

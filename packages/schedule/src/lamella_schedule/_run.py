@@ -35,6 +35,9 @@ class LayerSlots:
         post: After the tokens are back.
         delayed: For `Slot.PRE` and `Slot.EXPERTS`: computes the weight gradients left out by the slot's backward,
             and adds the gradients to `.grad`. Called once a backward, on the compute stream.
+
+    Raises:
+        ValueError: `delayed` has another slot.
     """
 
     pre: SlotFunction
@@ -43,6 +46,9 @@ class LayerSlots:
     combine: SlotFunction | None = None
     post: SlotFunction | None = None
     delayed: Mapping[Slot, Callable[[], object]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _ = self.plan  # refuses other slots here, not in the middle of a step
 
     @property
     def functions(self) -> dict[Slot, SlotFunction]:
@@ -143,7 +149,7 @@ class Flight:
 
     @property
     def outputs(self) -> Values:
-        """What postprocess returned, detached; empty before the end of forward, and after the beginning of backward."""
+        """Values returned by postprocess, detached; empty before the end of forward, and once backward has begun."""
         is_whole = all(node.has_run for node in self._nodes.values())
         return self._at_head if is_whole and not self._num_backwards else ()
 
@@ -152,7 +158,8 @@ class Flight:
 
         Raises:
             RuntimeError: Forward is not over, or backward has begun.
-            ValueError: More or fewer gradients than outputs.
+            ValueError: More or fewer gradients than outputs, a gradient of another shape than the output, or a gradient
+                of an output without `requires_grad`.
         """
         if not self.outputs:
             raise RuntimeError(
@@ -164,6 +171,8 @@ class Flight:
                 f"Expected a gradient or None for each of the {len(self._at_head)} outputs, got {len(gradients)}. Give "
                 "as many."
             )
+        for place, (output, gradient) in enumerate(zip(self._at_head, gradients, strict=True)):
+            _check_gradient(output, gradient, f"output {place} of microbatch {self.microbatch}")
         self._num_backwards += 1
         self._at_head = gradients
 
@@ -230,7 +239,8 @@ def run(
         The losses, 0-D, detached, one for each microbatch.
 
     Raises:
-        ValueError: No chunk, or a loss other than a single 0-D tensor with a gradient.
+        ValueError: No chunk, a loss other than a single 0-D tensor with a gradient, a tensor on another device of the
+            same type, or a slot that writes in place to a tensor that shares memory with another input.
         TypeError: A slot returned a container of tensors.
         RuntimeError: A tensor reached a later slot by another way than as a return value.
 
@@ -239,6 +249,8 @@ def run(
     """
     if not chunks:
         raise ValueError("Expected a chunk for each microbatch, got no chunk. Give the step data.")
+    for chunk in chunks:
+        _ = chunk.plans  # a layer that cannot run is refused before gradients of other microbatches are added
     lanes = Lanes(device_of(device))
     losses: list[torch.Tensor] = []
     backward: Flight | None = None
@@ -313,6 +325,7 @@ def run_pair(
         lanes.end()
     except BaseException:
         lanes.join()  # tensors go back to their allocator next, whichever stream reads them
+        lanes.end()  # and the caller rewrites inputs next, on a stream that may be a third
         for flight in flights.values():
             flight.drop()
         stays.drop()
@@ -351,6 +364,22 @@ def _nothing_around(event: Event) -> AbstractContextManager[object]:
 
 def _of_layer(layer: int | None) -> str:
     return "" if layer is None else f" of layer {layer}"
+
+
+def _check_gradient(output: object, gradient: torch.Tensor | None, title: str) -> None:
+    if gradient is None:
+        return
+    if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        found = "a tensor without requires_grad" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        raise ValueError(
+            f"Expected None as gradient of {title}, which is {found}, got a gradient of shape {tuple(gradient.shape)}. "
+            "Give None."
+        )
+    if gradient.shape != output.shape:
+        raise ValueError(
+            f"Expected a gradient of shape {tuple(output.shape)} for {title}, got shape {tuple(gradient.shape)}. "
+            "Give a gradient of the output's shape."
+        )
 
 
 def _begin(flight: Flight) -> torch.Tensor:
