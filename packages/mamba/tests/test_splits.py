@@ -72,6 +72,8 @@ def test_tensors_that_every_rank_holds_stay() -> None:
     by = Split(dim=None)
     assert split(tensor, by, 1, 2) is tensor and merge([tensor, tensor], by) is tensor
     assert by.part(2) == by.whole(2) == by and by.kind == "replicated"
+    with_nan = torch.tensor([1.0, float("nan")])
+    assert merge([with_nan, with_nan.clone()], by) is with_nan
 
 
 def test_gradients_reach_the_whole() -> None:
@@ -99,6 +101,17 @@ def test_a_group_is_not_cut() -> None:
         (lambda by: merge([], by), "Expected the parts of all tensor-parallel ranks, got none"),
         (lambda by: Split(dim=0), "Expected `sizes` of at least 1 with a `dim`"),
         (lambda by: Split(dim=None, sizes=(2,)), "Expected `sizes` of at least 1 with a `dim`"),
+        (lambda by: Split(dim=-1, sizes=(4,)), "Expected `dim` from 0 on, or None, got -1"),
+        (lambda by: Split(dim=0, sizes=(4,), blocks=(0,)), "Expected `blocks` of at least 1 element, got (0,)"),
+        (lambda by: Split(dim=0, sizes=(4,), blocks=(-2,)), "Expected `blocks` of at least 1 element, got (-2,)"),
+        (
+            lambda by: merge([torch.ones(2), torch.zeros(2)], Split(dim=None)),
+            "got the values from rank 0 and other values from rank 1",
+        ),
+        (
+            lambda by: merge([torch.ones(2), torch.ones(3)], Split(dim=None)),
+            "torch.float32 of shape (2,) from rank 0 and torch.float32 of shape (3,) from rank 1",
+        ),
         (lambda by: Split(dim=0, sizes=(4,), blocks=(3,)), "Expected one block for each section, which divides it"),
     ],
 )

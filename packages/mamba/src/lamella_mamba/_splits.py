@@ -27,13 +27,14 @@ class Split:
     """How tensor-parallel ranks share a parameter.
 
     Attributes:
-        dim: Along which ranks hold different parts; None if every rank holds the whole.
+        dim: Along which ranks hold different parts, counted from 0; None if every rank holds the whole.
         sizes: Of the sections along `dim`, in elements; their sum is the tensor's size. Empty without a dim.
         blocks: The smallest part of each section that a single rank must hold, in elements: a head, a group of B and C.
             Empty means single elements.
 
     Raises:
-        ValueError: The sizes do not fit the dim, or the blocks do not divide the sizes.
+        ValueError: The dim is negative, the sizes do not fit the dim, or the blocks are below 1 or do not divide the
+            sizes.
     """
 
     dim: int | None
@@ -41,10 +42,14 @@ class Split:
     blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.dim is not None and self.dim < 0:
+            raise ValueError(f"Expected `dim` from 0 on, or None, got {self.dim}. Count the dim from the first.")
         if (self.dim is None) != (not self.sizes) or any(size < 1 for size in self.sizes):
             raise ValueError(f"Expected `sizes` of at least 1 with a `dim`, and none without, got {self!r}.")
         if self.dim is not None and not self.blocks:
             object.__setattr__(self, "blocks", (1,) * len(self.sizes))
+        if any(block < 1 for block in self.blocks):
+            raise ValueError(f"Expected `blocks` of at least 1 element, got {self.blocks}. Leave blocks out for 1.")
         if len(self.blocks) != len(self.sizes) or any(
             n % block for n, block in zip(self.sizes, self.blocks, strict=True)
         ):
@@ -113,17 +118,38 @@ def merge(parts: Sequence[torch.Tensor], by: Split) -> torch.Tensor:
         A copy; the first part if ranks hold the whole.
 
     Raises:
-        ValueError: No parts; a part's shape does not fit, or a section cannot be divided by the number of parts.
+        ValueError: No parts; a part's shape does not fit, a section cannot be divided by the number of parts, or the
+            parts differ though ranks hold the whole.
+
+    Effects: waits for the device to compare parts, if ranks hold the whole.
     """
     if not parts:
         raise ValueError("Expected the parts of all tensor-parallel ranks, got none.")
     if by.dim is None:
+        for rank, part in enumerate(parts):
+            _check_equal(parts[0], part, rank)
         return parts[0]
     own = by.part(len(parts))
     for part in parts:
         _check_size(part, own)
     sections = zip(*(torch.split(part, list(own.sizes), dim=by.dim) for part in parts), strict=True)
     return torch.cat([share for section in sections for share in section], dim=by.dim)
+
+
+def _check_equal(first: torch.Tensor, part: torch.Tensor, rank: int) -> None:
+    if part is first:
+        return
+    if part.shape != first.shape or part.dtype != first.dtype:
+        found = f"{part.dtype} of shape {tuple(part.shape)} from rank {rank}"
+        expected = f"{first.dtype} of shape {tuple(first.shape)} from rank 0"
+    elif torch.allclose(first, part.to(first.device), rtol=0, atol=0, equal_nan=True):
+        return
+    else:
+        found, expected = f"other values from rank {rank}", "the values from rank 0"
+    raise ValueError(
+        f"Expected equal parts, as every rank holds the whole (dim None), got {expected} and {found}. Give parts of "
+        "one step, or the dim along which ranks hold different parts."
+    )
 
 
 def _check_size(tensor: torch.Tensor, by: Split) -> None:
