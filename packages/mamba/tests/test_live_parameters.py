@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -87,3 +88,16 @@ def test_a_model_whose_helpers_are_bound_is_freed_at_once() -> None:
         assert mixer() is None
     finally:
         gc.enable()
+
+
+def test_a_bound_model_is_not_copied_and_a_copy_can_be_bound() -> None:
+    model = _make()
+    copied = copy.deepcopy(model)
+    bind_live_parameters(model)
+    with pytest.raises(TypeError, match="copied before bind_live_parameters, got deepcopy after it"):
+        copy.deepcopy(model)
+    bind_live_parameters(copied)
+    helper: Any = copied[0].cp  # type: ignore[index]
+    assert helper.A_log_cp1 is copied.get_parameter("0.A_log") is not model.get_parameter("0.A_log")
+    helper_of_model: Any = model[0].cp  # type: ignore[index]
+    assert helper_of_model.A_log_cp1 is model.get_parameter("0.A_log")

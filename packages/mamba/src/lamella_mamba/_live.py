@@ -1,11 +1,11 @@
-"""Helper objects that keep parameters of a module are made to look them up in the module at each use."""
+"""Helper objects that keep parameters of a module are made to look parameters up in the module at each use."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -16,7 +16,8 @@ def bind_live_parameters(model: nn.Module) -> list[str]:
     megatron-core's Mamba mixer hands `A_log`, `D`, `dt_bias` and the convolution to a context-parallel helper when the
     mixer is built. `fully_shard` exchanges the mixer's Parameters, and the helper would go on with the originals, which
     no optimizer updates. Every attribute that is a parameter below the module becomes a property of the helper, read
-    from the module. Call it before `fully_shard`; a second call finds nothing.
+    from the module. Bind before `fully_shard`; a second call finds nothing. A bound model refuses `copy.deepcopy`
+    by a TypeError: the copy's helpers would read the original's parameters. Copy first, then bind each copy.
 
     Args:
         model: Changed in place: the class of a helper becomes a subclass of its own.
@@ -49,7 +50,8 @@ def _bind(helper: Any, module: nn.Module, names: Mapping[str, str]) -> None:
     # Weak: the module holds the helper. A strong reference back would keep a deleted model's memory until the cyclic
     # collector runs.
     ref = weakref.ref(module)
-    live = {key: _look_up(ref, name) for key, name in names.items()}
+    live: dict[str, Any] = {key: _look_up(ref, name) for key, name in names.items()}
+    live["__deepcopy__"] = _refuse_deepcopy
     helper.__class__ = type(type(helper).__name__, (type(helper),), live)
     for key in names:
         del vars(helper)[key]
@@ -62,3 +64,9 @@ def _look_up(module: weakref.ref[nn.Module], name: str) -> property:
         return reduce(getattr, name.split("."), found)
 
     return property(look_up)
+
+
+def _refuse_deepcopy(_: object, memo: object) -> NoReturn:
+    raise TypeError(
+        "Expected a model copied before bind_live_parameters, got deepcopy after it. Copy first, then bind each copy."
+    )
