@@ -35,7 +35,7 @@ _PAIR: Final = (
     (_F, Slot.POST, Kind.FORWARD),
     (_B, Slot.PRE, Kind.WEIGHT_GRADIENT),
 )
-# What attention's forward saved goes before f's experts allocate, and f's combine hides behind less compute.
+# Tensors saved by attention's forward are freed before f's experts allocate, and f's combine hides behind less compute.
 _PAIR_WITH_EARLY_RELEASE: Final = (*_PAIR[:7], _PAIR[9], *_PAIR[7:9], *_PAIR[10:])
 
 
@@ -160,7 +160,7 @@ class _Pair:
         for i in range(max(num_forward, num_backward)):
             layers = {_F: i if i < num_forward else None, _B: num_backward - 1 - i if i < num_backward else None}
             yield from self._layers(layers, template)
-        # The first layer's delayed gradients hide what a pipeline stage sends at the end of its layers.
+        # The first layer's delayed gradients hide the sends of a pipeline stage at the end of its layers.
         if backward:
             yield from self._slot(_B, 0, Slot.PRE, Kind.WEIGHT_GRADIENT)
         yield from self._around(_F, Slot.POSTPROCESS)
