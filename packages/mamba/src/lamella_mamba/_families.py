@@ -1,6 +1,6 @@
-"""The classes of Mamba models and their relatives: a table, by class name.
+"""The classes of Mamba models and relatives: a table, by class name.
 
-A model has its classes imported already. By name, the package needs no import of transformers, mamba-ssm or
+A model's classes are imported already. By name, the package needs no import of transformers, mamba-ssm or
 megatron-core.
 """
 
@@ -16,10 +16,10 @@ class Row:
     """Facts about the modules of one class.
 
     Attributes:
-        class_name: Of the class, or of one that the class derives from.
+        class_name: Of the class, or of a base class.
         is_unit: Whether a module is a sharding unit.
-        reads: Children with parameters that the module reads without calling the child, on any path: fused kernels,
-            plain torch, generation. A read of the dtype counts, unless it is for a cache of generation alone.
+        reads: Children with parameters read by the module without a call of the child, on any path: fused kernels,
+            plain torch, generation. A read of the dtype counts, unless for a cache of generation alone.
         is_shared: Whether several modules of the class can hold the same Parameters.
         attributes: Of the module, where two libraries have a class of the same name.
     """
