@@ -97,6 +97,8 @@ def _pytest_in(folder: Path, marker: str, args: list[str]) -> int:
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
+    # megatron-core asks for GPUs while it is imported. By the driver, the process's forks could use no GPU afterwards.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return _python("-m", "pytest", *config, "-m", marker, str(folder), *args)
 
 
