@@ -2,6 +2,7 @@
 
 from lamella_megatron._checkpoint import load_checkpoint as load_checkpoint
 from lamella_megatron._checkpoint import save_checkpoint as save_checkpoint
+from lamella_megatron._fused_layers import connect_fused_layers as connect_fused_layers
 from lamella_megatron._marks import mark as mark
 from lamella_megatron._model import build_sharded_model as build_sharded_model
 from lamella_megatron._model import fully_shard_model as fully_shard_model

@@ -84,7 +84,6 @@ _REFUSED_OF_MODELS = {
     "cuda_graph_impl": ("none", "Capture the step by lamella_optim.capture_step."),
     "defer_embedding_wgrad_compute": (False, "Gradients of the output layer come in backward."),
     "delay_wgrad_compute": (False, "A layer's delayed gradients need lamella_engine.delay_gradient, see there."),
-    "gradient_accumulation_fusion": (False, "Layers would add to `main_grad`, which sharded weights do not have."),
     "overlap_moe_expert_parallel_comm": (False, "The schedule calls parts of layers, past the hooks of units."),
 }
 

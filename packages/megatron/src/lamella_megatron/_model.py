@@ -14,6 +14,7 @@ from torch import nn
 
 from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
+from lamella_megatron._fused_layers import connect_fused_layers
 from lamella_megatron._placement import GroupsByName, Meshes, Placement
 from lamella_megatron._units import layers_of
 from lamella_megatron._units import unit_classes as _layer_classes
@@ -39,7 +40,7 @@ def fully_shard_model(
     same part; experts are sharded over the ranks with the same experts; all gradients are divided by the number of
     data- and context-parallel ranks. With several instances of the distributed optimizer parameters are sharded over
     the ranks of an instance and replicated over the instances (HSDP). The context-parallel helper of Mamba mixers looks
-    parameters up in its mixer from now on.
+    parameters up in its mixer from now on. Layers that fuse or delay weight gradients do (`connect_fused_layers`).
 
     Args:
         model: A GPTModel, MambaModel or HybridModel, changed in place.
@@ -78,6 +79,7 @@ def fully_shard_model(
     modules: list[nn.Module] = [*layers, model]
     for module in modules:
         sharding.shard(module, placement)
+    connect_fused_layers(model)
     return model
 
 
@@ -132,6 +134,7 @@ def build_sharded_model(
         model = build()
     layers_of(model, unit_classes)  # refuses another family
     shard(model)
+    connect_fused_layers(model)
     return model
 
 

@@ -1,10 +1,10 @@
-"""A model of Transformer Engine's layers trains in bf16 on two GPUs as on one."""
+"""A model of Transformer Engine's layers trains in bf16 in units as without, also if layers fuse weight gradients."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -24,13 +24,22 @@ NUM_STEPS = 3
 Weights = dict[str, torch.Tensor]
 
 
-def _make() -> nn.Module:
+def _make(*, fuse: bool = False) -> nn.Module:
     """A GPTModel on the current GPU. Effects: collective over the world."""
     Layout(num_ranks=dist.get_world_size()).initialize()
     torch.manual_seed(0)
     importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    config = tiny_config(hidden_size=128, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=False)
+    config = tiny_config(
+        hidden_size=128,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=False,
+        gradient_accumulation_fusion=fuse,
+    )
+    if fuse:  # The output layer asks for apex in its constructor, and is unfused by the units.
+        layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+        layers._grad_accum_fusion_available = True
     model = tiny_gpt(config, transformer_layer_spec=specs.get_gpt_layer_with_transformer_engine_spec())
     return model.to(DEVICE, torch.bfloat16)  # position embeddings are built in fp32
 
@@ -63,19 +72,18 @@ def _distance(ones: Weights, others: Weights) -> float:
     return math.sqrt(sum(float((ones[name] - other).square().sum()) for name, other in others.items()))
 
 
-@pytest.mark.gpu2
-def test_layers_of_transformer_engine_train_on_two_gpus_as_on_one() -> None:
+def _assert_trains_as_without_units(num_ranks: int, *, fuse: bool) -> None:
     [(before, expected_losses, expected)] = run_ranks(_on_one_rank, 1, device=DEVICE)
     assert expected_losses[-1] < expected_losses[0] - 0.05, f"nothing was learned: {expected_losses}"
     assert any("layer_norm_weight" in name for name in before), "no fused layer of Transformer Engine"
 
     def on_each_rank() -> None:
-        model = _make()
+        model = _make(fuse=fuse)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name])
         fully_shard_model(model)
-        losses = _train(model, BATCH.chunk(2)[dist.get_rank()])
+        losses = _train(model, BATCH.chunk(num_ranks)[dist.get_rank()])
         torch.testing.assert_close(losses, expected_losses, rtol=1e-2, atol=0.0)
         found = {}
         for name, parameter in model.named_parameters():
@@ -84,4 +92,16 @@ def test_layers_of_transformer_engine_train_on_two_gpus_as_on_one() -> None:
         # bf16 rounds each update. A gradient that is wrong by a factor of 2 is off by half of the way, or more.
         assert _distance(found, expected) < 0.25 * _distance(before, expected)
 
-    run_ranks(on_each_rank, 2, device=DEVICE)
+    run_ranks(on_each_rank, num_ranks, device=DEVICE)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("fuse", [False, True])
+def test_one_gpu_trains_as_without_units(fuse: bool) -> None:
+    _assert_trains_as_without_units(1, fuse=fuse)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("fuse", [False, True])
+def test_two_gpus_train_as_one(fuse: bool) -> None:
+    _assert_trains_as_without_units(2, fuse=fuse)

@@ -413,7 +413,6 @@ def test_sums_are_in_the_dtype_of_the_options(fields: dict[str, Any], dtype: tor
         ("cuda_graph_impl", "local"),
         ("defer_embedding_wgrad_compute", True),
         ("delay_wgrad_compute", True),
-        ("gradient_accumulation_fusion", True),
         ("overlap_moe_expert_parallel_comm", True),
     ],
 )

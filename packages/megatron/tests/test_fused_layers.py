@@ -1,0 +1,98 @@
+"""Layers with the protocol of Transformer Engine's, fused and delayed, have the gradients of plain layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from te_like import GroupedLinear
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import DDP, ZERO1, ZERO2, ZERO3, AxisPlacement, FSDPModule, ShardingOptions, fully_shard
+from lamella_megatron import connect_fused_layers
+from lamella_testing import run_ranks
+
+WIDTH, NUM_RANKS = 8, 2
+ROWS = torch.randn(3, 6 * NUM_RANKS, WIDTH, generator=torch.Generator().manual_seed(0))  # microbatches
+
+
+def _make(*, fuse: bool = False, delay: bool = False) -> nn.Sequential:
+    torch.manual_seed(1)
+    options = {"fuse": fuse, "delay": delay}
+    layers = [nn.Sequential(GroupedLinear(n, WIDTH, **options), nn.LayerNorm(WIDTH)) for n in (1, 3)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+def _gradients(model: nn.Module, microbatches: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of some microbatches, whole: of the mean over ranks."""
+    for i, rows in enumerate(microbatches):
+        if isinstance(model, FSDPModule):
+            model.set_is_last_backward(i == len(microbatches) - 1)
+        model(rows).square().mean().backward()
+        for layer in model.modules():
+            if isinstance(layer, GroupedLinear) and layer.delays:
+                layer.backward_dw()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return found
+
+
+def _shard(model: nn.Sequential, stage: AxisPlacement) -> None:
+    for layer in list(model)[:-1]:
+        fully_shard(layer, options=ShardingOptions(placements=stage))
+    fully_shard(model, options=ShardingOptions(placements=stage))
+    connect_fused_layers(model)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize(("fuse", "delay"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("stage", [DDP, ZERO1, ZERO2, ZERO3], ids=["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
+def test_gradients_are_those_of_plain_layers(
+    stage: AxisPlacement, fuse: bool, delay: bool, num_microbatches: int
+) -> None:
+    batches = ROWS[:num_microbatches]
+
+    def on_each_rank() -> None:
+        parts = batches.chunk(NUM_RANKS, dim=1)  # a grouped linear tells its rows apart by their place
+        alone = [_gradients(_make(), part) for part in parts]
+        expected = {name: sum(each[name] for each in alone) / NUM_RANKS for name in alone[0]}
+        model = _make(fuse=fuse, delay=delay)
+        _shard(model, stage)
+        for _ in range(2):  # a second step finds buffers and callbacks as the first did
+            found = _gradients(model, parts[dist.get_rank()])
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+            model.zero_grad()
+
+    run_ranks(on_each_rank, NUM_RANKS)
+
+
+def test_a_linear_that_would_write_over_earlier_sums_returns_its_gradient() -> None:
+    class ColumnParallelLinear(nn.Linear):
+        gradient_accumulation_fusion = True
+
+    def on_one_rank() -> None:
+        model = nn.Sequential(ColumnParallelLinear(WIDTH, WIDTH))
+        fully_shard(model)
+        connect_fused_layers(model)
+        assert not model[0].gradient_accumulation_fusion
+        assert ColumnParallelLinear.gradient_accumulation_fusion, "models that are not sharded still fuse"
+        assert not hasattr(model[0].weight, "get_main_grad")
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_an_optimizer_steps_when_delayed_gradients_have_come() -> None:
+    def on_each_rank() -> None:
+        model = _make(delay=True)
+        _shard(model, ZERO3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(ROWS[0]).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"weight0"):
+            optimizer.step()
+
+    run_ranks(on_each_rank, 1)
