@@ -91,6 +91,9 @@ def _on_local_shards(kind: Any) -> Any:
             result = unhooked(self, *((None, *more) if more else ()), **options)
         return result if closure is None else loss
 
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        Optimizer.zero_grad(self, set_to_none)  # `decoupled_grad` of Transformer Engine's lives in `step` alone
+
     def state_dict(self: Optimizer) -> State:
         with _holding_locals(self):
             found: State = kind.state_dict(self)
@@ -119,6 +122,7 @@ def _on_local_shards(kind: Any) -> Any:
             __qualname__=kind.__qualname__,
             __doc__=kind.__doc__,
             step=hooked,
+            zero_grad=zero_grad,
             state_dict=state_dict,
             load_state_dict=load_state_dict,
             __reduce__=reduce,
@@ -151,6 +155,8 @@ def _has_elements(shard: torch.Tensor) -> bool:
 def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor], bool] = _no_shard) -> Iterator[None]:
     """Let param groups and state hold plain parameters over local shards for a while.
 
+    Optimizers with `use_decoupled_grad` (Transformer Engine's) find gradients in `decoupled_grad`.
+
     Args:
         gradients_of: Whether a shard gets its gradient too.
     """
@@ -163,7 +169,13 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
         if whole in before:
             state[local] = pytree.tree_map_only(DTensor, local_of, before[whole])
         if whole.grad is not None and gradients_of(local):
-            local.grad = local_of(whole.grad)
+            gradient = local_of(whole.grad)
+            if getattr(optimizer, "use_decoupled_grad", False):
+                local.decoupled_grad = gradient  # type: ignore[attr-defined]
+                continue
+            if gradient.dtype != local.dtype:
+                local.grad_dtype = gradient.dtype
+            local.grad = gradient
     of = dict(pairs)
     for group in optimizer.param_groups:
         group["params"] = [of.get(parameter, parameter) for parameter in group["params"]]
@@ -175,6 +187,7 @@ def _holding_locals(optimizer: Optimizer, gradients_of: Callable[[torch.Tensor],
         state = optimizer.state  # another one, if a state dict was loaded
         for whole, local in pairs:
             local.grad = None
+            vars(local).pop("decoupled_grad", None)
             if local in state:
                 state[whole] = _laid_out(whole, state.pop(local), before.get(whole))
 

@@ -18,7 +18,7 @@ _REDUCES_IN_MAIN_DTYPE = torch.__version__ >= "2.15"
 class MixedPrecisionPolicy:
     """The dtypes in which a unit stores, computes, reduces and returns.
 
-    All fields but `main_dtype` and `recipe` are FSDP2's, in FSDP2's order and meaning.
+    All fields but `main_dtype`, `main_grads_dtype` and `recipe` are FSDP2's, in FSDP2's order and meaning.
 
     Args:
         param_dtype: Dtype of the unsharded parameters, for gathers and compute. None keeps each parameter's own dtype.
@@ -37,12 +37,17 @@ class MixedPrecisionPolicy:
             (`lambda p: recipe if p.ndim == 2 else None`). None casts to `param_dtype`.
         main_dtype: Dtype of the sharded parameters, updated by the optimizer. None keeps each parameter's own;
             torch.float32 gives fp32 main weights to a model built in bf16, as training should have.
+        main_grads_dtype: Dtype of the sharded parameters' `.grad`. None is the main weights' dtype. torch.bfloat16
+            halves the gradients at rest: a reduction is summed in `reduce_dtype` and rounded once, and each later
+            microbatch's is added in this dtype. Of torch's optimizers SGD takes gradients of another dtype than the
+            weight's; for Adam use Transformer Engine's FusedAdam.
 
     Raises:
         TypeError: A field is not a `torch.dtype`; `recipe` is neither a recipe nor a function.
         ValueError: A dtype cannot hold a gradient (integers, complex, 1-byte floats).
 
-    Source: torch.distributed.fsdp.MixedPrecisionPolicy for all fields but `main_dtype` and `recipe`.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy for all fields but `main_dtype`, `main_grads_dtype` and
+        `recipe`; `main_grads_dtype` of Megatron-FSDP's MixedPrecisionPolicy.
     """
 
     param_dtype: torch.dtype | None = None
@@ -53,9 +58,10 @@ class MixedPrecisionPolicy:
     main_dtype: torch.dtype | None = None
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
     recipe: Recipe | Callable[[nn.Parameter], Recipe | None] | None = None
+    main_grads_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "main_grads_dtype"):
             _check_dtype(name, getattr(self, name))
         if not (self.recipe is None or isinstance(self.recipe, Recipe) or callable(self.recipe)):
             raise TypeError(
@@ -107,6 +113,10 @@ class MixedPrecisionPolicy:
     def main_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The sharded dtype of a parameter built in `dtype`."""
         return self.main_dtype or dtype
+
+    def main_grads_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient of a parameter built in `dtype`."""
+        return self.main_grads_dtype or self.main_dtype_of(dtype)
 
     def compute_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The gather and compute dtype of a parameter built in `dtype`."""

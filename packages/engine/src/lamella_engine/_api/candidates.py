@@ -113,8 +113,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:
         raise NotImplementedError(
             f"Expected the gradient of {name!r} to have its dtype, {parameter.dtype}, got "
-            f"grad_dtype={parameter.grad_dtype}. Leave it unset, and say `main_dtype` in `mp_policy` for main weights "
-            "and gradients in a wider one."
+            f"grad_dtype={parameter.grad_dtype}. Leave it unset, and say `main_grads_dtype` in `mp_policy`, or "
+            "`main_dtype` for main weights and gradients."
         )
     if not local_of(parameter).is_contiguous():
         raise NotImplementedError(

@@ -164,6 +164,7 @@ class ExtendedGroup(ParameterGroup):
     def build_unsharded(self) -> None:
         """Drop the gathered tensors; the next gather makes new tensors."""
         self.is_meta = self.main_weight.device.type == "meta"
+        self.type_gradients()
         shapes = self.layout.shapes
         self._extensions = [
             _Extension(p, s, self.axes.num_shards) for p, s in zip(self.parameters, shapes, strict=True)

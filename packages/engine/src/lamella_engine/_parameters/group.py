@@ -156,6 +156,7 @@ class ParameterGroup:
         """
         self.is_meta = self.main_weight.device.type == "meta"
         self._held = ()
+        self.type_gradients()
         if self.is_meta:
             return
         formats = self.payload_layouts(self.layout, self.main_weight.dtype)
@@ -180,6 +181,18 @@ class ParameterGroup:
         if self._windows is not None and self.device.type == self.axes.mesh.device_type:
             for buffer in self.buffers:
                 buffer.allocator = self._windows
+
+    def type_gradients(self) -> None:
+        """Let sharded parameters have gradients of the policy's dtype, where it is not the main weights'."""
+        if self.main_grads_dtype != self.main_weight.dtype:
+            for parameter in self.parameters:
+                parameter.sharded.grad_dtype = self.main_grads_dtype
+
+    @property
+    def main_grads_dtype(self) -> torch.dtype:
+        """The dtype of the sharded parameters' gradients; the policy does not apply to integers."""
+        main = self.main_weight.dtype
+        return self.policy.main_grads_dtype_of(main) if main.is_floating_point else main
 
     def _choices(self, formats: PayloadLayouts) -> dict[tuple[Direction, Direction | None], tuple[int, ...]]:
         """The answers of `chosen`, asked for by each gather."""

@@ -50,12 +50,12 @@ def gradient_nbytes(group: ParameterGroup, members: Iterable[int], wire: torch.d
 
 
 def sum_dtype(group: ParameterGroup) -> torch.dtype:
-    """The dtype of sums over the shard axis: the reduce dtype, or the main weights' if wider sums cost less.
+    """The dtype of sums over the shard axis: the reduce dtype, or the sharded gradients' if wider sums cost less.
 
-    Copy engines leave the sum to a kernel. The kernel may as well write the main weights' dtype: no cast follows.
+    Copy engines leave the sum to a kernel. The kernel may as well write the gradients' dtype: no cast follows.
     """
     pushes = isinstance(group.reduce_transport or group.transport, CopyEngineTransport)
-    main = group.main_weight.dtype
+    main = group.main_grads_dtype
     is_last = group.replicas is None and group.outer is None  # a second axis would carry the wider dtype
     widens = pushes and is_last and torch.promote_types(group.reduce_dtype, main) == main
     return main if widens else group.reduce_dtype
@@ -137,7 +137,7 @@ def show_gradients(group: ParameterGroup, reduced: Reduced, hook: Callable[[torc
 
 
 def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: bool = False) -> None:
-    """Set or add to `.grad` of the sharded parameters, in the main weights' dtype.
+    """Set or add to `.grad` of the sharded parameters, in the policy's `main_grads_dtype`.
 
     Args:
         reduced: All ranks' gradients after `reduce_op`. Members that are not present keep their `.grad`.
@@ -150,8 +150,8 @@ def install_gradients(group: ParameterGroup, reduced: Reduced, *, are_divided: b
     shards, present = reduced
     if group.reduce_op is not MEAN and not are_divided:
         shards.flat.div_(group.divisor)
-    if shards.dtype != group.main_weight.dtype:
-        shards = shards.cast_to(group.main_weight.dtype)
+    if shards.dtype != group.main_grads_dtype:
+        shards = shards.cast_to(group.main_grads_dtype)
     fresh, totals = [], {}
     for i, (parameter, wanted) in enumerate(zip(group.parameters, present, strict=True)):
         if not wanted:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lamella_buffers import plain_values
+from lamella_buffers import plain_values, standalone
 from lamella_engine._parameters.sharding import Sharding, local_of
 from lamella_engine._ragged.dtensor import dtensor_over, lie_alike
 from lamella_precision import MixedPrecisionPolicy
@@ -316,6 +316,8 @@ def dtensor_for(shard: torch.Tensor, whole: torch.Tensor, sharding: Sharding) ->
 def gradient_over(parameter: ShardedParameter, local: torch.Tensor) -> DTensor:
     """A DTensor over `local`, placed as the parameter. `DTensor.from_local` does the same ten times slower."""
     sharded: Any = parameter.sharded
+    if local.dtype != sharded.dtype:
+        return dtensor_for(standalone(local), sharded, parameter.sharding)
     # Made over the shard and then pointed at the gradient: made over a view, a DTensor takes over the view's offset
     # (`standalone`). Without `__init__`, which does nothing and takes as long.
     gradient: DTensor = DTensor.__new__(type(sharded), parameter.shard, sharded._spec, requires_grad=False)

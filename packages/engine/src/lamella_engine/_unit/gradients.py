@@ -245,7 +245,7 @@ class Gradients:
             group.partial = reduced
             return None
         stream = streams.reduce_scatter_stream
-        if has_outer or self.all_reduce_hook is not None or reduced.shards.dtype != group.main_weight.dtype:
+        if has_outer or self.all_reduce_hook is not None or reduced.shards.dtype != group.main_grads_dtype:
             stream = self.all_reduce_hook_stream or streams.all_reduce_stream
             stream.wait_event(event)
         if has_outer:

@@ -1,0 +1,96 @@
+"""Optimizers over gradients of another dtype than the weights'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_models import Net, inputs, rows_of_this_rank, shard, whole
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import MixedPrecisionPolicy
+from lamella_optim import clip_grad_norm_, step_on_local_shards
+from lamella_testing import run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def _model() -> Net:
+    torch.manual_seed(0)
+    return shard(Net(), mp_policy=MixedPrecisionPolicy(BF16, FP32, main_grads_dtype=BF16))
+
+
+def _backward(model: Net) -> dict[str, DTensor]:
+    model(rows_of_this_rank(inputs())).float().square().mean().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        assert parameter.grad.dtype == BF16
+        found[name] = parameter.grad
+    return found
+
+
+def test_clipping_takes_the_norm_in_fp32() -> None:
+    def check() -> None:
+        model = _model()
+        gradients = _backward(model).values()
+        for gradient in gradients:
+            gradient.to_local().fill_(1.0)
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        num_elements = sum(gradient.numel() for gradient in gradients)
+        assert norm.dtype == FP32
+        torch.testing.assert_close(norm, torch.tensor(float(num_elements)).sqrt())
+        clipped = {value for gradient in gradients for value in gradient.to_local().flatten().tolist()}
+        assert clipped == {torch.tensor(1 / norm.item()).to(BF16).item()}
+
+    run_ranks(check, 2)
+
+
+class _Decoupled(torch.optim.Optimizer):
+    """Plain tensors, `decoupled_grad` and moments in bf16, as Transformer Engine's FusedAdam takes them."""
+
+    def __init__(self, params: Any, *, use_decoupled_grad: bool) -> None:
+        super().__init__(params, {})
+        self.use_decoupled_grad = use_decoupled_grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.decoupled_grad = None  # and not `.grad`, as Transformer Engine's
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            assert not isinstance(parameter, DTensor)
+            name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            if (gradient := getattr(parameter, name, None)) is None:
+                continue
+            assert gradient.dtype == BF16
+            mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter, dtype=BF16))
+            mean.lerp_(gradient, 0.5)
+            parameter.sub_(mean.float())
+
+
+@pytest.mark.parametrize("use_decoupled_grad", [False, True])
+def test_kernels_of_plain_tensors_find_gradients_where_they_look(use_decoupled_grad: bool) -> None:
+    def check() -> None:
+        model = _model()
+        before = {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+        optimizer = step_on_local_shards(_Decoupled(model.parameters(), use_decoupled_grad=use_decoupled_grad))
+        expected = {name: before[name] - 0.5 * whole(g).float() for name, g in _backward(model).items()}
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(whole(parameter), expected[name], rtol=1e-2, atol=1e-6, msg=name)
+            assert isinstance(parameter, DTensor)
+            if parameter.to_local().numel() > 0:
+                mean = optimizer.state[parameter]["exp_avg"]
+                assert isinstance(mean, DTensor)
+                assert mean.dtype == BF16
+            assert parameter.grad is not None
+            assert not hasattr(parameter, "decoupled_grad")
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        _backward(model)
+        optimizer.step()
+
+    run_ranks(check, 2)
