@@ -51,6 +51,7 @@ _NO_EFFECT = frozenset(
         "delay_wgrad_compute",
         "fsdp_all_gather_in_start_param_sync",
         "gradient_reduce_div_fusion",
+        "megatron_fsdp_use_decoupled_grad",
         "num_buckets",
         "overlap_grad_reduce",
         "overlap_param_gather",
@@ -71,7 +72,6 @@ _REFUSED = {
     "megatron_fsdp_cuda_graph_mode": "Capture the step by lamella_optim.capture_step.",
     "megatron_fsdp_enable_fine_grained_param_gather": "Name smaller modules in `unit_classes`.",
     "megatron_fsdp_max_pool_double_buffer": "Choose the memory of gathers by ShardingOptions(allocator=...).",
-    "megatron_fsdp_use_decoupled_grad": "Gradients are in `.grad`, in the dtype of the main weights.",
     "nccl_ub": "Choose the memory of gathers by ShardingOptions(allocator=...).",
     "param_name_patterns_for_fp32_local_accumulation": "Set grad_reduce_in_fp32=True: all sums are in fp32 then.",
     "reduce_scatter_with_fp32_accumulation": "Set grad_reduce_in_fp32=True; ranks of one host sum in fp32 with "
@@ -150,24 +150,15 @@ def placements_of(ddp_config: Any) -> AxisPlacement | tuple[AxisPlacement, ...]:
 
 
 def policy_of(ddp_config: Any, module: nn.Module) -> MixedPrecisionPolicy:
-    """Compute in the dtypes that the module has now; main weights, sums and communication as the options say.
-
-    Raises:
-        ValueError: Main gradients in another dtype than the main weights.
-    """
-    main, main_grads = ddp_config.megatron_fsdp_main_params_dtype, ddp_config.megatron_fsdp_main_grads_dtype
-    if main is not None and main_grads not in (None, main):
-        raise ValueError(
-            f"Expected `ddp_config.megatron_fsdp_main_grads_dtype` to be None or {main}, the dtype of the main "
-            f"weights, got {main_grads}. Gradients have their weight's dtype; set megatron_fsdp_main_params_dtype too."
-        )
+    """Compute in the dtypes that the module has now; main weights, gradients, sums and communication as options say."""
     compute = _compute_dtype(module)
     reduce = torch.float32 if ddp_config.grad_reduce_in_fp32 else ddp_config.megatron_fsdp_grad_comm_dtype
     return MixedPrecisionPolicy(
         compute,
         reduce or compute,
         cast_forward_inputs=False,  # Float16Module and the layers decide, residuals may stay in fp32.
-        main_dtype=main,
+        main_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+        main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
         param_dtype_override_fn=lambda parameter: parameter.dtype,
     )
 

@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, Megatro
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lamella_megatron._precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
 from lamella_megatron._wrapper import ShardedModel, local_of, replica_groups
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -31,7 +32,6 @@ _REFUSED = {
     "optimizer_cpu_offload": "Shard with offload_policy=CPUOffloadPolicy() instead.",
     "overlap_param_gather_with_optimizer_step": "Gathers overlap with forward; see lamella_optim.overlap_optimizer.",
     "reuse_grad_buf_for_mxfp8_param_ag": "Parameters are gathered in the compute dtype.",
-    "use_precision_aware_optimizer": "Main weights and gradients are in the dtypes of `ddp_config`.",
 }
 
 
@@ -52,7 +52,11 @@ def sharded_optimizer(
     same order on all ranks.
 
     Args:
-        config: megatron-core's OptimizerConfig. `optimizer` is "adam" or "sgd": torch's.
+        config: megatron-core's OptimizerConfig. `optimizer` is "adam" or "sgd": torch's; with
+            `use_precision_aware_optimizer` Adam is Transformer Engine's, with gradients in `main_grads_dtype` and
+            moments in `exp_avg_dtype` and `exp_avg_sq_dtype`. Over main weights in bf16
+            (`ddp_config.megatron_fsdp_main_params_dtype`) the optimizer keeps main weights in `main_params_dtype`, or
+            with `store_param_remainders` the missing 16 bits.
         model_chunks: As the training loop has them.
         make: Builds another optimizer from the parameter groups: one whose kernels take DTensors, or that
             `lamella_optim.step_on_local_shards` gave plain shards, such as Transformer Engine's FusedAdam.
@@ -61,7 +65,9 @@ def sharded_optimizer(
 
     Raises:
         TypeError: A chunk is no ShardedModel.
-        ValueError: `config` asks for something that shards do not have, or for an optimizer that `make` must build.
+        ValueError: `config` asks for something that shards do not have, or for an optimizer that `make` must build; or
+            gradients are in another dtype than the optimizer reads.
+        ImportError: `use_precision_aware_optimizer` without Transformer Engine.
 
     Effects: collective on the default process group: parameter groups are agreed on, through the host.
 
@@ -73,10 +79,13 @@ def sharded_optimizer(
     for name, way_out in _REFUSED.items():
         if getattr(config, name, False):
             raise ValueError(f"Expected `config.{name}` to be False, got True. {way_out}")
+    named = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
+    if make is None:
+        check_gradient_dtypes(config, named)
+        make = fused_adam(config, (p for _, p in named)) if config.use_precision_aware_optimizer else _maker(config)
     overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups = _get_param_groups(list(model_chunks), config, overrides)
-    optimizer = (make or _maker(config))(groups)
-    return ShardedOptimizer(optimizer, config, model_chunks, pg_collection=pg_collection)
+    return ShardedOptimizer(make(groups), config, model_chunks, pg_collection=pg_collection)
 
 
 class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-core has no types
@@ -182,7 +191,8 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         for row, name in enumerate(names):
             parameters = [p for p in self._shares if p.grad is not None and _norm_group(p) == name]
             if parameters:
-                norms = torch._foreach_norm(_gradients(parameters))
+                # Gradients may be in bf16 (`main_grads_dtype`), in which the norm would be rounded too.
+                norms = torch._foreach_norm(_gradients(parameters), 2, torch.float32)
                 # Scalars travel as arguments of the kernel: a tensor of them would be a copy from pageable memory.
                 torch._foreach_mul_(norms, [math.sqrt(self._shares[p]) for p in parameters])
                 squares[row] = torch.stack(norms).to(torch.float64).square().sum()
@@ -254,6 +264,18 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         """Nothing: main weights are the model's own."""
 
     # -- state ---------------------------------------------------------------------------------------------------------
+
+    def bytes_at_rest(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients and optimizer state before a step, as their dtypes say.
+
+        Returns:
+            Under "weights", "gradients" and "state": numbers of elements times sizes. Neither single numbers nor the
+            alignment of shards are in it.
+
+        Raises:
+            NotImplementedError: The state of an optimizer of `make` is unknown.
+        """
+        return bytes_at_rest(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with shards as DTensors, and the scaler's."""

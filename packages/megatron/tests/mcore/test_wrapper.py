@@ -377,7 +377,6 @@ def test_a_strategy_is_a_stage(fields: dict[str, Any], placements: Any) -> None:
         ),
         ({"nccl_ub": True}, "`ddp_config.nccl_ub` to be left at False, got True"),
         ({"fp8_param_gather": True}, "`ddp_config.fp8_param_gather` to be left at False, got True"),
-        ({"megatron_fsdp_main_grads_dtype": torch.bfloat16}, "dtype of the main weights, got torch.bfloat16"),
     ],
 )
 def test_an_option_without_an_equal_is_refused(fields: dict[str, Any], words: str) -> None:

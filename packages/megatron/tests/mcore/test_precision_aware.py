@@ -1,0 +1,259 @@
+"""Gradients, moments and main weights in dtypes of their own, under megatron-core's options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from precision_kinds import (
+    AWARE,
+    BF16,
+    FP32,
+    KINDS,
+    NARROW_GRADS,
+    backward,
+    local_of,
+    make_model,
+    make_optimizer,
+    optimizer_config,
+    over_copies,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lamella_testing import run_ranks
+from lamella_testing.megatron import (
+    megatron_on_cpu,
+)
+
+if TYPE_CHECKING:
+    from lamella_megatron.training import ShardedOptimizer
+
+NUM_RANKS, NUM_STEPS = 2, 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu():
+        yield
+
+
+class FusedAdam(Optimizer):
+    """Transformer Engine's optimizer in plain torch: plain tensors, gradients in any dtype, moments and remainders.
+
+    Remainders are the low 16 bits of an fp32 main weight whose high 16 bits are the bf16 weight.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        adam_w_mode: bool,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        use_decoupled_grad: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = FP32,
+        store_param_remainders: bool = False,
+    ) -> None:
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+        self.use_decoupled_grad, self.master_weights = use_decoupled_grad, master_weights
+        self.master_weight_dtype, self.store_param_remainders = master_weight_dtype, store_param_remainders
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                assert not isinstance(parameter, DTensor), "the kernels take plain tensors"
+                gradient = getattr(parameter, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
+                if gradient is not None:
+                    self._step(group, parameter, gradient.float())
+
+    def _step(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.exp_avg_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.exp_avg_sq_dtype)
+            if self.master_weights and self.store_param_remainders:
+                state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
+            elif self.master_weights:
+                state["master_param"] = parameter.detach().to(self.master_weight_dtype)
+        main = parameter.float()
+        if self.master_weights and self.store_param_remainders:
+            main = _joined(parameter, state["master_param"])
+        elif self.master_weights:
+            main = state["master_param"].float()
+        (beta1, beta2), number = group["betas"], group["step"]
+        mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].float().lerp(gradient.square(), 1 - beta2)
+        scale = (square / (1 - beta2**number)).sqrt() + group["eps"]
+        main = main * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * (mean / (1 - beta1**number)) / scale
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(square)
+        if self.master_weights and self.store_param_remainders:
+            high, low = _split(main)
+            parameter.copy_(high)
+            state["master_param"].copy_(low)
+            return
+        if self.master_weights:
+            state["master_param"].copy_(main)
+        parameter.copy_(main)
+
+
+def _split(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = main.contiguous().view(torch.int32)
+    return (bits >> 16).to(torch.int16).view(BF16), (bits & 0xFFFF).to(torch.int16)
+
+
+def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    bits = (high.contiguous().view(torch.int16).to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)
+    return bits.view(FP32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_adam_steps_on_gradients_and_moments_in_bf16(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    ddp, aware = KINDS[kind]
+
+    def on_each_rank() -> None:
+        model = make_model(ddp)
+        optimizer = make_optimizer(model, **aware)
+        alone, copies = over_copies(optimizer)
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            backward(model)
+            assert {p.grad.dtype for p in copies if p.grad is not None} == {aware["main_grads_dtype"]}
+            norm = optimizer.clip_grad_norm(0.5)
+            whole = [p.grad.full_tensor().float() for p in copies if isinstance(p.grad, DTensor)]
+            clipped = torch.stack([g.square().sum() for g in whole]).sum().sqrt()
+            torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-3, atol=0.0)
+            assert norm > 0.5, "nothing was clipped"
+            for parameter, plain in copies.items():
+                plain.decoupled_grad = local_of(parameter.grad)  # type: ignore[attr-defined, arg-type]
+            optimizer.step_with_ready_grads()
+            alone.step()
+            for parameter, plain in copies.items():
+                assert torch.equal(local_of(parameter), plain)
+        state = optimizer.optimizer.state
+        for parameter, plain in copies.items():
+            for name, expected in alone.state[plain].items():
+                if expected.numel() > 0:
+                    assert state[parameter][name].dtype == expected.dtype
+                    assert torch.equal(local_of(state[parameter][name]), expected), name
+
+    run_ranks(on_each_rank, NUM_RANKS)
+
+
+def _assert_counted(optimizer: ShardedOptimizer) -> None:
+    """The bytes that the formula says are the bytes of all tensors, to 1 %."""
+    parameters = optimizer.get_parameters()
+    held = {
+        "weights": [local_of(p) for p in parameters],
+        "gradients": [local_of(p.grad) for p in parameters if p.grad is not None],
+        "state": [local_of(t) for p in parameters for t in optimizer.optimizer.state[p].values() if t.ndim > 0],
+    }
+    counted = {name: sum(t.numel() * t.itemsize for t in tensors) for name, tensors in held.items()}
+    assert optimizer.bytes_at_rest() == counted
+    total = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in held.values() for t in ts}.values()
+    )
+    assert total <= 1.01 * sum(counted.values()), "more than views of the shards is held"
+
+
+def test_remainders_make_training_as_exact_as_fp32_main_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From weights that bf16 holds, bf16 weights with remainders are fp32 main weights, cut instead of rounded."""
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+
+    def on_each_rank() -> None:
+        found = []
+        for ddp, aware in (KINDS["fp32 main weights"], KINDS["bf16 main weights and remainders"]):
+            model = make_model(ddp)
+            optimizer = make_optimizer(model, **aware)
+            backward(model)
+            for parameter in optimizer.get_parameters():
+                assert parameter.grad is not None
+                local_of(parameter.grad).fill_(2.0**-4)
+            optimizer.step_with_ready_grads()
+            state = optimizer.optimizer.state
+            found.append(
+                [
+                    _joined(local_of(p), local_of(state[p]["master_param"])) if p.dtype == BF16 else local_of(p)
+                    for p in optimizer.get_parameters()
+                    if local_of(p).numel() > 0
+                ]
+            )
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+    run_ranks(on_each_rank, 1)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "fields", "error", "words"),
+    [
+        (
+            NARROW_GRADS,
+            {},
+            ValueError,
+            r"gradients in torch.float32, the dtype of the main weights, got torch.bfloat16",
+        ),
+        ({}, AWARE, ValueError, r"gradients in torch.bfloat16, `config.main_grads_dtype`, got torch.float32"),
+        (NARROW_GRADS, AWARE, ImportError, r"Expected Transformer Engine's FusedAdam .* got .*Adam"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    ddp: dict[str, Any], fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    def on_each_rank() -> None:
+        model = make_model(ddp)
+        with pytest.raises(error, match=words):
+            make_optimizer(model, **fields)
+
+    run_ranks(on_each_rank, 1)
+
+
+WIDE: dict[str, Any] = {"hidden_size": 256}  # alignment weighs less than 1 %
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", *KINDS])
+def test_bytes_at_rest_are_known_before_the_first_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, fields = KINDS.get(kind, ({}, {"optimizer": kind}))
+    if kind in KINDS:
+        monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+
+    def on_each_rank() -> None:
+        model = make_model(ddp, **WIDE)
+        optimizer = make_optimizer(model, **fields)
+        before = optimizer.bytes_at_rest()
+        backward(model)
+        optimizer.step()
+        assert optimizer.bytes_at_rest() == before
+        _assert_counted(optimizer)
+
+    run_ranks(on_each_rank, NUM_RANKS)
+
+
+def test_bytes_of_an_unknown_optimizer_are_refused() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import sharded_optimizer
+
+        made = sharded_optimizer(
+            optimizer_config(), [make_model({})], make=lambda groups: torch.optim.Adagrad(groups, lr=0.1)
+        )
+        with pytest.raises(NotImplementedError, match="got Adagrad, whose state is unknown"):
+            made.bytes_at_rest()
+
+    run_ranks(on_each_rank, 1)
