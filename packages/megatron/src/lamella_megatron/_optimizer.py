@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, Megatro
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lamella_megatron._muon import muon_maker
 from lamella_megatron._precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
 from lamella_megatron._wrapper import ShardedModel, local_of, replica_groups
 
@@ -52,7 +53,8 @@ def sharded_optimizer(
     same order on all ranks.
 
     Args:
-        config: megatron-core's OptimizerConfig. `optimizer` is "adam" or "sgd": torch's; with
+        config: megatron-core's OptimizerConfig. `optimizer` is "adam" or "sgd": torch's; or "muon": torch's for the
+            matrices of layers, whole on one rank each (`keep_matrices`), and AdamW for all other parameters. With
             `use_precision_aware_optimizer` Adam is Transformer Engine's, with gradients in `main_grads_dtype` and
             moments in `exp_avg_dtype` and `exp_avg_sq_dtype`. Over main weights in bf16
             (`ddp_config.megatron_fsdp_main_params_dtype`) the optimizer keeps main weights in `main_params_dtype`, or
@@ -82,7 +84,13 @@ def sharded_optimizer(
     named = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
     if make is None:
         check_gradient_dtypes(config, named)
-        make = fused_adam(config, (p for _, p in named)) if config.use_precision_aware_optimizer else _maker(config)
+        if config.use_precision_aware_optimizer:
+            make = fused_adam(config, (p for _, p in named))
+        elif config.optimizer == "muon":
+            tp = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+            make = muon_maker(config, named, tp.size())
+        else:
+            make = _maker(config)
     overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups = _get_param_groups(list(model_chunks), config, overrides)
     return ShardedOptimizer(make(groups), config, model_chunks, pg_collection=pg_collection)
@@ -324,8 +332,8 @@ def _maker(config: Any) -> MakeOptimizer:
         return lambda groups: SGD(groups, momentum=config.sgd_momentum, **options)
     if config.optimizer != "adam":
         raise ValueError(
-            f"Expected `config.optimizer` to be 'adam' or 'sgd', got {config.optimizer!r}. Pass `make`, a function of "
-            "the parameter groups that returns an optimizer over shards."
+            f"Expected `config.optimizer` to be 'adam', 'muon' or 'sgd', got {config.optimizer!r}. Pass `make`, a "
+            "function of the parameter groups that returns an optimizer over shards."
         )
     options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     return lambda groups: (AdamW if config.decoupled_weight_decay else Adam)(groups, **options)

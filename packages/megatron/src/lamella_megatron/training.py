@@ -3,8 +3,9 @@
 `forward_backward_func`, `finalize_model_grads` and learning-rate schedules of megatron-core run over them unchanged.
 """
 
+from lamella_megatron._muon import keep_matrices as keep_matrices
 from lamella_megatron._optimizer import ShardedOptimizer as ShardedOptimizer
 from lamella_megatron._optimizer import sharded_optimizer as sharded_optimizer
 from lamella_megatron._wrapper import ShardedModel as ShardedModel
 
-__all__ = ["ShardedModel", "ShardedOptimizer", "sharded_optimizer"]
+__all__ = ["ShardedModel", "ShardedOptimizer", "keep_matrices", "sharded_optimizer"]

@@ -380,8 +380,8 @@ def test_another_optimizer_is_built_from_the_groups() -> None:
         from lamella_megatron.training import sharded_optimizer
 
         _, model, _ = _sharded()
-        config = _optimizer_config(optimizer="muon")
-        with pytest.raises(ValueError, match="'adam' or 'sgd', got 'muon'. Pass `make`"):
+        config = _optimizer_config(optimizer="soap")
+        with pytest.raises(ValueError, match="'adam', 'muon' or 'sgd', got 'soap'. Pass `make`"):
             sharded_optimizer(config, [model])
         built = sharded_optimizer(config, [model], make=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
         assert isinstance(built.optimizer, torch.optim.Adagrad)
