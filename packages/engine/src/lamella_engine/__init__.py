@@ -14,6 +14,7 @@ from lamella_engine._api.plan import PlannedParameter as PlannedParameter
 from lamella_engine._api.plan import PlannedUnit as PlannedUnit
 from lamella_engine._api.plan import ShardingPlan as ShardingPlan
 from lamella_engine._api.reads import declare_reads as declare_reads
+from lamella_engine._api.residence import UnitResidence as UnitResidence
 from lamella_engine._api.whole_model import fully_shard_model as fully_shard_model
 from lamella_engine._api.whole_model import plan_units as plan_units
 from lamella_engine._inspect.describe import describe as describe

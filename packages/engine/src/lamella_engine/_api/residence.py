@@ -1,0 +1,144 @@
+"""Units under an overlap schedule: `lamella_schedule.Residence` by holds and reductions, without an import of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.nn as nn
+
+from lamella_engine._api.module import FSDPModule
+from lamella_engine._modules.attached import state_of
+from lamella_engine._modules.handles import Hold
+
+
+class ResidenceEvent(Protocol):
+    """A step in the residence of a layer's parameters, as `lamella_schedule.ResidenceEvent`."""
+
+    @property
+    def microbatch(self) -> int:
+        """Index in the step."""
+
+    @property
+    def layer(self) -> int | None:
+        """Index among the layers; None for the parameters around the layers."""
+
+    @property
+    def phase(self) -> str:
+        """The pass that reads the parameters: "forward" or "backward"."""
+
+
+class UnitResidence:
+    """Gathers, frees and reduces a model's units for a schedule that calls layers in parts.
+
+        run(chunks, residence=UnitResidence(model, model.layers, num_microbatches=len(chunks)))
+
+    `lamella_schedule.run` takes the object as `residence`. Each pass of a microbatch holds a unit from `acquire` to
+    `finished`, and the outermost unit during the whole pass. Each backward reduces with ZeRO-2 and ZeRO-3; ZeRO-1 and
+    DDP keep gradients until the last microbatch. The backward of the last microbatch ends the step, as
+    `wait_for_gradients()` does. With the schedule's `ahead=1` up to four layers are unsharded at a time, beside the
+    outermost unit: two in forward and two in backward; with `ahead=0` up to two.
+
+    Args:
+        model: The outermost unit, with the parameters around the layers.
+        layers: The unit of each layer, in the order of the schedule's layers.
+        num_microbatches: Microbatches of a step. The microbatch with the last index ends the step.
+
+    Raises:
+        ValueError: A layer or the model is no unit, or `num_microbatches` is below 1.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], *, num_microbatches: int) -> None:
+        if num_microbatches < 1:
+            raise ValueError(
+                f"Expected num_microbatches to be 1 or more, got {num_microbatches}. Give the number of chunks."
+            )
+        self._model = _unit(model, "the model")
+        self._layers = [_unit(layer, f"layer {i}") for i, layer in enumerate(layers)]
+        self._last = num_microbatches - 1
+        self._holds: dict[tuple[int, int | None, str], Hold] = {}
+
+    def acquire(self, event: ResidenceEvent) -> None:
+        """Start to gather a layer's parameters.
+
+        Raises:
+            ValueError: The event's microbatch or layer is out of range.
+
+        Effects: as `FSDPModule.hold`.
+        """
+        if event.microbatch > self._last:
+            raise ValueError(
+                f"Expected microbatches up to num_microbatches={self._last + 1}, got index {event.microbatch}. "
+                "Make the residence with the number of chunks of a step."
+            )
+        self._holds[_key(event)] = self._unit_of(event).hold()
+
+    def used(self, event: ResidenceEvent) -> None:
+        """Make the module hold the unsharded parameters.
+
+        Effects: the current stream waits for the gather; blocks the host on gloo.
+        """
+        self._holds[_key(event)].wait()
+
+    def finished(self, event: ResidenceEvent) -> None:
+        """Let go of the parameters. After a backward, reduce the gradients; after the step's last, end the step.
+
+        Effects: as `FSDPModule.reduce_gradients` and `Hold.release`; after the step's last backward those of
+            `FSDPModule.wait_for_gradients`.
+        """
+        unit, ends_step = self._unit_of(event), False
+        if event.phase == "backward":
+            is_last = event.microbatch == self._last
+            self._model.set_is_last_backward(is_last)
+            _mark_read(unit)
+            unit.reduce_gradients()
+            ends_step = is_last and event.layer is None
+        self._holds.pop(_key(event)).release()
+        if ends_step:
+            self._model.wait_for_gradients()
+
+    def dropped(self, event: ResidenceEvent) -> None:
+        """Return the whole tree to rest after an exception; gradients of the step are lost.
+
+        Effects: as `FSDPModule.reset_iter_state`; not a collective.
+        """
+        self._holds.clear()
+        self._model.reset_iter_state()
+
+    def _unit_of(self, event: ResidenceEvent) -> FSDPModule:
+        if event.layer is None:
+            return self._model
+        if event.layer >= len(self._layers):
+            raise ValueError(
+                f"Expected a unit for each layer of the schedule, got {len(self._layers)} units and layer "
+                f"{event.layer}. Give the residence all layers."
+            )
+        return self._layers[event.layer]
+
+
+def _unit(module: nn.Module, name: str) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise ValueError(
+            f"Expected {name} to be a unit, got a {type(module).__name__} that is none. Call fully_shard on it."
+        )
+    return module
+
+
+def _key(event: ResidenceEvent) -> tuple[int, int | None, str]:
+    return event.microbatch, event.layer, event.phase
+
+
+def _mark_read(unit: FSDPModule) -> None:
+    """Mark a unit's gradients as read by the current stream, which waits for the reduction before it lets go of them.
+
+    The final norm's gradient may be made on the schedule's communication stream. Freed without a mark, its memory
+    would go back to that stream, which does not wait for the reduction.
+    """
+    acting = state_of(unit).acting.unit
+    streams = acting.parameters.context.streams
+    if streams.device.type == "cpu":
+        return
+    for group in acting.parameters.groups:
+        for parameter in group.parameters:
+            if (gradient := parameter.unsharded.grad) is not None:
+                gradient.record_stream(streams.compute_stream)

@@ -1,0 +1,144 @@
+"""`UnitResidence` under the events of a schedule, written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from engine_models import assert_at_rest, assert_gradients_equal, record, rows_of_this_rank, twins, units
+from schedule_models import Stack, backward_dw
+from torch import nn
+
+from lamella_engine import ZERO1, ZERO3, AxisPlacement, ShardingOptions, UnitResidence, fully_shard
+from lamella_testing import run_ranks
+
+BATCHES = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+
+
+@dataclass(frozen=True)
+class _Event:
+    microbatch: int
+    layer: int | None
+    phase: str
+
+
+def _shard(model: nn.Module, placements: AxisPlacement = ZERO3) -> None:
+    for module in (*model.get_submodule("layers").children(), model):
+        fully_shard(module, options=ShardingOptions(placements=placements))
+
+
+def _residence(model: Stack, num_microbatches: int = 2) -> UnitResidence:
+    return UnitResidence(model, list(model.layers), num_microbatches=num_microbatches)
+
+
+def _whole(residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor) -> None:
+    """A microbatch with every layer present at once, in one graph, as no schedule has it and any verbs allow."""
+    everything = (None, *range(len(model.layers)))
+    for phase in ("forward", "backward"):
+        for layer in everything:
+            residence.acquire(_Event(microbatch, layer, phase))
+        for layer in everything:
+            residence.used(_Event(microbatch, layer, phase))
+        if phase == "backward":
+            x = model.stem(batch)
+            for layer in model.layers:
+                for piece in layer.pieces:  # type: ignore[union-attr]
+                    x = piece(x)
+            model.finish(x).backward()  # type: ignore[no-untyped-call]
+            backward_dw(model)
+        for layer in reversed(everything):
+            residence.finished(_Event(microbatch, layer, phase))
+
+
+@pytest.mark.parametrize(("placements", "num_reductions"), [(ZERO3, 2), (ZERO1, 1)])
+def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
+    placements: AxisPlacement, num_reductions: int
+) -> None:
+    def on_each_rank() -> None:
+        reference, model = twins(Stack, lambda model: _shard(model, placements))
+        assert isinstance(model, Stack)
+        for _ in range(2):
+            for each in (reference, model):
+                each.zero_grad()
+            log = record(model)
+            residence = _residence(model)
+            for microbatch, batch in enumerate(BATCHES):
+                reference(batch).backward()
+                backward_dw(reference)
+                _whole(residence, model, microbatch, rows_of_this_rank(batch))
+            assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+            assert_at_rest(model)
+            assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_dropped_events_leave_every_unit_at_rest_without_a_collective() -> None:
+    def on_each_rank() -> None:
+        model = Stack()
+        _shard(model)
+        log = record(model)
+        residence = _residence(model)
+        taken = [_Event(0, None, "forward"), _Event(0, 0, "forward"), _Event(1, 2, "backward")]
+        for event in taken:
+            residence.acquire(event)
+        residence.used(taken[1])
+        gathers = len(log.events)
+        for event in reversed(taken):
+            residence.dropped(event)
+        assert_at_rest(model)
+        assert len(log.events) == gathers
+        _whole(_residence(model, 1), model, 0, BATCHES[0])
+        assert_at_rest(model)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_gradients_are_marked_as_read_before_their_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[torch.Tensor] = []
+
+    def on_each_rank() -> int:
+        model = Stack()
+        _shard(model)
+        streams: Any = dict(units(model))["root"].parameters.context.streams
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marked.append(tensor))
+        real = streams.device
+        original = UnitResidence.finished
+
+        def finished(self: UnitResidence, event: _Event) -> None:
+            before = len(marked)
+            streams.device = torch.device("cuda") if event.phase == "backward" else real
+            monkeypatch.setattr(type(streams), "compute_stream", property(lambda _: torch.cpu.current_stream()))
+            original(self, event)
+            streams.device = real
+            assert (len(marked) > before) == (event.phase == "backward")
+
+        monkeypatch.setattr(UnitResidence, "finished", finished)
+        _whole(_residence(model, 1), model, 0, BATCHES[0])
+        return len(marked)
+
+    num_parameters = sum(1 for _ in Stack().parameters())
+    assert run_ranks(on_each_rank, 2) == [num_parameters] * 2
+
+
+def test_wrong_residences_and_events_are_refused() -> None:
+    def on_each_rank() -> None:
+        model = Stack()
+        _shard(model)
+        with pytest.raises(ValueError, match=r"Expected layer 1 to be a unit, got a Linear that is none"):
+            UnitResidence(model, [model.layers[0], nn.Linear(2, 2)], num_microbatches=1)
+        with pytest.raises(ValueError, match=r"Expected the model to be a unit, got a Linear that is none"):
+            UnitResidence(nn.Linear(2, 2), [], num_microbatches=1)
+        with pytest.raises(ValueError, match=r"Expected num_microbatches to be 1 or more, got 0"):
+            _residence(model, 0)
+        residence = _residence(model, 1)
+        with pytest.raises(ValueError, match=r"Expected microbatches up to num_microbatches=1, got index 1"):
+            residence.acquire(_Event(1, 0, "forward"))
+        with pytest.raises(
+            ValueError, match=r"Expected a unit for each layer of the schedule, got 3 units and layer 3"
+        ):
+            residence.acquire(_Event(0, 3, "forward"))
+
+    run_ranks(on_each_rank, 1)
