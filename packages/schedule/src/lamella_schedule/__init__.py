@@ -11,6 +11,10 @@ from lamella_schedule._events import LayerPlan as LayerPlan
 from lamella_schedule._events import Phase as Phase
 from lamella_schedule._events import ResidenceEvent as ResidenceEvent
 from lamella_schedule._events import Slot as Slot
+from lamella_schedule._exchange import Splits as Splits
+from lamella_schedule._exchange import exchange as exchange
+from lamella_schedule._exchange import route as route
+from lamella_schedule._exchange import unroute as unroute
 from lamella_schedule._lanes import Lanes as Lanes
 from lamella_schedule._measure import Stopwatch as Stopwatch
 from lamella_schedule._order import order as order

@@ -1,0 +1,178 @@
+"""A mixture of experts under a schedule, its units gathered and reduced by `UnitResidence`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # once here instead of once a rank
+from moe_training import (
+    LAYERS,
+    MICROBATCHES,
+    STEPS,
+    layers_of,
+    microbatches,
+    plain_step,
+    scheduled_step,
+    sharded,
+    train,
+)
+
+from lamella_engine import UnitResidence
+from lamella_engine._modules.attached import units_of
+from lamella_engine._unit.weights import Residency
+from lamella_integration.moe import MoE
+from lamella_schedule import Event, Kind, Slot, run
+from lamella_testing import run_ranks
+
+
+@contextmanager
+def _counted(model: MoE) -> Iterator[Counter[str]]:
+    """Count each unit's gathers, backwards ended, and units unsharded at a time."""
+    found: Counter[str] = Counter()
+    for module in (*layers_of(model), model):
+        [unit] = units_of(module, recurse=False)
+        name = unit.parameters.name or "root"
+        for group in unit.parameters.groups:
+            inner = group.transport
+
+            class Counting:
+                def __init__(self, inner: Any, name: str) -> None:
+                    self.inner, self.name = inner, name
+
+                def __getattr__(self, attribute: str) -> Any:
+                    if attribute in ("all_gather", "reduce_scatter"):
+                        found[f"{attribute} {self.name}"] += 1
+                    return getattr(self.inner, attribute)
+
+            group.transport = Counting(inner, name)
+    yield found
+
+
+@pytest.mark.parametrize("stage", ["ZERO1", "ZERO2", "ZERO3"])
+@pytest.mark.parametrize(("ep", "world"), [(2, 2), (2, 4)])
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "shared"])
+def test_losses_and_weights_are_those_of_hooks(
+    stage: str, ep: int, world: int, is_delayed: bool, has_shared: bool
+) -> None:
+    def on_each_rank() -> list[int]:
+        plain = train(sharded(ep, stage, has_shared=has_shared, is_delayed=is_delayed), plain_step)
+        learned = sum(plain[:MICROBATCHES]) - sum(plain[(STEPS - 1) * MICROBATCHES : STEPS * MICROBATCHES])
+        assert float(learned) > 0.05, "equal bits would prove nothing"
+        differing = []
+        for early_release in (False, True):
+            found = train(
+                sharded(ep, stage, has_shared=has_shared, is_delayed=is_delayed),
+                scheduled_step,
+                early_release=early_release,
+            )
+            differing.append(sum(not torch.equal(a, b) for a, b in zip(plain, found, strict=True)))
+        return differing
+
+    assert run_ranks(on_each_rank, world) == [[0, 0]] * world
+
+
+def test_the_bits_are_near_those_of_one_rank() -> None:
+    def alone() -> list[list[torch.Tensor]]:
+        model = MoE(LAYERS, has_shared=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        losses = []
+        for step in range(STEPS):
+            for rank in range(2):
+                for batch in microbatches(step, rank):
+                    loss = model(batch, 1 / MICROBATCHES)
+                    (loss / 2).backward()
+                    losses.append((rank, loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [[loss for owner, loss in losses if owner == rank] for rank in range(2)]
+
+    def both() -> list[torch.Tensor]:
+        model = sharded(2, "ZERO3", has_shared=True, is_delayed=False)
+        return train(model, scheduled_step)[: STEPS * MICROBATCHES]
+
+    expected = run_ranks(alone, 1)[0]
+    for of_one, of_two in zip(expected, run_ranks(both, 2), strict=True):
+        torch.testing.assert_close(of_two, of_one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "reductions"), [("ZERO3", MICROBATCHES), ("ZERO1", 1)])
+def test_each_unit_is_gathered_and_reduced_as_often_as_said(stage: str, reductions: int) -> None:
+    def on_each_rank() -> tuple[dict[str, int], int, set[int]]:
+        model = sharded(2, stage, has_shared=False, is_delayed=False)
+        units = [unit for module in layers_of(model) for unit in units_of(module, recurse=False)]
+        present: set[int] = set()
+
+        @contextmanager
+        def around(_: Event) -> Iterator[None]:
+            present.add(sum(unit.weights.num_holds > 0 for unit in units))
+            yield
+
+        with _counted(model) as found:
+            scheduled_step(model, microbatches(0), around=around)
+        return dict(found), len(layers_of(model)), present
+
+    for found, num_layers, present in run_ranks(on_each_rank, 2):
+        for name in ("root", *(f"layers.{i}" for i in range(num_layers))):
+            groups = 1 if name == "root" else 2  # the experts lie on a mesh of their own
+            assert found[f"reduce_scatter {name}"] == reductions * groups, found
+            passes = found[f"all_gather {name}"] / groups
+            assert passes == 1 if stage == "ZERO1" else MICROBATCHES < passes <= 2 * MICROBATCHES, found
+        assert max(present) <= 4
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("stage", ["ZERO1", "ZERO3"])
+def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_works(stage: str, kind: Kind) -> None:
+    def on_each_rank() -> list[str]:
+        expected = train(sharded(2, stage, has_shared=True, is_delayed=False), scheduled_step)
+        unequal: list[str] = []
+        for slot in Slot:
+            if slot is Slot.POST:
+                continue
+            model = sharded(2, stage, has_shared=True, is_delayed=False)
+
+            @contextmanager
+            def around(event: Event, slot: Slot = slot) -> Iterator[None]:
+                if (event.microbatch, event.slot, event.kind) == (1, slot, kind) and event.layer in (None, 1):
+                    raise InterruptedError
+                yield
+
+            with pytest.raises(InterruptedError):
+                scheduled_step(model, microbatches(0), around=around)
+            for unit in units_of(model, recurse=True):
+                assert unit.weights.num_holds == 0
+                assert not unit.parameters.has_gradients
+                assert unit.weights.residency in (Residency.SHARDED, Residency.KEPT)
+            model.zero_grad()
+            found = train(model, scheduled_step)
+            if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+                unequal.append(slot)
+        return unequal
+
+    assert run_ranks(on_each_rank, 2) == [[], []]
+
+
+def test_wrong_residences_are_refused() -> None:
+    def on_each_rank() -> None:
+        model = sharded(2, "ZERO3", has_shared=False, is_delayed=False)
+        layers = layers_of(model)
+        with pytest.raises(ValueError, match=r"Expected layer 1 to be a unit, got a Linear that is none"):
+            UnitResidence(model, [layers[0], torch.nn.Linear(2, 2)], num_microbatches=1)
+        with pytest.raises(ValueError, match=r"Expected num_microbatches to be 1 or more, got 0"):
+            UnitResidence(model, layers, num_microbatches=0)
+        chunks = [model.chunk(batch, 1.0) for batch in microbatches(0)[:2]]
+        with pytest.raises(ValueError, match=r"Expected microbatches up to num_microbatches=1, got index 1"):
+            run(chunks, residence=UnitResidence(model, layers, num_microbatches=1))
+        chunks = [model.chunk(microbatches(0)[0], 1.0)]
+        with pytest.raises(
+            ValueError, match=r"Expected a unit for each layer of the schedule, got 2 units and layer 2"
+        ):
+            run(chunks, residence=UnitResidence(model, layers[:2], num_microbatches=1))
+
+    run_ranks(on_each_rank, 2)
