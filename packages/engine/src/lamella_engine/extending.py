@@ -3,6 +3,7 @@
 Training programs need none of these names. They may change with a minor version of the engine; private modules may
 change with any version.
 
+- Units: `unit_of`, by which modules that are one unit together are told.
 - Events: a subclass of `Listener` hears a `Tree` of `living_trees()` after `Tree.listen`. `finish_left` waits for
   reductions that a listener has left to a later moment.
 - Steps: `replace_step_hook` puts a function in its place around every `torch.optim` step.
@@ -16,6 +17,7 @@ change with any version.
 from lamella_engine._common.tensors import hides_tensors as hides_tensors
 from lamella_engine._common.tensors import map_tensors as map_tensors
 from lamella_engine._common.tensors import tensors_in as tensors_in
+from lamella_engine._modules.attached import unit_of as unit_of
 from lamella_engine._optimizer_hooks import StepHook as StepHook
 from lamella_engine._optimizer_hooks import before_step as before_step
 from lamella_engine._optimizer_hooks import held_by as held_by
@@ -63,4 +65,5 @@ __all__ = [
     "shard_like",
     "sharded_originals",
     "tensors_in",
+    "unit_of",
 ]

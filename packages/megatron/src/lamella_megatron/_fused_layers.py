@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lamella_engine import FSDPModule, delay_gradient, set_main_grads
+from lamella_engine.extending import Unit, unit_of
 
 
 def connect_fused_layers(model: nn.Module) -> None:
@@ -21,7 +22,7 @@ def connect_fused_layers(model: nn.Module) -> None:
     `fully_shard_model` and `build_sharded_model` have done this already.
 
     Args:
-        model: Of units of `fully_shard`, each in one module. Call once, before training.
+        model: Of units of `fully_shard`. Call once, before training.
 
     Raises:
         NotImplementedError: A weight of a layer that fuses is a DTensor of other axes, or of a class that defines the
@@ -32,20 +33,22 @@ def connect_fused_layers(model: nn.Module) -> None:
 
     Source: Transformer Engine 2.11's linears; `ColumnParallelLinear` of megatron-core 0.19.2.
     """
+    fused: dict[Unit | None, tuple[nn.Module, list[nn.Parameter]]] = {}
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        fused: list[nn.Parameter] = []
+        _, weights = fused.setdefault(unit_of(unit), (unit, []))  # several modules may be one unit
         for layer in _within(unit):
             if getattr(layer, "gradient_accumulation_fusion", False):
                 layer.gradient_accumulation_fusion = False  # type: ignore[assignment]
             own = list(layer.parameters(recurse=False))
             if getattr(layer, "fuse_wgrad_accumulation", False):
-                fused += [parameter for parameter in own if parameter.ndim == 2]  # no bias, no norm
+                weights += [parameter for parameter in own if parameter.ndim == 2]  # no bias, no norm
             if (register := getattr(layer, "register_wgrad_accumulation_and_reduce_hooks", None)) is not None:
                 for parameter in own:
                     if getattr(parameter, "skip_backward_post_hook", False):
                         register(delay_gradient(unit, parameter))
-        if fused:
-            set_main_grads(unit, fused)
+    for module, weights in fused.values():
+        if weights:
+            set_main_grads(module, weights)
 
 
 def _within(unit: nn.Module) -> Iterator[nn.Module]:

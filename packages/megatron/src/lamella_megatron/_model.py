@@ -16,7 +16,7 @@ from lamella_engine import DDP, FSDPModule, fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_megatron._fused_layers import connect_fused_layers
 from lamella_megatron._placement import GroupsByName, Meshes, Placement
-from lamella_megatron._units import layers_of
+from lamella_megatron._units import layers_of, with_groups
 from lamella_megatron._units import unit_classes as _layer_classes
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,6 +28,7 @@ def fully_shard_model(
     groups: Any = None,
     unit_classes: Collection[type[nn.Module]] | None = None,
     groups_by_name: GroupsByName | None = None,
+    layer_groups: str | None = None,
     **fully_shard_kwargs: Any,
 ) -> M:
     """Shard a megatron-core model: one unit a layer, and one for the rest, each parameter over its own ranks.
@@ -52,6 +53,9 @@ def fully_shard_model(
         groups_by_name: For parameters that marks do not describe: the process group of the ranks that hold the same
             tensor, by the parameter's name, or None to go by marks. The same answer on all ranks of the group. The
             divisor stays the size of `dp_cp`.
+        layer_groups: For a HybridModel: its pattern with brackets around layers that become one unit, as in
+            `"M[M*][ME]"`. Names, checkpoints and the forward stay as they are. A model whose groups are stacks of
+            their own needs no argument.
         fully_shard_kwargs: For every `fully_shard` call alike, but `mesh` and `shard_placement_fn`. `placements` in
             `options` are one ZeRO stage, or two with several instances: (HSDP, ZERO3).
 
@@ -61,8 +65,8 @@ def fully_shard_model(
     Raises:
         ImportError: megatron-core is not installed.
         ValueError: The model has no layers, or units already; a process group is missing, or its ranks hold different
-            parts of the model; a parameter is a DTensor or a part of generalized tensor parallelism; or the errors of
-            `fully_shard`.
+            parts of the model; a parameter is a DTensor or a part of generalized tensor parallelism; `layer_groups`
+            does not fit; or the errors of `fully_shard`.
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
     Effects: as `lamella_engine.fully_shard`, once a unit; not a collective.
@@ -74,11 +78,11 @@ def fully_shard_model(
             f"Expected a model without units, got {name!r}, a unit already. Call fully_shard_model once, on a model of "
             "which no module was sharded."
         )
+    units = layers if layer_groups is None else with_groups(model, layers, layer_groups)
     sharding = _Sharding(groups, fully_shard_kwargs, _device_type(model), groups_by_name)
     placement = sharding.placement(model)
-    modules: list[nn.Module] = [*layers, model]
-    for module in modules:
-        sharding.shard(module, placement)
+    for unit in (*units, model):
+        sharding.shard(unit, placement)
     connect_fused_layers(model)
     return model
 
@@ -179,10 +183,13 @@ class _Sharding:
             )
         self.device_type = self.device_type or _device_type(module)
 
-    def shard(self, module: nn.Module, placement: Placement) -> None:
-        """Make a module a unit."""
-        bind_live_parameters(module)
-        unit = fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
+    def shard(self, module: nn.Module | list[nn.Module], placement: Placement) -> None:
+        """Make a module, or several together, a unit."""
+        modules = module if isinstance(module, list) else [module]
+        for each in modules:
+            bind_live_parameters(each)
+        fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
+        unit = modules[0]
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(float(self.meshes.dense.size()))
 

@@ -2,9 +2,11 @@
 
 import importlib
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import nn
 
+from lamella_megatron._patterns import parse_pattern
 from lamella_megatron._placement import differs_between_ranks
 
 _UNIT_CLASSES = {
@@ -54,10 +56,48 @@ def layers_of(model: nn.Module, classes: Collection[type[nn.Module]] | None = No
 
 
 def _inner_first(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    if getattr(module, "is_layer_group_stack", False):  # a group of layers in a stack of its own
+        yield module
+        return
     for child in module.children():
         yield from _inner_first(child, classes)
     if isinstance(module, classes):
         yield module
+
+
+def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[nn.Module | list[nn.Module]]:
+    """The layers of a HybridModel, with those of a group in brackets together.
+
+    Args:
+        model: With a flat stack of layers.
+        layers: Of `layers_of`.
+        groups: The pattern of the model's layers, with brackets. A pipeline stage's model has the stage's layers.
+
+    Raises:
+        ValueError: No pattern, or the pattern of other layers; or the model has no pattern.
+    """
+    stack: Any = next((each for each in model.modules() if hasattr(each, "layer_type_list")), None)
+    if stack is None:
+        raise ValueError(
+            f"Expected a HybridModel for `layer_groups`, got {type(model).__name__}, whose layers have no pattern. "
+            "Leave `layer_groups` out: each layer is a unit."
+        )
+    pattern = parse_pattern(groups)
+    symbols, kinds = "".join(item.symbols for item in pattern.items), "".join(stack.layer_type_list)
+    if symbols != kinds:
+        raise ValueError(
+            f"Expected `layer_groups` to be the model's pattern {kinds!r} with brackets, got {groups!r}, a pattern of "
+            f"{symbols!r}."
+        )
+    begins = {stack.layers[item.first]: list(stack.layers)[item.first : item.layers.stop] for item in pattern.items}
+    inside = {layer for members in begins.values() for layer in members}
+    found: list[nn.Module | list[nn.Module]] = []
+    for layer in layers:
+        if layer not in inside:
+            found.append(layer)
+        elif (members := begins.get(layer)) is not None:
+            found.append(members if len(members) > 1 else layer)
+    return found
 
 
 def unit_classes() -> tuple[type[nn.Module], ...]:

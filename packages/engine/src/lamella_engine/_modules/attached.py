@@ -54,6 +54,12 @@ def find_state(module: object) -> FSDPState | None:
     return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
 
 
+def unit_of(module: object) -> Unit | None:
+    """The unit that a module is, alone or with others; None for a module that is none."""
+    state = find_state(module)
+    return None if state is None else state.unit
+
+
 def is_torchs_unit(module: nn.Module) -> bool:
     """Whether torch's own `fully_shard` has made the module a unit."""
     return _TORCHS_FUNCTION in vars(module).get(STATE_KEY, {}) and find_state(module) is None
