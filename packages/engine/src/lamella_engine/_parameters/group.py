@@ -67,6 +67,7 @@ class ParameterGroup:
         layout: Of gathered shards and of the unsharded buffer.
         main_layout: Of the main weights: the same, unless the outer axis shards main weights too.
         main_weight: This rank's main weights; the DTensors are views of the buffer.
+        main_grads_dtype: Of the sharded parameters' gradients; the policy does not apply to integers.
         buffers: The unsharded buffers, one a payload of the parameters' recipe.
         model_weights: By payload, this rank's shards, gathered over the outer axis; empty if not gathered, or possibly
             stale.
@@ -184,15 +185,11 @@ class ParameterGroup:
 
     def type_gradients(self) -> None:
         """Let sharded parameters have gradients of the policy's dtype, where it is not the main weights'."""
-        if self.main_grads_dtype != self.main_weight.dtype:
+        main = self.main_weight.dtype
+        self.main_grads_dtype = self.policy.main_grads_dtype_of(main) if main.is_floating_point else main
+        if self.main_grads_dtype != main:
             for parameter in self.parameters:
                 parameter.sharded.grad_dtype = self.main_grads_dtype
-
-    @property
-    def main_grads_dtype(self) -> torch.dtype:
-        """The dtype of the sharded parameters' gradients; the policy does not apply to integers."""
-        main = self.main_weight.dtype
-        return self.policy.main_grads_dtype_of(main) if main.is_floating_point else main
 
     def _choices(self, formats: PayloadLayouts) -> dict[tuple[Direction, Direction | None], tuple[int, ...]]:
         """The answers of `chosen`, asked for by each gather."""
