@@ -43,6 +43,14 @@ class _NoStream:
         return True
 
 
+class _NoFloat8:
+    """In the place of Transformer Engine's state of float8."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Import megatron-core, and run its models on CPU ranks while the context lasts: forks inherit it.
@@ -78,6 +86,14 @@ def megatron_on_cpu() -> Iterator[None]:
         put(dist, all_to_all_single=_with_lists(dist.all_to_all_single))
         put(dist, all_gather=_gather_any_sizes, reduce_scatter=_reduce_scatter_any_sizes)
         put(random.CudaRNGStatesTracker, add=_add_state, fork=_forked)
+        put(random, _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state())
+        put(random, _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state))
+        # Recomputed norms ask Transformer Engine for them, installed or not.
+        unscaled = {
+            name: lambda **_: contextlib.nullcontext() for name in ("activation_recompute_forward", "fp8_autocast")
+        }
+        for name, value in {"FP8GlobalStateManager": _NoFloat8, **unscaled}.items():
+            stack.enter_context(patch.object(random, name, value, create=True))
         put(norms.WrappedTorchNorm, __new__=_torchs_norm)
         put(hybrid, TENorm=norms.WrappedTorchNorm)
         put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=scan_in_steps)

@@ -6,6 +6,13 @@
 from lamella_megatron._muon import keep_matrices as keep_matrices
 from lamella_megatron._optimizer import ShardedOptimizer as ShardedOptimizer
 from lamella_megatron._optimizer import sharded_optimizer as sharded_optimizer
+from lamella_megatron._overlap import forward_backward_overlapped as forward_backward_overlapped
 from lamella_megatron._wrapper import ShardedModel as ShardedModel
 
-__all__ = ["ShardedModel", "ShardedOptimizer", "keep_matrices", "sharded_optimizer"]
+__all__ = [
+    "ShardedModel",
+    "ShardedOptimizer",
+    "forward_backward_overlapped",
+    "keep_matrices",
+    "sharded_optimizer",
+]

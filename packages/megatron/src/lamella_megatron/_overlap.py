@@ -1,0 +1,324 @@
+"""Expert-parallel overlap: the forward of one microbatch beside the backward of another, for megatron-core's models.
+
+Note [The model's own forward, cut at the decoder]
+    A schedule needs the layers one by one, with embeddings before and loss after. Both come from the model's own
+    `forward`: the first time the decoder is exchanged for a function that keeps the decoder's arguments and leaves,
+    the second time for a function that applies the final norm to the hidden states of the last layer. So position
+    embeddings, tied weights, multi-token prediction and the loss are megatron-core's, whatever the model's options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamella_engine import FSDPModule, UnitResidence
+from lamella_megatron._model import innermost
+from lamella_megatron._patterns import parse_pattern
+from lamella_schedule import Chunk, LayerSlots, Slot, run
+
+# Arguments of the decoder that layers take too, under the same names.
+_OF_ATTENTION = (
+    "attention_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+    "sequence_len_offset",
+    "padding_mask",
+)
+_OF_MAMBA = ("attention_mask", "packed_seq_params")
+
+
+def forward_backward_overlapped(
+    model: nn.Module,
+    microbatches: Sequence[Mapping[str, Any]],
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    layer_groups: str | None = None,
+    early_release: bool = False,
+    ahead: int = 1,
+) -> list[torch.Tensor]:
+    """One step's forwards and backwards, with the all-to-alls of experts beside the compute of another microbatch.
+
+        losses = forward_backward_overlapped(model, batches, lambda losses: losses.mean() / len(batches))
+        finalize_model_grads([model])
+        optimizer.step()
+
+    Losses and gradients are those of one microbatch after the other, bit by bit. A layer, or a group of layers with
+    experts at the end, is cut into attention and router, dispatch, experts and combine; `lamella_schedule.order` is
+    the order. Parameters of units are gathered a layer ahead, and up to four units are unsharded at a time.
+
+    Args:
+        model: A GPTModel or HybridModel on one pipeline stage, also in wrappers; in units of `fully_shard_model`, or
+            without units.
+        microbatches: Of each, the arguments of the model's forward: `input_ids`, `position_ids`, `attention_mask`,
+            `labels`.
+        loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's.
+        layer_groups: As for `fully_shard_model`, and the same.
+        early_release: As for `lamella_schedule.run`.
+        ahead: As for `lamella_schedule.run`.
+
+    Returns:
+        The loss of each microbatch.
+
+    Raises:
+        ValueError: An option of the model's configuration leaves nothing to overlap, or no order of slots keeps; or
+            `layer_groups` does not fit.
+
+    Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
+    """
+    inner: Any = innermost(model)
+    check_schedulable(inner.config)
+    items = _items(inner, layer_groups)
+    chunks = [_chunk(inner, items, batch, loss_of) for batch in microbatches]
+    residence = None
+    if isinstance(innermost(model), FSDPModule):
+        residence = UnitResidence(inner, [item[0] for item in items], num_microbatches=len(chunks))
+    return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
+
+
+def check_schedulable(config: Any) -> None:
+    """Refuse options under which a layer cannot be cut into slots.
+
+    Raises:
+        ValueError: The first such option, its value, the value to set and the reason are in the message.
+    """
+    modules = getattr(config, "recompute_modules", None) or []
+    for name, found, wanted, reason in (
+        ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, 1, "Stages have schedules of their own."),
+        ("virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size, None, "As above."),
+        ("recompute_granularity", config.recompute_granularity == "full", False, "Layers would run a second time."),
+        ("recompute_modules", "moe" in modules, False, "Recomputed experts would exchange tokens a second time."),
+        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False, "Shared experts run before dispatch."),
+        ("cuda_graph_impl", config.cuda_graph_impl, "none", "A graph keeps no order of two microbatches."),
+        ("fp8", config.fp8, None, "Scales of float8 follow the order of microbatches."),
+        ("fp4", config.fp4, None, "Scales of 4-bit formats follow the order of microbatches."),
+    ):
+        if found != wanted:
+            value = getattr(config, name)
+            raise ValueError(f"Expected `config.{name}` without {value!r} for an overlapped step, got it. {reason}")
+    if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
+        raise ValueError(
+            "Expected `config.moe_token_dispatcher_type` to be 'alltoall' or 'flex' for an overlapped step, got "
+            "'allgather', which gathers all tokens instead of exchanging some."
+        )
+
+
+def _items(model: Any, layer_groups: str | None) -> list[list[nn.Module]]:
+    """The layers of each item of the schedule."""
+    layers = list(model.decoder.layers)
+    if layer_groups is None:
+        return [list(getattr(layer, "layers", None) or [layer]) for layer in layers]
+    pattern = parse_pattern(layer_groups)
+    if pattern.num_layers != len(layers):
+        raise ValueError(
+            f"Expected `layer_groups` of the model's {len(layers)} layers, got {layer_groups!r}, of "
+            f"{pattern.num_layers}. Pass what fully_shard_model was given."
+        )
+    return [layers[item.first : item.layers.stop] for item in pattern.items]
+
+
+def _chunk(
+    model: Any, items: list[list[nn.Module]], batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Chunk:
+    given: dict[str, Any] = {}  # the decoder's arguments, from the beginning of the forward on
+
+    def preprocess() -> torch.Tensor:
+        given.update(_arguments_of_decoder(model, batch))
+        hidden: torch.Tensor = given.pop("hidden_states")
+        return hidden
+
+    def postprocess(hidden: torch.Tensor) -> torch.Tensor:
+        return loss_of(_forward_after_decoder(model, batch, hidden))
+
+    return Chunk(preprocess, [_Item(layers, given).slots() for layers in items], postprocess)
+
+
+class _ReachedDecoderError(Exception):
+    """Ends a model's forward at its decoder."""
+
+
+def _arguments_of_decoder(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def keep(**arguments: Any) -> None:
+        found.update(arguments)
+        raise _ReachedDecoderError
+
+    with _as_decoder(model, keep), contextlib.suppress(_ReachedDecoderError):
+        model.forward(**batch)
+    return found
+
+
+def _forward_after_decoder(model: Any, batch: Mapping[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+    decoder = model.decoder
+    norm = getattr(decoder, "final_layernorm", None) or getattr(decoder, "final_norm", None)
+
+    def last(**_: Any) -> torch.Tensor:
+        found: torch.Tensor = hidden if norm is None else norm(hidden)
+        return found
+
+    with _as_decoder(model, last):
+        # Given hidden states, the model looks up no embeddings.
+        made: torch.Tensor = model.forward(**batch, decoder_input=hidden)
+    return made
+
+
+@contextlib.contextmanager
+def _as_decoder(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    model.decoder.forward = function
+    try:
+        yield
+    finally:
+        del model.decoder.forward
+
+
+@dataclass
+class _Item:
+    """A layer, or a group of layers: the last one's MLP or experts by themselves, all before them together.
+
+    Attributes:
+        layers: In order.
+        given: The decoder's arguments, once the forward has begun.
+    """
+
+    layers: list[nn.Module]
+    given: dict[str, Any]
+
+    def slots(self) -> LayerSlots:
+        """The functions of the schedule's slots."""
+        last: Any = self.layers[-1]
+        delayed = self._delayed()
+        if _has_experts(last):
+            return LayerSlots(
+                pre=self._route,
+                dispatch=self._dispatch,
+                experts=self._compute,
+                combine=self._combine,
+                delayed=delayed,
+            )
+        if _has_mlp(last):
+            return LayerSlots(pre=self._attend, experts=last._forward_mlp, delayed=delayed)
+        return LayerSlots(pre=self._attend, experts=lambda hidden: hidden, delayed=delayed)
+
+    def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All layers up to the last one's MLP."""
+        with _random_states(self.layers[-1]):
+            *before, last = self.layers
+            for layer in before:
+                hidden = self._whole(layer, hidden)
+            if not _is_transformer(last):
+                return self._whole(last, hidden)
+            attention: Any = last
+            hidden, _ = attention._forward_attention(hidden, **self._chosen(_OF_ATTENTION))
+            return hidden
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Up to the rows that leave the rank; the residual and the shared experts' output go along."""
+        residual = self._attend(hidden)
+        last: Any = self.layers[-1]
+        with _random_states(last):
+            normed = last._forward_pre_mlp_layernorm(residual)
+            if isinstance(normed, tuple):  # a norm fused with the residual addition
+                normed, residual = normed
+            if last.config.fp32_residual_connection:
+                residual = residual.float()
+            experts = last.mlp
+            mask = self.given.get("padding_mask")
+            shared = experts.shared_experts_compute(normed)
+            probabilities, routing = experts.route(normed, None if mask is None else mask.transpose(0, 1).bool())
+            return (*experts.preprocess(normed, probabilities, routing), residual, shared)
+
+    def _dispatch(
+        self, rows: torch.Tensor, probabilities: torch.Tensor, *along: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        last: Any = self.layers[-1]
+        return (*last.mlp.dispatch(rows, probabilities), *along)
+
+    def _compute(
+        self, rows: torch.Tensor, probabilities: torch.Tensor, *along: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        last: Any = self.layers[-1]
+        with _random_states(last):
+            made, _ = last.mlp.routed_experts_compute(rows, probabilities)
+        if last.recompute_pre_mlp_layernorm:
+            # Here, and not again after the combine: the norm would be recomputed too early, into other gradients.
+            last.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(made)
+        return (made, *along)
+
+    def _combine(self, rows: torch.Tensor, residual: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        last: Any = self.layers[-1]
+        with _random_states(last), last.bias_dropout_add_exec_handler():
+            made = last.mlp.postprocess(last.mlp.combine(rows), shared)
+            add = last.mlp_bda(last.training, last.config.bias_dropout_fusion)
+            hidden: torch.Tensor = add((made, None), residual, last.hidden_dropout)
+            return hidden
+
+    def _whole(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """A layer without cuts, past the hooks of its unit, which the schedule holds."""
+        if _is_transformer(layer):
+            hidden, _ = layer.forward(hidden_states=hidden, **self._chosen(_OF_ATTENTION))
+            return hidden
+        made: torch.Tensor = layer.forward(hidden_states=hidden, **self._chosen(_OF_MAMBA))
+        return made
+
+    def _chosen(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self.given[name] for name in names if name in self.given}
+
+    def _delayed(self) -> dict[Slot, Callable[[], object]]:
+        """Weight gradients left out by backward: the experts' or the MLP's, and those of all else."""
+        last: Any = self.layers[-1]
+        ends = last.mlp if _has_mlp(last) else None
+        late = [] if ends is None else _delaying(getattr(ends, "experts", None) or ends)
+        early = [each for layer in self.layers for each in _delaying(layer) if each not in late]
+        found = {Slot.PRE: early, Slot.EXPERTS: late}
+        return {slot: _all_of(modules) for slot, modules in found.items() if modules}
+
+
+def _delaying(module: nn.Module) -> list[Any]:
+    """The modules that compute their weight gradients in `backward_dw`, in the order of backward."""
+    inside = [each for each in module.modules() if _delays(each)]
+    return inside[::-1]
+
+
+def _delays(module: Any) -> bool:
+    """Whether a layer of Transformer Engine's kind delays: a wrapper around such layers has no store of its own."""
+    needs = getattr(module, "need_backward_dw", None)
+    return needs is not None and bool(needs())
+
+
+def _all_of(modules: list[Any]) -> Callable[[], None]:
+    def compute() -> None:
+        for module in modules:
+            module.backward_dw()
+
+    return compute
+
+
+@contextlib.contextmanager
+def _random_states(layer: Any) -> Iterator[None]:
+    """megatron-core's random state of the tensor-parallel region, as the decoder sets it around its layers."""
+    if not layer.config.sequence_parallel:
+        yield
+        return
+    with importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker().fork():
+        yield
+
+
+def _is_transformer(layer: nn.Module) -> bool:
+    return hasattr(layer, "_forward_attention")
+
+
+def _has_mlp(layer: Any) -> bool:
+    return _is_transformer(layer) and type(layer.mlp).__name__ != "IdentityOp"
+
+
+def _has_experts(layer: Any) -> bool:
+    return _has_mlp(layer) and hasattr(layer.mlp, "token_dispatcher")

@@ -1,0 +1,325 @@
+"""An overlapped step is a step of one microbatch after the other, bit by bit: megatron-core's models on CPU ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions
+from lamella_testing import run_ranks
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu
+from lamella_testing.megatron_parity import Layout, has_experts, make_model
+
+NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS = 3, 4, 4
+DATA = torch.randint(
+    VOCAB_SIZE, (NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+)
+LAYERNORM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its ranks, and how its step is taken.
+
+    Attributes:
+        kind: Of `make_model`.
+        groups: `layer_groups`.
+        num_ranks: With two expert-parallel ranks where there are experts.
+        shares: Whether layers have a shared expert.
+        stage: "ZeRO-1" or "ZeRO-3".
+        delays: Whether linears leave weight gradients to `backward_dw`.
+        early: `early_release`.
+        recomputes: Whether norms are recomputed in backward.
+    """
+
+    kind: str
+    groups: str | None = None
+    num_ranks: int = 2
+    shares: bool = False
+    stage: str = "ZeRO-3"
+    delays: bool = False
+    early: bool = False
+    recomputes: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("shares", "delays", "early", "recomputes") if getattr(self, name)]
+        return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags])
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks."""
+        return Layout(num_ranks=self.num_ranks, ep=2 if has_experts(self.kind) else 1)
+
+
+KINDS = [
+    ("moe", None),
+    ("*E*E", None),
+    ("*E*E", "[*E][*E]"),
+    ("M*EM*E", "[M*E][M*E]"),
+    ("MM*-E", "M[M*]-E"),
+    ("MM*-E", "M[M*-]E"),
+    ("M*M*", "[M*]M*"),
+]
+ALL = [
+    Case(
+        kind=kind,
+        groups=groups,
+        num_ranks=num_ranks,
+        shares=shares,
+        stage=stage,
+        delays=delays,
+        early=early,
+        recomputes=recomputes,
+    )
+    for (kind, groups), num_ranks, stage in itertools.product(KINDS, (2, 4), ("ZeRO-1", "ZeRO-3"))
+    for shares, delays, early, recomputes in itertools.product((False, True), repeat=4)
+    if has_experts(kind) or not (shares or recomputes)
+]
+SOME = random.Random(0).sample(ALL, 12)
+
+
+def _inputs(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": rows[:, :-1],
+        "position_ids": torch.arange(LENGTH).expand(len(rows), -1),
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+        "labels": rows[:, 1:],
+    }
+
+
+def _model(case: Case) -> Any:
+    from lamella_megatron import fully_shard_model
+
+    shared = {"moe_shared_expert_intermediate_size": 16} if case.shares else {}
+    model = make_model(case.kind, case.layout, **shared, **(LAYERNORM if case.recomputes else {}))
+    if case.delays:
+        _delay_weight_gradients(model)
+    placements = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}[case.stage]
+    return fully_shard_model(model, options=ShardingOptions(placements=placements), layer_groups=case.groups)
+
+
+def _microbatches(step: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    return [_inputs(rows.chunk(dist.get_world_size())[dist.get_rank()]) for rows in step]
+
+
+def _share(losses: torch.Tensor) -> torch.Tensor:
+    return losses.mean() / NUM_MICROBATCHES
+
+
+def _overlapped(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]:
+    from lamella_megatron.training import forward_backward_overlapped
+
+    return forward_backward_overlapped(
+        model, _microbatches(step), _share, layer_groups=case.groups, early_release=case.early
+    )
+
+
+def _one_after_the_other(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]:
+    losses = []
+    for i, batch in enumerate(_microbatches(step)):
+        model.set_is_last_backward(i == NUM_MICROBATCHES - 1)
+        loss = _share(model(**batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for module in reversed(list(model.modules())):
+            if hasattr(module, "need_backward_dw"):
+                module.backward_dw()
+        losses.append(loss.detach())
+    return losses
+
+
+def _train(case: Case, take_step: Callable[[Any, torch.Tensor, Case], list[torch.Tensor]]) -> Trained:
+    model = _model(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    losses = []
+    for step in DATA:
+        losses.append([loss.item() for loss in take_step(model, step, case)])
+        model.wait_for_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+
+
+def _assert_equal_bits(case: Case) -> None:
+    expected = run_ranks(_train, case.num_ranks, case, _one_after_the_other)
+    found = run_ranks(_train, case.num_ranks, case, _overlapped)
+    for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
+        assert losses == other_losses
+        assert losses[0] != losses[1], "nothing was learned"
+        for name, weight in weights.items():
+            assert torch.equal(weight, other_weights[name]), name
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> None:
+    _assert_equal_bits(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in ALL if case not in SOME], ids=str)
+def test_all_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> None:
+    _assert_equal_bits(case)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "tied"])
+def test_an_embedding_that_is_read_twice_is_right(kind: str) -> None:
+    """In ZeRO-3 both of its gradients are in each reduction; elsewhere they are added in another order."""
+    _assert_equal_bits(Case(kind=kind))
+
+
+# -- weight gradients after the backward -------------------------------------------------------------------------------
+
+
+def _delay_weight_gradients(model: nn.Module) -> None:
+    """Let megatron-core's linears in layers delay weight gradients, by the protocol of Transformer Engine's."""
+    for layer in model.modules():
+        if type(layer).__name__ in ("ColumnParallelLinear", "RowParallelLinear") and layer is not model.output_layer:
+            _Delay(layer)
+
+
+class _Delay:
+    """The weight gradients that one linear owes."""
+
+    def __init__(self, layer: Any) -> None:
+        self.owed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.hooks: list[Callable[[], None]] = []
+        layer.weight.skip_backward_post_hook = True
+        layer._forward_impl = self.forward
+        layer.need_backward_dw = lambda: True
+        layer.register_wgrad_accumulation_and_reduce_hooks = self.hooks.append
+        layer.backward_dw = self.compute
+
+    def forward(self, *, input: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> torch.Tensor:  # noqa: A002
+        made: torch.Tensor = _WithoutWeight.apply(self, input, weight)  # type: ignore[no-untyped-call]
+        return made if bias is None else made + bias
+
+    def compute(self) -> None:
+        x, gradient, weight = self.owed.pop(0)
+        weight.grad = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+        for hook in self.hooks:
+            hook()
+
+
+class _WithoutWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, delay: _Delay, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.delay, ctx.weight = delay, weight
+        ctx.save_for_backward(x)
+        return x @ weight.detach().T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        ctx.delay.owed.append((x, gradient, ctx.weight))
+        return None, gradient @ ctx.weight, None
+
+
+# -- in the wrapper, and refused ---------------------------------------------------------------------------------------
+
+
+def test_a_wrapped_model_steps_by_its_optimizer() -> None:
+    from lamella_testing.megatron import ddp_config
+
+    def on_each_rank() -> list[float]:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig
+
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        module: Any = make_model("*E*E", Layout(num_ranks=2, ep=2))
+        model = ShardedModel(module.config, ddp_config(), module)
+        optimizer = sharded_optimizer(OptimizerConfig(optimizer="adam", lr=0.01), [model])
+        losses = []
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            found = _overlapped(model, DATA[0], Case(kind="*E*E"))
+            finalize_model_grads([model])
+            success, _, _ = optimizer.step()
+            assert success
+            losses.append(float(sum(found)))
+        return losses
+
+    for losses in run_ranks(on_each_rank, 2):
+        assert losses[-1] < losses[0]
+
+
+def test_an_exception_leaves_the_model_at_rest() -> None:
+    case = Case(kind="*E*E", groups="[*E][*E]")
+
+    def on_each_rank() -> Trained:
+        model = _model(case)
+        experts = model.decoder.layers[1].mlp
+        inner, calls = experts.routed_experts_compute, itertools.count()
+
+        def fail_third(*args: Any) -> Any:
+            if next(calls) == 2:
+                raise ZeroDivisionError
+            return inner(*args)
+
+        experts.routed_experts_compute = fail_third
+        with pytest.raises(ZeroDivisionError):
+            _overlapped(model, DATA[0], case)
+        experts.routed_experts_compute = inner
+        assert not any(isinstance(p, nn.Parameter) and not isinstance(p, DTensor) for p in model.parameters())
+        assert "forward" not in vars(model.decoder)
+        model.zero_grad()
+        losses = [loss.item() for loss in _overlapped(model, DATA[0], case)]
+        return [losses], {}
+
+    expected = run_ranks(_train, 2, case, _one_after_the_other)
+    for (losses, _), (wanted, _) in zip(run_ranks(on_each_rank, 2), expected, strict=True):
+        assert losses == wanted[:1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pipeline_model_parallel_size", 2),
+        ("virtual_pipeline_model_parallel_size", 2),
+        ("recompute_granularity", "full"),
+        ("recompute_modules", ["moe"]),
+        ("moe_shared_expert_overlap", True),
+        ("moe_token_dispatcher_type", "allgather"),
+        ("cuda_graph_impl", "local"),
+        ("fp8", "hybrid"),
+    ],
+)
+def test_an_option_that_no_order_keeps_is_refused(field: str, value: object) -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import forward_backward_overlapped
+
+        model: Any = make_model("moe", Layout(num_ranks=1))
+        setattr(model.config, field, value)
+        with pytest.raises(ValueError, match=f"`config.{field}` .*{value if field != 'recompute_modules' else 'moe'}"):
+            forward_backward_overlapped(model, [], _share)
+        assert not isinstance(model, FSDPModule)
+
+    run_ranks(on_each_rank, 1)
+
+
+def test_groups_of_other_layers_are_refused() -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(ValueError, match=r"of the model's 4 layers, got '\[\*E\]', of 2"):
+            _overlapped(_model(Case(kind="*E*E")), DATA[0], Case(kind="*E*E", groups="[*E]"))
+
+    run_ranks(on_each_rank, 2)
