@@ -10,29 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lamella_schedule import Chunk, LayerSlots, Slot
+from lamella_schedule import Chunk, LayerSlots, Slot, Splits, exchange
 
 WIDTH, VOCABULARY, TOKENS = 8, 16, 12
-
-
-class AllToAll(torch.autograd.Function):
-    """Rows to the ranks: `sent[r]` rows to rank r, `received[r]` rows from it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        ctx.splits = sent, received
-        return _exchange(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        sent, received = ctx.splits
-        return _exchange(gradient, received, sent), None, None
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    into = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(into, rows.contiguous(), received, sent)
-    return into
 
 
 class DelayedLinear(nn.Module):
@@ -90,20 +70,19 @@ class MoELayer(nn.Module):
         sent = torch.bincount(expert, minlength=dist.get_world_size())
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
-        return residual[by_expert], weight, residual, by_expert, (sent.tolist(), received.tolist())
+        splits = Splits(tuple(sent.tolist()), tuple(received.tolist()), None)
+        return residual[by_expert], weight, residual, by_expert, splits
 
     def dispatch(self, rows: torch.Tensor, *passed: Any) -> tuple[object, ...]:
-        splits = passed[-1]
-        return AllToAll.apply(rows, *splits), *passed  # type: ignore[no-untyped-call]
+        return exchange(rows, passed[-1]), *passed
 
     def experts(self, rows: torch.Tensor, *passed: Any) -> tuple[object, ...]:
         return torch.tanh(self.expert(rows)), *passed
 
     def combine(
-        self, rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, by_expert: torch.Tensor, splits: Any
+        self, rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, by_expert: torch.Tensor, splits: Splits
     ) -> torch.Tensor:
-        sent, received = splits
-        back = AllToAll.apply(rows, received, sent)  # type: ignore[no-untyped-call]
+        back = exchange(rows, splits, back=True)
         tokens = torch.empty_like(back).index_copy(0, by_expert, back)
         return residual + tokens * weight[:, None]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella_schedule import Event, Kind, Lane, Slot, Timeline, bars, order, run_order, simulate, svg, work
+from lamella_schedule import Event, Kind, Lane, Slot, Timeline, bars, exposures, order, run_order, simulate, svg, work
 
 _DURATIONS = st.fixed_dictionaries({(slot, kind): st.integers(0, 9).map(float) for slot in Slot for kind in Kind})
 
@@ -104,3 +104,23 @@ def test_a_picture_has_a_bar_for_each_span() -> None:
 
 def test_an_event_names_its_place() -> None:
     assert str(Event(3, 1, Slot.PRE, Kind.WEIGHT_GRADIENT)) == "microbatch 3 layer 1 pre weight gradient"
+
+
+def test_exposed_times_of_slots_sum_up_to_the_exposed_time_and_name_the_layer() -> None:
+    events = run_order(3, 2)
+    times = {(slot, kind): 4.0 if slot is Slot.COMBINE else 1.0 for slot in Slot for kind in Kind}
+    timeline = simulate(events, times)
+    found = timeline.exposed_by
+    assert sum(found.values()) == pytest.approx(timeline.exposed)
+    assert timeline.exposed > 0
+    assert set(found) == {
+        (layer, slot, kind)
+        for layer in (0, 1)
+        for slot in (Slot.DISPATCH, Slot.COMBINE)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    drawn = exposures(timeline, simulate(events, {**times, (Slot.COMBINE, Kind.FORWARD): 0.0})).splitlines()
+    assert drawn[0].split() == ["exposed", "measured", "predicted"]
+    assert drawn[2].split()[:4] == ["layer", "0", "dispatch", "bwd"]
+    assert drawn[3].split() == ["layer", "0", "combine", "fwd", f"{found[0, Slot.COMBINE, Kind.FORWARD]:.2f}", "0.00"]
+    assert drawn[-1].split()[:2] == ["all", f"{timeline.exposed:.2f}"]

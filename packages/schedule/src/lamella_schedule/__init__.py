@@ -1,6 +1,7 @@
 """The forward of one microbatch beside the backward of another: an order of events, its runner and its simulation."""
 
 from lamella_schedule._draw import bars as bars
+from lamella_schedule._draw import exposures as exposures
 from lamella_schedule._draw import svg as svg
 from lamella_schedule._draw import table as table
 from lamella_schedule._events import Action as Action

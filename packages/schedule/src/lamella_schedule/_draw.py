@@ -40,6 +40,22 @@ def table(events: Iterable[AnyEvent]) -> str:
     )
 
 
+def exposures(measured: Timeline, predicted: Timeline) -> str:
+    """Draw the exposed communication of two timelines of one order: a line for each layer, slot and kind.
+
+    Times are sums over the microbatches, in the timelines' units. The last line has the sum of the lines above.
+    """
+    one, other = measured.exposed_by, predicted.exposed_by
+    found = {
+        (f"layer {layer}", slot, _SHORT[kind]): (one.get(key, 0.0), other.get(key, 0.0))
+        for key in sorted({*one, *other}, key=lambda key: (key[0] or 0, list(Slot).index(key[1]), key[2] != "forward"))
+        for layer, slot, kind in [key]
+    }
+    rows = [f"{'exposed':24} measured predicted"]
+    rows += [f"{' '.join(key):24} {pair[0]:8.2f} {pair[1]:9.2f}" for key, pair in found.items()]
+    return "\n".join([*rows, f"{'all':24} {sum(one.values()):8.2f} {sum(other.values()):9.2f}"])
+
+
 def bars(timeline: Timeline, width: int = 100) -> str:
     """Draw a timeline: a line for each lane, on which a letter of the slot stands for its share of the time.
 

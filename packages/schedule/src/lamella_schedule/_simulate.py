@@ -60,10 +60,18 @@ class Timeline:
     def exposed(self) -> float:
         """The time of communication without compute."""
         compute = self._covered(Lane.COMPUTE)
-        return sum(
-            (stop - start) - sum(max(0.0, min(stop, b) - max(start, a)) for a, b in compute)
-            for start, stop in self._covered(Lane.COMMUNICATION)
-        )
+        return sum(_alone(start, stop, compute) for start, stop in self._covered(Lane.COMMUNICATION))
+
+    @property
+    def exposed_by(self) -> dict[tuple[int | None, Slot, Kind], float]:
+        """The time of communication without compute by layer, slot and kind, summed over microbatches."""
+        found: dict[tuple[int | None, Slot, Kind], float] = {}
+        compute = self._covered(Lane.COMPUTE)
+        for span in self.spans:
+            if span.event.lane is Lane.COMMUNICATION:
+                key = span.event.layer, span.event.slot, span.event.kind
+                found[key] = found.get(key, 0.0) + _alone(span.start, span.stop, compute)
+        return found
 
     def _covered(self, lane: Lane) -> list[tuple[float, float]]:
         """The lane's spans; spans that meet are joined."""
@@ -103,6 +111,11 @@ def simulate(events: Iterable[AnyEvent], durations: Durations, *, host: float = 
             ends[event.microbatch] = start + duration
         spans.append(Span(event, start, start + duration))
     return Timeline(tuple(spans))
+
+
+def _alone(start: float, stop: float, compute: Iterable[tuple[float, float]]) -> float:
+    """The part of an interval without compute."""
+    return (stop - start) - sum(max(0.0, min(stop, b) - max(start, a)) for a, b in compute)
 
 
 def _duration(event: Event, durations: Durations) -> float:

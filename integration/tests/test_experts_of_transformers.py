@@ -1,0 +1,177 @@
+"""transformers' mixtures of experts, spread over ranks: alone, by hooks, and under a schedule."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch._dynamo  # once here instead of once a rank
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lamella.experts import chunk, shard_with_experts, spread_experts
+from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions, UnitResidence
+from lamella_schedule import run
+from lamella_testing import run_ranks
+
+STEPS, MICROBATCHES, LENGTH, VOCABULARY = 3, 4, 10, 32
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+FAMILIES = ["qwen3_moe", "mixtral", "mixtral, sliding window"]
+Batch = dict[str, Any]
+
+
+def _model(family: str, experts: str = "eager") -> nn.Module:
+    torch.manual_seed(3)
+    model: Any
+    implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts}
+    if family == "qwen3_moe":
+        sizes = {**SIZES, "moe_intermediate_size": 12, "num_experts": 4, "mlp_only_layers": [1], "head_dim": 4}
+        config: Any = Qwen3MoeConfig(**sizes, **implementations)
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        window = 4 if "window" in family else None
+        config = MixtralConfig(**SIZES, num_local_experts=4, sliding_window=window, **implementations)
+        model = MixtralForCausalLM(config)
+    found: nn.Module = model.train()
+    return found
+
+
+def _batches(rank: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for _ in range(MICROBATCHES):
+        starts = torch.randint(VOCABULARY, (2, 1), generator=generator)
+        tokens = (starts + torch.arange(LENGTH)) % VOCABULARY
+        mask = torch.ones_like(tokens)
+        mask[1, LENGTH - 3 :] = 0  # padding
+        found.append({"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask})
+    return found
+
+
+def _plain(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
+    losses = []
+    for i, batch in enumerate(batches):
+        cast(FSDPModule, model).set_is_last_backward(i == len(batches) - 1)
+        loss = model(**batch, use_cache=False).loss * (1 / len(batches))
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def _scheduled(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
+    layers = list(cast(Any, model).model.layers)
+    residence = UnitResidence(model, layers, num_microbatches=len(batches))
+    chunks = [chunk(model, **batch, scale=1 / len(batches)) for batch in batches]
+    return run(chunks, residence=residence, device="cpu")
+
+
+def _alone(family: str, num_ranks: int) -> list[list[torch.Tensor]]:
+    """The losses of each rank's microbatches, and no rank but one."""
+    model = _model(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
+    for _ in range(STEPS):
+        for rank in range(num_ranks):
+            for batch in _batches(rank):
+                loss = model(**batch, use_cache=False).loss / MICROBATCHES
+                (loss / num_ranks).backward()
+                losses[rank].append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") -> list[torch.Tensor]:
+    model = _model(family, experts)
+    meshes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("edp", "ep"))
+    everyone = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), "cpu", mesh_dim_names=("dp",))
+    spread_experts(model, meshes["ep"].get_group())
+    options = ShardingOptions(placements=stage)
+    shard_with_experts(model, mesh=everyone, experts_mesh=meshes["edp"], options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        losses += (_scheduled if is_scheduled else _plain)(model, _batches(dist.get_rank()))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [cast(DTensor, parameter).to_local().detach() for parameter in model.parameters()]
+    return [*losses, *weights]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("stage", "num_ranks"), [(ZERO3, 2), (ZERO1, 4)], ids=["ZERO3", "ZERO1, two data ranks"])
+def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: Any, num_ranks: int) -> None:
+    def on_each_rank() -> tuple[int, list[torch.Tensor]]:
+        plain, scheduled = (_train(family, is_scheduled, stage) for is_scheduled in (False, True))
+        num_losses = STEPS * MICROBATCHES
+        return sum(not torch.equal(a, b) for a, b in zip(plain, scheduled, strict=True)), scheduled[:num_losses]
+
+    [expected] = run_ranks(lambda: _alone(family, num_ranks), 1)
+    for (num_unequal, losses), of_one in zip(run_ranks(on_each_rank, num_ranks), expected, strict=True):
+        assert num_unequal == 0
+        torch.testing.assert_close(losses, of_one, rtol=1e-6, atol=1e-6)
+        assert all(abs(losses[i] - losses[-MICROBATCHES:][i]) > 1e-3 for i in range(MICROBATCHES)), "nothing changed"
+
+
+def test_the_configs_implementation_of_experts_is_used() -> None:
+    def on_each_rank() -> bool:
+        eager, grouped = (_train("qwen3_moe", True, ZERO3, experts) for experts in ("eager", "grouped_mm"))
+        torch.testing.assert_close(grouped, eager, rtol=1e-4, atol=1e-5)
+        return all(torch.equal(a, b) for a, b in zip(eager, grouped, strict=True))
+
+    assert run_ranks(on_each_rank, 2) != [True, True]
+
+
+def test_ranks_without_tokens_take_part_in_backward() -> None:
+    def on_each_rank() -> list[bool]:
+        model = cast(Any, _model("mixtral"))
+        spread_experts(model)
+        with torch.no_grad():
+            for layer in model.model.layers:  # every token goes to the same two experts, on one rank
+                layer.mlp.gate.weight.zero_()
+        batch = _batches(dist.get_rank())[0]
+        model(**batch, use_cache=False).loss.backward()
+        return [bool(layer.mlp.experts.gate_up_proj.grad.any()) for layer in model.model.layers]
+
+    assert sorted(run_ranks(on_each_rank, 2)) == [[False] * 3, [True] * 3]
+
+
+def test_wrong_models_are_refused() -> None:
+    def on_each_rank() -> None:
+        model = _model("mixtral")
+        batch = _batches(0)[0]
+        with pytest.raises(ValueError, match=r"Expected a causal language model of mixtral or qwen3_moe, got Linear"):
+            spread_experts(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"Expected spread experts"):
+            chunk(model, **batch)
+        with pytest.raises(ValueError, match=r"Expected experts that divide among the 3 ranks of the group, got 4"):
+            spread_experts(model)
+
+    run_ranks(on_each_rank, 3)
+
+    def alone() -> None:
+        model = cast(Any, _model("mixtral"))
+        spread_experts(model)
+        with pytest.raises(ValueError, match=r"Call spread_experts once"):
+            spread_experts(model)
+        model.model.gradient_checkpointing = True
+        with pytest.raises(ValueError, match=r"Expected a model without activation checkpointing"):
+            chunk(model, **_batches(0)[0])
+
+    run_ranks(alone, 1)
