@@ -23,7 +23,10 @@ from lamella_schedule import Event
 from lamella_testing import run_ranks
 
 # What torch says when a thread of autograd is the first to multiply; it sets the context up and goes on.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
+]
 
 WIDTH, NUM_TOKENS = 128, 256
 LONGEST_SLEEP = 1_000_000  # cycles: 0.5 ms, longer than any of the model's kernels

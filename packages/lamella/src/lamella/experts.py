@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -86,7 +85,7 @@ def shard_with_experts(
     }
     if not experts:
         raise ValueError("Expected spread experts, got a model without. Call spread_experts before.")
-    placed = _Placed(Shard(0), FSDPMeshInfo(experts_mesh, shard_mesh_dim=0))
+    placed = _OnMesh(Shard(0), _MeshInfo(experts_mesh))
 
     def place(parameter: torch.Tensor) -> Any:
         return placed if parameter in experts else None
@@ -133,11 +132,19 @@ def chunk(
     return Chunk(batch.embed, layers, batch.loss)
 
 
-class _Placed(NamedTuple):
-    """torch's `ShardPlacementResult`, which torch before 2.12 lacks."""
+class _MeshInfo(NamedTuple):
+    """FSDP2's `FSDPMeshInfo`, as `fully_shard` reads it."""
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = 0
+    replicate_mesh_dim: int | None = None
+
+
+class _OnMesh(NamedTuple):
+    """FSDP2's `ShardPlacementResult`: a dim, and the mesh of a single parameter."""
 
     placement: Shard
-    mesh_info: FSDPMeshInfo
+    mesh_info: _MeshInfo
 
 
 class _SpreadExperts(nn.Module):
