@@ -32,7 +32,7 @@ from lamella_testing import run_ranks
 
 @contextmanager
 def _counted(model: MoE) -> Iterator[Counter[str]]:
-    """Count each unit's gathers, backwards ended, and units unsharded at a time."""
+    """Count the gathers and reductions of each unit."""
     found: Counter[str] = Counter()
     for module in (*layers_of(model), model):
         [unit] = units_of(module, recurse=False)
