@@ -239,7 +239,6 @@ def release_dry_run(session: nox.Session) -> None:
         index.as_uri(),
         "lamella[mamba,qwen]",
         "lamella-megatron",
-        "lamella-schedule",
     )
     outside = Path(session.create_tmp()).resolve()
     session.chdir(outside)
