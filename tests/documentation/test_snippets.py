@@ -31,6 +31,7 @@ NUM_RANKS = {
     "docs/how-to/find-a-nan.md": 2,
     "docs/how-to/find-an-order-divergence.md": 2,
     "docs/how-to/find-exposed-communication.md": 2,
+    "docs/how-to/gather-weights-in-float8.md": 2,
     "docs/how-to/overlap-expert-parallel-communication.md": 2,
     "docs/how-to/resume-elsewhere.md": 2,
     "docs/how-to/shard-a-mamba-model.md": 2,

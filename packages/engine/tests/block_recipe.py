@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from lamella_precision import Direction, PayloadFormat
+from lamella_precision import Direction, Part, PayloadFormat
 
 BLOCK = 4
 Columns = Sequence[torch.Tensor]
@@ -101,6 +101,7 @@ class BlockRecipe:
     """Four payloads: integers and scales for forward, and others for backward."""
 
     block_rows: int = BLOCK
+    compute_dtype: torch.dtype | None = None
 
     def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> tuple[PayloadFormat, ...]:
         rows, columns = shape
@@ -111,7 +112,12 @@ class BlockRecipe:
             PayloadFormat(torch.float32, (-(-rows // BLOCK), columns), Direction.BACKWARD),
         )
 
-    def encode(self, shards: Columns, payloads: Sequence[Columns | None], weights: Columns) -> None:
+    def columns(
+        self, shards: Columns, payloads: Sequence[Columns | None], parts: Sequence[Part]
+    ) -> tuple[Columns | None, ...]:
+        return shards, *payloads
+
+    def encode(self, shards: Columns, *payloads: Columns | None) -> None:
         for quantise, pair in ((quantised_rows, payloads[:2]), (quantised_columns, payloads[2:])):
             if pair[0] is None:
                 continue
@@ -119,7 +125,7 @@ class BlockRecipe:
                 assert into is not None
                 torch._foreach_copy_(list(into), list(made))
 
-    def decode(self, payloads: Columns, shape: torch.Size, main_weight: torch.Tensor) -> torch.Tensor:
+    def decode(self, payloads: Columns, shape: torch.Size, scales: torch.Tensor | None) -> torch.Tensor:
         return BlockWeight(payloads, shape)
 
 

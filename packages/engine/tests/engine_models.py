@@ -321,7 +321,9 @@ class _LoggingTransport:
         return self._inner.reduce_scatter(payloads, op)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Pending:
-        raise AssertionError("a ZeRO-3 step on one axis reduces nothing everywhere")
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._log.events.append(Collective("all-reduce", self._name, nbytes, frozenset(t.dtype for t in tensors)))
+        return self._inner.all_reduce(tensors, op)
 
     def _write(self, kind: str, payloads: Sequence[Payload]) -> None:
         nbytes = sum(payload.full.nbytes for payload in payloads)

@@ -1,7 +1,13 @@
 """Number formats of sharded training: the frozen policy, and the recipes for weights on the wire."""
 
+from lamella_precision._choice import matrices_of as matrices_of
+from lamella_precision._float8 import Float8Recipe as Float8Recipe
+from lamella_precision._mxfp8 import MXFP8Recipe as MXFP8Recipe
 from lamella_precision._policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+from lamella_precision._quantized import QuantizedWeight as QuantizedWeight
 from lamella_precision._recipe import Direction as Direction
+from lamella_precision._recipe import Part as Part
 from lamella_precision._recipe import PayloadFormat as PayloadFormat
 from lamella_precision._recipe import PlainRecipe as PlainRecipe
 from lamella_precision._recipe import Recipe as Recipe
+from lamella_precision._recipe import ScaledRecipe as ScaledRecipe

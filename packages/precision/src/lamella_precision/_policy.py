@@ -66,7 +66,7 @@ class MixedPrecisionPolicy:
         if not (self.recipe is None or isinstance(self.recipe, Recipe) or callable(self.recipe)):
             raise TypeError(
                 f"Expected `recipe` to be a Recipe, a function of a parameter or None, got {self.recipe!r}. A recipe "
-                "has block_rows, payloads, encode and decode."
+                "has compute_dtype, block_rows, payloads, columns, encode and decode."
             )
 
     def resolved_for(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
@@ -74,7 +74,8 @@ class MixedPrecisionPolicy:
 
         Raises:
             TypeError: The function returned neither a recipe nor None.
-            ValueError: The function returned none of the parameter's dtype, `param_dtype` and None.
+            ValueError: The function returned none of the parameter's dtype, `param_dtype` and None; or the recipe
+                computes in another dtype than the policy.
         """
         policy = self
         if self.param_dtype_override_fn is not None:
@@ -87,7 +88,14 @@ class MixedPrecisionPolicy:
                 )
             policy = replace(policy, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
         if self.recipe is not None:
-            policy = replace(policy, recipe=self._recipe_for(parameter))
+            recipe = self._recipe_for(parameter)
+            policy = replace(policy, recipe=recipe)
+            wanted = policy.compute_dtype_of(parameter.dtype)
+            if recipe is not None and recipe.compute_dtype not in (None, wanted):
+                raise ValueError(
+                    f"Expected `param_dtype` {recipe.compute_dtype} for a parameter of shape {tuple(parameter.shape)}, "
+                    f"as {recipe!r} computes in it, got {wanted}. Give both the same dtype."
+                )
         return policy
 
     def _recipe_for(self, parameter: nn.Parameter) -> Recipe | None:
@@ -100,7 +108,7 @@ class MixedPrecisionPolicy:
         if not (given is None or isinstance(given, Recipe)):
             raise TypeError(
                 f"Expected `recipe` to return a Recipe or None for a parameter of shape {tuple(parameter.shape)}, got "
-                f"{given!r}. A recipe has block_rows, payloads, encode and decode."
+                f"{given!r}. A recipe has compute_dtype, block_rows, payloads, columns, encode and decode."
             )
         return given
 

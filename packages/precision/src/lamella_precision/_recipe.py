@@ -1,5 +1,6 @@
 """Communication formats of weights: main weights are encoded into payloads, payloads are decoded.
 
+main weight, all ranks' rows    --measure-->  scales of whole tensors        once a step, for some recipes
 main weight, this rank's rows   --encode-->  payloads, this rank's rows     with every gather, a group at a time
 payloads, all rows              --decode-->  the module's compute tensor    once; gathers refill its storage
 """
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import is_
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -52,6 +53,20 @@ class PayloadFormat:
     is_main_weight: bool = False
 
 
+class Part(NamedTuple):
+    """A rank's part of a weight, for an encoding.
+
+    Attributes:
+        shape: Of the whole weight.
+        first_row: The first of this rank's rows (slices along dim 0) in the whole weight.
+        scales: Scales of the whole weight, of `ScaledRecipe.scale_shape`; None for a recipe without.
+    """
+
+    shape: tuple[int, ...]
+    first_row: int
+    scales: torch.Tensor | None
+
+
 @runtime_checkable
 class Recipe(Protocol):
     """A weight's communication and compute format: the payloads, their encoding and their decoding.
@@ -60,6 +75,11 @@ class Recipe(Protocol):
     scales, maybe quantised along rows for forward and along columns for backward. Recipes are compared and hashed: a
     single call encodes weights with equal recipes. `lamella_precision.testing.check_recipe` tests any implementation.
     """
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype of the decoded weight and of its gradient; None for the main weight's."""
+        ...
 
     @property
     def block_rows(self) -> int:
@@ -75,40 +95,97 @@ class Recipe(Protocol):
         """
         ...
 
-    def encode(
-        self,
-        shards: Sequence[torch.Tensor],
-        payloads: Sequence[Sequence[torch.Tensor] | None],
-        weights: Sequence[torch.Tensor],
-    ) -> None:
-        """Write this rank's rows of the payloads of a group of weights, or of a part of the group.
+    def columns(
+        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+    ) -> tuple[Sequence[object] | None, ...]:
+        """The arguments of `encode`, made once for many gathers from the same memory.
 
         Args:
-            shards: This rank's rows of each main weight, at least one shard. Read only.
+            shards: This rank's rows of each main weight, at least one element each. Read by `encode`, never written.
             payloads: For each payload the same rows of each weight. None: unused in this gather's direction. With
                 `is_main_weight` a destination may be the shard itself.
-            weights: For each weight the result of `decode`, which may carry state such as the scale of a whole tensor.
+            parts: For each weight the place of the rows.
 
-        Effects: a few multi-tensor kernels on the current stream, which may differ from call to call; no allocation of
-            the shards' size; no host sync; not a collective. Version counters of `weights` stay.
+        Returns:
+            Columns with an entry for each weight, or None: `encode` may be called with a slice of every column, or with
+            columns of several groups one after the other.
         """
         ...
 
-    def decode(self, payloads: Sequence[torch.Tensor], shape: torch.Size, main_weight: torch.Tensor) -> torch.Tensor:
+    def encode(self, *columns: Any) -> None:
+        """Write this rank's rows of the payloads of a group of weights, or of a part of the group.
+
+        Args:
+            columns: From `columns`.
+
+        Effects: a few multi-tensor kernels on the current stream, which may differ from call to call; no host sync;
+            not a collective. Temporary memory of the shards' size at most.
+        """
+        ...
+
+    def decode(self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None) -> torch.Tensor:
         """The module's compute tensor, made once: later gathers refill the payloads.
 
         Args:
             payloads: Each whole payload, in its shape. A payload's storage has no bytes between uses, nor in a pass
                 without need of the payload.
-            shape: The weight's whole shape; for a weight given as a DTensor (tensor parallel), the shape of this rank's
-                part.
-            main_weight: The sharded weight, always the same DTensor object. A recipe with scales of whole tensors
-                reduces the largest elements of all weights at once, after the optimizer's step.
+            shape: The weight's whole shape.
+            scales: Of the whole weight, always the same tensor, whose values follow the main weights
+                (`ScaledRecipe`); else None.
 
         Returns:
             A tensor of `shape` over the payloads' storage: a refill of the payloads refills the tensor. A view, or a
             wrapper subclass with a `detach` over the same payloads. Its operators may read the payloads of the running
             pass, and should save the wrapper for backward, never tensors computed from the payloads.
+        """
+        ...
+
+
+@runtime_checkable
+class ScaledRecipe(Recipe, Protocol):
+    """A recipe with scales of blocks that a cut between ranks may divide, as of a whole tensor.
+
+    Each rank measures its rows, the engine reduces the amaxes (largest magnitudes) of many units by one MAX reduction,
+    and every rank computes all scales.
+    """
+
+    @property
+    def num_past(self) -> int:
+        """Earlier measurements that the next scales depend on (delayed scaling); 0 for the current alone."""
+        ...
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the scales of a weight of `shape`."""
+        ...
+
+    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
+        """The arguments of `measure`, made once for many measurements of the same memory.
+
+        Args:
+            shards: This rank's rows of each main weight, at least one element each.
+            parts: The place of the rows, with fp32 memory for amaxes in place of scales.
+        """
+        ...
+
+    def measure(self, *columns: Any) -> None:
+        """Write amaxes of this rank's rows, into memory that holds zeros.
+
+        Args:
+            columns: From `measure_columns`.
+
+        Effects: a few kernels on the current stream; no host sync; not a collective.
+        """
+        ...
+
+    def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
+        """Compute scales from amaxes of whole blocks.
+
+        Args:
+            amaxes: (n,), fp32, reduced over the ranks.
+            scales: (n,), fp32, written.
+            past: (num_past, n), fp32, the recipe's to read and write; -1 before the first measurement.
+
+        Effects: a few kernels on the current stream; no host sync; not a collective.
         """
         ...
 
@@ -129,24 +206,29 @@ class PlainRecipe:
         dtype = self.compute_dtype or main_dtype
         return (PayloadFormat(dtype, tuple(shape), is_main_weight=dtype == main_dtype),)
 
-    def encode(
+    def columns(
         self,
         shards: Sequence[torch.Tensor],
         payloads: Sequence[Sequence[torch.Tensor] | None],
-        weights: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Cast each shard into its destination with a multi-tensor copy."""
+        parts: Sequence[Part] = (),
+    ) -> tuple[Sequence[torch.Tensor] | None, ...]:
+        """The destinations and the shards."""
         (destinations,) = payloads
-        if destinations is None or not shards:
+        return destinations, None if destinations is None else shards
+
+    def encode(self, *columns: Sequence[torch.Tensor] | None) -> None:
+        """Cast each shard into its destination with a multi-tensor copy."""
+        destinations, shards = columns
+        if not destinations or not shards:
             return
         if any(map(is_, destinations, shards)):
             pairs = [(into, shard) for into, shard in zip(destinations, shards, strict=True) if into is not shard]
-            self.encode([shard for _, shard in pairs], [[into for into, _ in pairs]])
+            self.encode([into for into, _ in pairs], [shard for _, shard in pairs])
         else:
             torch._foreach_copy_(list(destinations), list(shards))
 
     def decode(
-        self, payloads: Sequence[torch.Tensor], shape: torch.Size, main_weight: torch.Tensor | None = None
+        self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A view of the payload."""
         (payload,) = payloads

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella_precision._recipe import Direction, Recipe
+from lamella_precision._recipe import Direction, Part, Recipe, ScaledRecipe
 
 
 def check_recipe(
@@ -20,7 +20,8 @@ def check_recipe(
 
     Encoding shard by shard and gathering equals encoding the whole, and encoding a single direction's payloads equals
     encoding all; decoding returns the weight within the format's error; the decoded tensor follows refills of the
-    payloads' storage; encoding writes every element of its destination and leaves the shard unchanged.
+    payloads' storage; encoding writes every element of its destination and leaves the shard unchanged. Amaxes measured
+    shard by shard, and the largest taken, give the scales of the whole.
 
     Args:
         recipe: The recipe to test.
@@ -44,27 +45,29 @@ def check_recipe(
             f"got {payload.shape}"
         )
 
+    scales = _scales(recipe, weight.chunk(num_shards), weight.shape)
+    assert _equal(scales, _scales(recipe, [weight], weight.shape)), "amaxes of shards must give the scales of the whole"
     wholes = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in formats]
     for whole in wholes:
         whole.view(torch.uint8).fill_(1)
-    decoded = recipe.decode(wholes, weight.shape, weight)
+    decoded = recipe.decode(wholes, weight.shape, scales)
     assert decoded.shape == weight.shape, f"`decode` must give {tuple(weight.shape)}, gave {tuple(decoded.shape)}"
 
     for whole in wholes:
         whole.zero_()
     assert not decoded.double().any(), "`decode` must share the payloads' storage, so that a refill is seen"
 
-    _encode(recipe, weight, wholes, decoded)
+    encode_into(recipe, weight, wholes, Part(weight.shape, 0, scales))
     parts = [[torch.empty_like(part) for part in whole.chunk(num_shards)] for whole in wholes]
-    for shard, *own in zip(weight.chunk(num_shards), *parts, strict=True):
-        _encode(recipe, shard, own, decoded)
+    for i, (shard, *own) in enumerate(zip(weight.chunk(num_shards), *parts, strict=True)):
+        encode_into(recipe, shard, own, Part(weight.shape, i * rows // num_shards, scales))
     assert torch.equal(weight, before), "`encode` must not write the main weight"
     for whole, pieces in zip(wholes, parts, strict=True):
         assert _same_bytes(whole, torch.cat(pieces)), "encoding shards must equal encoding the whole tensor"
     for direction in (Direction.FORWARD, Direction.BACKWARD):
         wanted = [each.direction.meets(direction) for each in formats]
         alone = [torch.empty_like(whole) if each else None for whole, each in zip(wholes, wanted, strict=True)]
-        _encode(recipe, weight, alone, decoded)
+        encode_into(recipe, weight, alone, Part(weight.shape, 0, scales))
         for whole, made in zip(wholes, alone, strict=True):
             assert made is None or _same_bytes(whole, made), "encoding one direction must equal encoding both"
 
@@ -72,19 +75,48 @@ def check_recipe(
     assert error.max().item() <= relative_error, f"decoded weight is off by {error.max().item():.3g} relative"
 
 
-def _encode(
-    recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], decoded: torch.Tensor
-) -> None:
-    """Encode twice, into memory with different earlier bytes."""
+def measured(recipe: ScaledRecipe, shards: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """The amaxes of a whole weight from its shards in rank order, as an engine reduces them: (blocks,), fp32."""
+    largest = torch.zeros(recipe.scale_shape(shape), device=shards[0].device)
+    row = 0
+    for shard in shards:
+        own = torch.zeros_like(largest)
+        if shard.numel():
+            recipe.measure(*recipe.measure_columns([shard], [Part(tuple(shape), row, own)]))
+        row += len(shard)
+        largest = torch.maximum(largest, own)
+    return largest.view(-1)
+
+
+def encode_into(recipe: Recipe, shard: torch.Tensor, payloads: Sequence[torch.Tensor | None], part: Part) -> None:
+    """Encode a shard with elements twice, into memory with different earlier bytes.
+
+    Raises:
+        AssertionError: An element of a payload was not written.
+    """
     found = []
+    columns = recipe.columns([shard], [None if each is None else [each] for each in payloads], [part])
     for before in (1, 2):
         for each in payloads:
             if each is not None:
                 each.view(torch.uint8).fill_(before)
-        recipe.encode([shard], [None if each is None else [each] for each in payloads], [decoded])
+        recipe.encode(*columns)
         found.append([each.clone() for each in payloads if each is not None])
     for into, other in zip(*found, strict=True):
         assert _same_bytes(into, other), "`encode` must write every element of its destination"
+
+
+def _scales(recipe: Recipe, shards: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor | None:
+    if not isinstance(recipe, ScaledRecipe):
+        return None
+    amaxes = measured(recipe, shards, shape)
+    scales = torch.empty_like(amaxes)
+    recipe.rescale(amaxes, scales, torch.full((recipe.num_past, len(amaxes)), -1.0, device=amaxes.device))
+    return scales.view(recipe.scale_shape(shape))
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

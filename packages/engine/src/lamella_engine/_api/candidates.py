@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from math import prod
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,7 @@ from lamella_engine._parameters.group import dtypes_of
 from lamella_engine._parameters.sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of
 from lamella_layout import Rows
-from lamella_precision import MixedPrecisionPolicy, Recipe
+from lamella_precision import MixedPrecisionPolicy, PlainRecipe, Recipe
 
 
 def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -64,12 +65,48 @@ def candidates_of(
                 kept = checked_keep(prefix + name, keep_fn(parameter))
                 own = policy.resolved_for(parameter)
                 sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
-                if isinstance(own.recipe, Recipe) and _cuts_blocks(prefix + name, parameter, sharding, own.recipe):
-                    kept = Rows(own.recipe.block_rows)
-                    sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
+                if isinstance(own.recipe, Recipe):
+                    _check_recipe(prefix + name, parameter, own.recipe)
+                    if _cuts_blocks(prefix + name, parameter, sharding, own.recipe):
+                        _check_packs(prefix + name, parameter, own.recipe)
+                        kept = Rows(own.recipe.block_rows)
+                        sharding = sharding_of(prefix + name, parameter, axes, placement_fn, kept)
                 found[id(parameter)] = Candidate(prefix + name, parameter, [], sharding, own)
             found[id(parameter)].owners.append(Owner(inner._parameters, name, weakref.ref(inner)))
     return list(found.values())
+
+
+def _check_recipe(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
+    """Refuse a parameter that a recipe cannot serve.
+
+    Raises:
+        ValueError: The recipe has no payloads for the parameter's shape.
+        NotImplementedError: The parameter comes as a DTensor, and the recipe changes its format.
+    """
+    if isinstance(parameter, DTensor) and not isinstance(recipe, PlainRecipe):
+        raise NotImplementedError(
+            f"Expected {name!r} to be a plain parameter, as {recipe!r} needs the whole weight's scales, got a DTensor "
+            f"{parameter.placements}. Let `recipe` return None for it."
+        )
+    try:
+        recipe.payloads(parameter.shape, parameter.dtype)
+    except ValueError as error:
+        raise ValueError(f"Expected a recipe that serves {name!r}, got {recipe!r}: {error}") from error
+
+
+def _check_packs(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
+    """Refuse blocks of rows that neither layout keeps on one rank.
+
+    Raises:
+        ValueError: An even cut divides a block, and a payload's elements do not stand for equally many of the weight.
+    """
+    for payload in recipe.payloads(parameter.shape, parameter.dtype):
+        if prod(payload.shape) and parameter.numel() % prod(payload.shape):
+            raise ValueError(
+                f"Expected {name!r} to divide into blocks of {recipe.block_rows} rows on every rank, or to be made of "
+                f"whole blocks alone, as {recipe!r} needs, got shape {tuple(parameter.shape)}. Let `recipe` return "
+                "None for it."
+            )
 
 
 def _cuts_blocks(name: str, parameter: nn.Parameter, sharding: Sharding, recipe: Recipe) -> bool:

@@ -25,6 +25,7 @@ from lamella_buffers import (
     transport_for,
 )
 from lamella_engine._parameters.offload import Offload
+from lamella_engine._parameters.scales import Scales
 from lamella_engine._parameters.sharded_parameter import (
     Candidate,
     ShardedParameter,
@@ -37,7 +38,7 @@ from lamella_engine._parameters.sharded_parameter import (
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import Direction, MixedPrecisionPolicy
+from lamella_precision import Direction, MixedPrecisionPolicy, ScaledRecipe
 
 MEAN, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -71,6 +72,7 @@ class ParameterGroup:
         buffers: The unsharded buffers, one a payload of the parameters' recipe.
         model_weights: By payload, this rank's shards, gathered over the outer axis; empty if not gathered, or possibly
             stale.
+        scales: Of whole parameters, for a recipe with such scales; else None.
         divisor: Divides the sum of the ranks' gradients.
         sums_only: Divide after a sum, even if the collective itself can make the mean.
         transport: The shard axis.
@@ -129,6 +131,7 @@ class ParameterGroup:
         self.model_weights: dict[int, ShardedBuffer] = {}
         self.buffers: tuple[UnshardedBuffer, ...] = ()
         self._held: tuple[int, ...] = ()  # indices of buffers with bytes
+        self.scales: Scales | None = None
         self.keeps_bytes = False
         self.computes_with_main = False
         self.is_meta = False
@@ -166,9 +169,11 @@ class ParameterGroup:
         self.computes_with_main = sends_main and self.axes.shard_axis is None and self.offload is None
         allocator = _Borrowed(self.main_weight.flat) if self.computes_with_main else self.allocator
         ranks = self.rank, self.axes.main_rank
-        sharded = [parameter.sharded for parameter in self.parameters]
+        recipe = formats.recipe
+        if isinstance(recipe, ScaledRecipe):
+            self.scales = Scales(recipe, self.layout.shapes, self.device)
         layouts = self.layout, self.main_layout
-        self._unsharded = UnshardedWeight(formats, *layouts, ranks, self.device, allocator, sharded)
+        self._unsharded = UnshardedWeight(formats, *layouts, ranks, self.device, allocator, self.scales)
         self.buffers = self._unsharded.buffers
         for parameter, weight in zip(self.parameters, self._unsharded.weights, strict=True):
             whole = parameter.sharding.wrap(weight)
@@ -348,6 +353,14 @@ class ParameterGroup:
             self._plans[chosen] = self._unsharded.plan(chosen, self.main_weight)
         return self._plans[chosen]
 
+    def measure(self) -> None:
+        """Write the amaxes of this rank's rows into `scales`.
+
+        Effects: on the current stream. If main weights rest on the CPU, a copy of this rank's to the device.
+        """
+        assert self.scales is not None
+        self.scales.measure(self.main_weight if self.offload is None else self._main_weight_on_device(self.offload))
+
     def _main_weight_on_device(self, offload: Offload) -> ShardedBuffer:
         """A copy on the device of main weights at rest on the CPU.
 
@@ -444,6 +457,27 @@ class ParameterGroup:
     def reduce_op(self) -> ReduceOp:
         """The reduction of gradients: the mean if the divisor is the number of ranks, else the sum."""
         return MEAN if self.divisor == self.axes.num_ranks and not self.sums_only else SUM
+
+
+def refresh_scales(groups: Iterable[ParameterGroup]) -> None:
+    """Measure main weights, and compute scales of whole parameters; nothing for groups without.
+
+    Effects: on the current stream: a MAX all-reduce for all groups on the same axes, on the shard axis and on the outer
+        axis. Blocks the host on gloo.
+    """
+    by_axes: dict[DataAxes, list[tuple[ParameterGroup, Scales]]] = {}
+    for group in groups:
+        if group.scales is not None:
+            group.measure()
+            by_axes.setdefault(group.axes, []).append((group, group.scales))
+    for same in by_axes.values():
+        first = same[0][0]
+        amaxes = [scales.amaxes for _, scales in same]
+        for transport in (first.transport, first.outer):
+            if transport is not None:
+                transport.all_reduce(amaxes, dist.ReduceOp.MAX).wait()
+        for _, scales in same:
+            scales.rescale()
 
 
 class _Borrowed:

@@ -16,6 +16,7 @@ from lamella_buffers import (
     UnshardedBuffer,
     shards_in,
 )
+from lamella_engine._parameters.scales import Scales, parts_in
 from lamella_layout import EvenLayout, FlatLayout
 from lamella_precision import Direction, PayloadFormat, Recipe
 
@@ -24,17 +25,12 @@ Layout = EvenLayout | FlatLayout
 
 @dataclass(frozen=True)
 class _Encode:
-    """A recipe's `encode` with a gather's argument order. Equal for equal recipes, whose weights one call encodes."""
+    """A recipe's `encode`. Equal for equal recipes, whose weights one call encodes."""
 
     recipe: Recipe
 
-    def __call__(
-        self,
-        shards: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        *payloads: Sequence[torch.Tensor] | None,
-    ) -> None:
-        self.recipe.encode(shards, payloads, weights)
+    def __call__(self, *columns: Sequence[object] | None) -> None:
+        self.recipe.encode(*columns)
 
 
 class PayloadLayouts:
@@ -86,7 +82,7 @@ class UnshardedWeight:
         ranks: This rank's places in the two layouts.
         device: Of the buffers.
         allocator: Gives the buffers their bytes.
-        sharded: The sharded forms of the parameters.
+        scales: Of the parameters, for a recipe with scales of whole tensors.
 
     Attributes:
         buffers: One a payload.
@@ -103,12 +99,13 @@ class UnshardedWeight:
         ranks: tuple[int, int],
         device: torch.device,
         allocator: Allocator,
-        sharded: Sequence[torch.Tensor],
+        scales: Scales | None,
     ) -> None:
         self._payloads = payloads
         self._main_layouts = payloads.like(main_layout)
         self._rank, self._main_rank = ranks
         self._encode = _Encode(payloads.recipe)
+        self._scales = [None] * layout.num_tensors if scales is None else scales.of_each
         pairs = list(zip(payloads.formats, payloads.layouts, strict=True))
         self.buffers = tuple(UnshardedBuffer(lies, ranks[0], each.dtype, device, allocator) for each, lies in pairs)
         for buffer in self.buffers:
@@ -116,8 +113,8 @@ class UnshardedWeight:
         # Decoded once, over views of the buffers: autograd holds the weights while the bytes come and go.
         decode = payloads.recipe.decode
         wholes = zip(*(buffer.tensors for buffer in self.buffers), strict=True)
-        of_each = zip(wholes, layout.shapes, sharded, strict=True)
-        self.weights = [decode(own, torch.Size(shape), main) for own, shape, main in of_each]
+        of_each = zip(wholes, layout.shapes, self._scales, strict=True)
+        self.weights = [decode(own, torch.Size(shape), own_scales) for own, shape, own_scales in of_each]
 
     def plan(self, chosen: Sequence[int], main_weight: ShardedBuffer) -> GatherPlan:
         """A gather of some payloads from main weights on the device: sent in place, or encoded first.
@@ -135,12 +132,11 @@ class UnshardedWeight:
 
     def _columns(
         self, main_weight: ShardedBuffer, into: dict[int, list[torch.Tensor]]
-    ) -> tuple[list[int], tuple[list[torch.Tensor] | None, ...]]:
+    ) -> tuple[list[int], tuple[Sequence[object] | None, ...]]:
         """The parameters with rows on this rank, and the arguments of `_Encode` for them."""
-        shards = main_weight.shards
-        owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
+        owned, shards, parts = parts_in(main_weight, self._scales)
         payloads = [[into[p][i] for i in owned] if p in into else None for p in range(len(self.buffers))]
-        return owned, ([shards[i] for i in owned], [self.weights[i] for i in owned], *payloads)
+        return owned, self._payloads.recipe.columns(shards, payloads, parts)
 
     def plan_from(self, shards: dict[int, ShardedBuffer], chosen: Sequence[int]) -> GatherPlan:
         """A gather of some payloads from encoded shards."""
@@ -160,9 +156,9 @@ class UnshardedWeight:
         # Views of `made`: encoded in place, and gathered in place.
         parts = {p: [torch.tensor_split(slot, outer.num_ranks)[outer.rank] for slot in made[p].slots] for p in chosen}
         own = {p: shards_in(parts[p], self._main_layouts[p], self._main_rank) for p in chosen}
-        _, columns = self._columns(main_weight, own)
-        if columns[0]:
-            self._encode(*columns)  # type: ignore[arg-type]
+        owned, columns = self._columns(main_weight, own)
+        if owned:
+            self._encode(*columns)
         pieces = [each for p in chosen for each in zip(parts[p], made[p].slots, strict=True)]
         outer.all_gather([Payload(part, whole) for part, whole in pieces if whole.numel() > 0]).wait()
         return made

@@ -16,7 +16,7 @@ from lamella_engine._streams.order_check import OrderCheck
 from lamella_engine._tree.prefetch import Prefetch
 from lamella_engine._unit.gradients import Ended
 from lamella_engine._unit.unit import Unit
-from lamella_engine._unit.weights import Residency
+from lamella_engine._unit.weights import Residency, measure
 from lamella_precision import Direction
 
 # The process's: a step hook is called for every optimizer, and looks for trees with its parameters here. Weak: modules
@@ -189,6 +189,8 @@ class Tree:
                 unit.begin_pass()
             # The optimizer wrote shards on the compute stream: a gather without the wait reads half-written weights.
             self.streams.order_gathers_after_updates()
+            if scaled := [unit.weights for unit in self.units if unit.weights.may_be_measured]:
+                measure(scaled)
 
     def is_forward_root(self, unit: Unit) -> bool:
         """Whether the pass under way is a forward which began with `unit`."""

@@ -75,6 +75,14 @@ class UnitParameters:
         """Whether unsharded parameters are copies, filled by a gather, and not the main weights themselves."""
         return any(not group.computes_with_main for group in self.groups)
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether a recipe encodes some parameters with scales of whole tensors."""
+        for group in self.groups:
+            if group.scales is not None:
+                return True
+        return False
+
     def drop_parts(self) -> None:
         """Drop the parts kept for neighbours: main weights may have been written since."""
         for group in self.groups:

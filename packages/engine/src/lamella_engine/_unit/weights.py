@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.extended_group import split_extended
-from lamella_engine._parameters.group import ParameterGroup, by_axes
+from lamella_engine._parameters.group import ParameterGroup, by_axes, refresh_scales
 from lamella_engine._parameters.sharded_parameter import refuse_displaced
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._streams.context import Phase
@@ -93,6 +93,7 @@ class UnitWeights:
         self._gathered: torch.Event | None = None  # for streams that use the weights after another stream has waited
         self._there: Direction | None = None  # the passes whose payloads are gathered
         self.early: list[tuple[int, int]] | None = None
+        self._is_measured = False  # scales of whole tensors are of the main weights of this pass
 
     def _become(self, to: Residency) -> None:
         assert (self.residency, to) in _LEGAL, f"{self.parameters.name}: {self.residency} -> {to}"
@@ -166,6 +167,7 @@ class UnitWeights:
         if context.phase is Phase.RESTING:
             self.adopt_replaced_shards()
             context.streams.order_gathers_after_updates()
+            self._is_measured = False  # main weights may have been written by anyone, with no event
         for group in parameters.groups:
             if group.is_meta:
                 self._check_materialized()
@@ -176,6 +178,8 @@ class UnitWeights:
                 self.add_payloads(direction)
                 return
             self.drop_copy()
+        if not self._is_measured:
+            measure([self])
         self._start_gathers("gather", direction, None)
         self._there = direction
         self._holders.add(holder)
@@ -429,8 +433,15 @@ class UnitWeights:
             self.check_not_held()
         self.reshard()
 
+    @property
+    def may_be_measured(self) -> bool:
+        """Whether main weights are encoded before the next use, and nothing uses the scales of earlier weights."""
+        is_kept = self.residency is Residency.KEPT and self.contents is not Contents.CURRENT
+        return self.parameters.has_scales and (is_kept or self.residency is Residency.SHARDED)
+
     def note_update(self) -> None:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
+        self._is_measured = False
         if self.contents is not Contents.NONE:
             self.contents = Contents.STALE
 
@@ -507,6 +518,28 @@ class UnitWeights:
                 '`model.to_empty(device="cpu")` and initialise them. Found following parameters on non-CPU device: '
                 f"{devices}."
             )
+
+
+def measure(units: Sequence[UnitWeights]) -> None:
+    """Compute the scales of whole tensors of some units, for the gathers of this pass.
+
+    Args:
+        units: Of one tree; each measured only if `may_be_measured`, or about to be gathered.
+
+    Effects: on the gather stream: reads the main weights, and a MAX all-reduce for all units on the same axes; blocks
+        the host on gloo. None without such scales.
+    """
+    scaled = [unit.parameters for unit in units if unit.parameters.has_scales]
+    for unit in units:
+        unit._is_measured = True
+    if not scaled:
+        return
+    first, streams = scaled[0], scaled[0].context.streams
+    streams.reads_shards |= any(parameters.is_offloaded for parameters in scaled)
+    groups = [group for parameters in scaled for group in parameters.groups]
+    first.check_order("measure", lambda: sum(group.scales.amaxes.nbytes for group in groups if group.scales))
+    with label("measure", first.name), streams.on(streams.all_gather_stream):
+        refresh_scales(groups)
 
 
 def _start_gather(groups: Sequence[ParameterGroup], direction: Direction, there: Direction | None) -> Pending:

@@ -1,0 +1,82 @@
+"""Scales of whole tensors: each rank measures its rows, and a MAX reduction gives all ranks the amaxes of all blocks.
+
+begin of a pass   every unit at rest is measured: one reduction for all units on the same axes
+a gather at rest  (a verb, or a gather inside the optimizer's step): the unit alone is measured
+other gathers     the scales of the pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from lamella_buffers import ShardedBuffer
+from lamella_precision import Part, ScaledRecipe
+
+
+class Scales:
+    """The scales of a group's parameters, equal on all ranks.
+
+    Args:
+        recipe: Of the parameters.
+        shapes: Of the whole parameters.
+        device: Of gathers.
+
+    Attributes:
+        amaxes: (n,), fp32, of all parameters: of this rank's rows, and of all ranks' after the reduction.
+        of_each: For each parameter its scales, of the recipe's `scale_shape`.
+
+    Effects: allocates 4 * (2 + num_past) bytes a scale, on the current stream.
+    """
+
+    def __init__(self, recipe: ScaledRecipe, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self._recipe = recipe
+        own = [recipe.scale_shape(shape) for shape in shapes]
+        numels = [prod(shape) for shape in own]
+        self.amaxes = torch.zeros(sum(numels), device=device)
+        self._scales = torch.ones_like(self.amaxes)
+        self._past = torch.full((recipe.num_past, len(self.amaxes)), -1.0, device=device)
+        self.of_each = _split(self._scales, numels, own)
+        self._amaxes_of_each = _split(self.amaxes, numels, own)
+        self._measured: ShardedBuffer | None = None
+        self._columns: tuple[Sequence[object], ...] = ()
+
+    def measure(self, main_weight: ShardedBuffer) -> None:
+        """Write the amaxes of this rank's rows.
+
+        Effects: as the recipe's `measure`, on the current stream.
+        """
+        if self._measured is not main_weight:
+            _, shards, parts = parts_in(main_weight, self._amaxes_of_each)
+            self._columns = self._recipe.measure_columns(shards, parts)
+            self._measured = main_weight
+        self.amaxes.zero_()
+        self._recipe.measure(*self._columns)
+
+    def rescale(self) -> None:
+        """Compute the scales from the reduced amaxes.
+
+        Effects: as the recipe's `rescale`, on the current stream.
+        """
+        self._recipe.rescale(self.amaxes, self._scales, self._past)
+
+
+def parts_in(
+    main_weight: ShardedBuffer, scales: Sequence[torch.Tensor | None]
+) -> tuple[list[int], list[torch.Tensor], list[Part]]:
+    """The parameters with elements on this rank: indices, shards, and their places in the whole.
+
+    Args:
+        main_weight: This rank's shards.
+        scales: For each parameter the scales of the whole, or None.
+    """
+    layout, rank, shards = main_weight.layout, main_weight.rank, main_weight.shards
+    owned = [i for i, shard in enumerate(shards) if shard.numel() > 0]
+    parts = [Part(layout.shapes[i], layout.chunk(i, rank).offsets[0], scales[i]) for i in owned]
+    return owned, [shards[i] for i in owned], parts
+
+
+def _split(flat: torch.Tensor, numels: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    return [each.view(tuple(shape)) for each, shape in zip(torch.split(flat, list(numels)), shapes, strict=True)]

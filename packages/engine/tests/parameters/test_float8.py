@@ -1,0 +1,305 @@
+"""Layers whose matrices travel in 8 bits train as one rank that quantises whole weights at each use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from engine_models import assert_weights_equal, descend, mesh_of, record, units
+from float8_models import AnyRecipe, Decoder, Layer, as_oracle, decoder, loss_of, train
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from lamella_engine import (
+    HFSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    fully_shard,
+)
+from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
+from lamella_testing import run_ranks
+
+FP32 = torch.float32
+RECIPES: dict[str, AnyRecipe] = {
+    "tensor": Float8Recipe(compute_dtype=FP32),
+    "e5m2": Float8Recipe(dtype=torch.float8_e5m2, compute_dtype=FP32),
+    "row": Float8Recipe((1, None), compute_dtype=FP32),
+    "block": Float8Recipe((128, 128), compute_dtype=FP32),
+    "cut-block": Float8Recipe((8, 8), power_of_two=True, compute_dtype=FP32),
+    "mxfp8": MXFP8Recipe(compute_dtype=FP32),
+}
+
+
+def _sharded(model: Decoder, recipe: AnyRecipe, **options: Any) -> Decoder:
+    policy = MixedPrecisionPolicy(
+        None if recipe.compute_dtype == FP32 else recipe.compute_dtype, recipe=matrices_of(model.layers, recipe)
+    )
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=replace(policy, recipe=None), **options)
+    for _, unit in units(model):
+        for group in unit.parameters.groups:
+            group.divisor = 1.0  # a sum: `train` gives all ranks but the first gradients of zero
+    return model
+
+
+def _assert_trains_as_oracle(model: Decoder, oracle: Decoder, recipe: AnyRecipe, **options: Any) -> Decoder:
+    model = _sharded(model, recipe, **options)
+    assert train(model) == train(as_oracle(oracle, recipe))
+    assert_weights_equal(oracle, model, rtol=0.0, atol=0.0)
+    return model
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name: str, num_ranks: int) -> None:
+    # MXFP8 needs blocks of 32 rows on one rank: sizes that the flat layout can pack. All others: rows that no rank
+    # count divides, and blocks cut by every rank.
+    sizes = (32, 64) if name == "mxfp8" else (20, 37)
+
+    def check() -> None:
+        _assert_trains_as_oracle(decoder(*sizes), decoder(*sizes), RECIPES[name])
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "cut-block"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_mixture_of_experts_trains_to_the_bit_with_a_stack_of_matrices(name: str, num_ranks: int) -> None:
+    def check() -> None:
+        model, oracle = decoder(is_moe=True), decoder(is_moe=True)
+        _assert_trains_as_oracle(model, oracle, RECIPES[name])
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"options": ShardingOptions(placements=ZERO1)},
+        {"options": ShardingOptions(placements=ZERO2)},
+        {"reshard_after_forward": False},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ],
+    ids=["zero1", "zero2", "stay", "offload"],
+)
+@pytest.mark.parametrize("name", ["tensor", "cut-block"])
+def test_stages_and_residence_change_no_bit(name: str, options: dict[str, Any]) -> None:
+    def check() -> None:
+        _assert_trains_as_oracle(decoder(), decoder(), RECIPES[name], **options)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("placements", [(HFSDP, ZERO3), None], ids=["hfsdp", "hsdp"])
+def test_two_axes_measure_whole_weights(placements: Any) -> None:
+    def check() -> None:
+        options = {"mesh": mesh_of((2, 2)), "options": ShardingOptions(placements=placements)}
+        _assert_trains_as_oracle(decoder(), decoder(), RECIPES["cut-block"], **options)
+
+    run_ranks(check, 4)
+
+
+def test_ranks_without_rows_of_a_weight_find_its_scales() -> None:
+    def check() -> None:
+        model = _assert_trains_as_oracle(decoder(2, 2), decoder(2, 2), RECIPES["cut-block"])
+        up = cast(DTensor, model.get_parameter("layers.0.mlp.up.weight"))
+        assert up.to_local().shape[0] == (1 if up.device_mesh.get_rank() < 2 else 0)
+
+    run_ranks(check, 4)
+
+
+def test_bf16_compute_with_fp32_main_weights_trains_as_the_oracle() -> None:
+    """Gradients are of bf16 values on both sides; the oracle's norms and head compute in fp32."""
+
+    def check() -> None:
+        recipe = Float8Recipe((1, None))
+        model, oracle = _sharded(decoder(), recipe), as_oracle(decoder(), replace(recipe, compute_dtype=FP32))
+        losses, expected = train(model), train(oracle)
+        assert losses == pytest.approx(expected, rel=0.02)  # three digits of bf16
+        assert losses[-1] < losses[0]
+        weight = model.get_parameter("layers.0.qkv.weight")
+        assert weight.dtype == FP32
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(("name", "share"), [("tensor", 0.51), ("row", 0.51), ("block", 0.51), ("mxfp8", 0.52)])
+def test_half_of_the_bytes_of_bf16_travel(name: str, share: float) -> None:
+    """Counted: gathers and the reduction of amaxes, of whole units with their norms. MXFP8's scales alone are 1/32."""
+
+    def check() -> None:
+        nbytes = []
+        for recipe in (replace(RECIPES[name], compute_dtype=torch.bfloat16), None):
+            model = decoder(256, 512, num_layers=1)
+            policy = MixedPrecisionPolicy(torch.bfloat16, recipe=recipe and matrices_of(model.layers, recipe))
+            fully_shard(model.layers[0], mp_policy=policy)
+            fully_shard(model, mp_policy=replace(policy, recipe=None))
+            for _ in range(2):
+                loss_of(model).backward()  # type: ignore[no-untyped-call]
+                descend(model)
+            log = record(model)
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            counted = [e for e in log.events if e.unit.startswith("layers") and e.kind in ("gather", "all-reduce")]
+            nbytes.append(sum(event.nbytes for event in counted))
+            is_scaled = isinstance(recipe, Float8Recipe)
+            assert [event.kind for event in counted] == is_scaled * ["all-reduce"] + ["gather", "gather"]
+        assert 0.5 < nbytes[0] / nbytes[1] <= share
+
+    run_ranks(check, 2)
+
+
+def test_all_units_are_measured_by_one_reduction_a_pass_and_after_writes_without_an_event() -> None:
+    def check() -> None:
+        recipe = RECIPES["tensor"]
+        model, oracle = _sharded(decoder(num_layers=3), recipe), as_oracle(decoder(num_layers=3), recipe)
+        train(model, 1)
+        train(oracle, 1)
+        log = record(model)
+        with torch.no_grad():
+            for each in (model, oracle):
+                for parameter in each.parameters():
+                    parameter.mul_(3.0)  # no optimizer, and no gradient
+                loss_of(each)
+            assert loss_of(model).item() == loss_of(oracle).item()
+        assert [event.kind for event in log.events].count("all-reduce") == 2
+        log.clear()
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        assert [event.kind for event in log.events].count("all-reduce") == 1
+
+    run_ranks(check, 2)
+
+
+def test_verbs_at_rest_measure_their_unit_alone() -> None:
+    def check() -> None:
+        recipe = RECIPES["row"]
+        model, oracle = _sharded(decoder(), recipe), as_oracle(decoder(), recipe)
+        log = record(model)
+        layer = cast(Any, model.layers[0])
+        with torch.no_grad():
+            layer.mlp.up.weight.mul_(3.0)
+            cast(Layer, oracle.layers[0]).mlp.up.weight.mul_(3.0)  # type: ignore[operator,union-attr]
+        layer.unshard()
+        weight = layer.mlp.up.weight
+        assert isinstance(weight, QuantizedWeight)
+        assert len([event for event in log.events if event.kind == "all-reduce"]) == 1
+        x = torch.randn(4, 20)
+        assert torch.equal(torch.nn.functional.linear(x, weight), oracle.layers[0].mlp.up(x))  # type: ignore[operator,union-attr]
+        layer.reshard()
+        assert train(model, 1) == train(oracle, 1)
+
+    run_ranks(check, 2)
+
+
+def test_recomputed_layers_and_delayed_scaling_train() -> None:
+    def check() -> None:
+        recipe = Float8Recipe(num_past_amaxes=4, compute_dtype=FP32)
+        model = _sharded(decoder(), recipe)
+        plain = _sharded(decoder(), recipe)
+        for layer in plain.layers:
+            whole = layer.forward
+            layer.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=False)
+        losses = train(model, 5)
+        assert losses == train(plain, 5)
+        assert losses == pytest.approx(train(as_oracle(decoder(), Float8Recipe(compute_dtype=FP32)), 5), rel=0.02)
+
+    run_ranks(check, 2)
+
+
+def test_optimizer_state_and_state_dict_are_of_fp32_main_weights() -> None:
+    def check() -> None:
+        recipe = Float8Recipe()
+        model = _sharded(decoder(), recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        names = {name for name, _ in decoder().named_parameters()}
+        state = model.state_dict()
+        assert set(state) == names
+        assert all(type(value) is DTensor and value.dtype == FP32 for value in state.values())
+        assert all(value["exp_avg"].dtype == FP32 for value in optimizer.state.values())
+        # Loaded into another recipe, and into none, the weights are the same.
+        whole = {name: value.full_tensor() for name, value in state.items()}
+        for other in (Float8Recipe((1, None), dtype=torch.float8_e5m2), None):
+            fresh = decoder() if other is None else _sharded(decoder(), other)
+            if other is None:
+                fresh.load_state_dict(whole)
+            else:
+                fresh.load_state_dict(state)
+            for name, parameter in fresh.named_parameters():
+                got = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                assert torch.equal(got, whole[name])
+
+    run_ranks(check, 2)
+
+
+def test_only_the_matrices_of_the_layers_are_quantised() -> None:
+    def check() -> None:
+        model = decoder()
+        policy = MixedPrecisionPolicy(
+            recipe=matrices_of(model.layers, Float8Recipe(compute_dtype=FP32), names=["mlp.*"])
+        )
+        fully_shard(model, mp_policy=policy)
+        cast(Any, model).unshard()
+        found = {name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)}
+        assert found == {f"layers.{i}.mlp.{name}.weight" for i in range(2) for name in ("gate", "up", "down")}
+        whole = decoder()
+        matrices = matrices_of(whole, Float8Recipe())
+        chosen = {name for name, parameter in whole.named_parameters() if matrices(parameter) is not None}
+        assert "embedding.weight" not in chosen
+        assert "head.weight" in chosen
+        assert not any("norm" in name for name in chosen)
+
+    run_ranks(check, 1)
+
+
+def test_recipes_that_cannot_serve_a_weight_are_refused_at_the_call() -> None:
+    def check() -> None:
+        model = decoder()
+        with pytest.raises(ValueError, match=r"got none for \['attention"):
+            matrices_of(model.layers, Float8Recipe(), names="attention.*")
+        policy = MixedPrecisionPolicy(recipe=matrices_of(model.layers, Float8Recipe()))
+        with pytest.raises(ValueError, match=r"Expected `param_dtype` torch.bfloat16 .* got torch.float32"):
+            fully_shard(model, mp_policy=policy)
+        with pytest.raises(ValueError, match=r"(?s)'bias'.*Give it no recipe"):
+            fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(recipe=Float8Recipe(compute_dtype=FP32)))
+        mxfp8 = MixedPrecisionPolicy(recipe=lambda p: RECIPES["mxfp8"] if p.ndim == 2 else None)
+        with pytest.raises(ValueError, match=r"'weight' to divide into blocks of 32 rows"):
+            fully_shard(nn.Linear(33, 100), mp_policy=mxfp8)  # neither the even layout nor the flat one keeps blocks
+        by_columns = MixedPrecisionPolicy(recipe=lambda p: RECIPES["row"] if p.ndim == 2 else None)
+        with pytest.raises(NotImplementedError, match=r"'weight' at dim 0"):
+            fully_shard(nn.Linear(4, 4), mp_policy=by_columns, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+    run_ranks(check, 2)
+
+
+def test_gathered_payloads_have_no_bytes_at_rest() -> None:
+    def check() -> None:
+        model = _sharded(decoder(), RECIPES["tensor"])
+        train(model, 2)
+        for _, unit in units(model):
+            assert not any(buffer.has_bytes for group in unit.parameters.groups for buffer in group.buffers)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks wrappers for gradients
+@pytest.mark.parametrize("recipe", [Float8Recipe(), Float8Recipe((8, 8)), MXFP8Recipe(gathers_both=True)], ids=repr)
+def test_compiled_layers_train_in_one_graph_as_eager_layers(recipe: AnyRecipe) -> None:
+    def check() -> None:
+        losses = []
+        for is_compiled in (False, True):
+            model = decoder(32, 64)
+            for layer in model.layers if is_compiled else ():
+                layer.compile(backend="aot_eager", fullgraph=True)
+            losses.append(train(_sharded(model, recipe)))
+        assert losses[0] == losses[1]
+
+    run_ranks(check, 2)

@@ -1,0 +1,212 @@
+"""Float8 with a scale a block: whole tensors, rows, or squares. Data travels; every rank computes all scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from lamella_precision._quantized import QuantizedWeight
+from lamella_precision._recipe import Direction, Part, PayloadFormat
+from lamella_precision._tiles import Block, grid_of, tiles_of
+
+_SMALLEST_SCALE = 2.0**-126  # no subnormal scale: its reciprocal overflows, and kernels may flush it to zero
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+Tiles = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Float8Recipe:
+    """A byte an element: `round(weight / scale)` in float8, with `scale = amax / (the format's largest number)`.
+
+    The largest magnitudes (amaxes) of all blocks are MAX-reduced over the ranks, so that a cut may fall anywhere: the
+    shards' encodings are the encoding of the whole, to the bit. The scales never travel. A parameter of more than two
+    dims is a stack of matrices, each with scales of its own.
+
+    Args:
+        block: Rows and columns with a common scale; None for all. (None, None): a scale a matrix. (1, None): a scale a
+            row. (128, 128): a scale a square.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        num_past_amaxes: 0: current scaling. Else delayed scaling: the scale comes from the largest of that many amaxes
+            of earlier measurements; a weight that grew since saturates. The first scale is of the current weight.
+        power_of_two: Round scales up to a power of two: dequantisation is then exact.
+        compute_dtype: Dtype of the dequantised weight and of its gradient.
+
+    Raises:
+        ValueError: `dtype` is no float8 format, or a size is not positive.
+    """
+
+    block: Block = (None, None)
+    dtype: torch.dtype = torch.float8_e4m3fn
+    num_past_amaxes: int = 0
+    power_of_two: bool = False
+    compute_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _FORMATS:
+            raise ValueError(f"Expected `dtype` to be one of {_FORMATS}, got {self.dtype}.")
+        if any(length is not None and length < 1 for length in self.block):
+            raise ValueError(f"Expected `block` to have positive sizes or None, got {self.block}.")
+        if self.num_past_amaxes < 0:
+            raise ValueError(f"Expected `num_past_amaxes` to be at least 0, got {self.num_past_amaxes}.")
+
+    @property
+    def block_rows(self) -> int:
+        """Cuts are allowed after any row: amaxes are of all ranks."""
+        return 1
+
+    @property
+    def largest(self) -> float:
+        """The format's largest number."""
+        return torch.finfo(self.dtype).max
+
+    def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> tuple[PayloadFormat, ...]:
+        """The data, for both directions.
+
+        Raises:
+            ValueError: The weight is no matrix, and no stack of matrices.
+        """
+        if len(shape) < 2:
+            raise ValueError(
+                f"Expected a weight of at least two dims for {self}, got shape {tuple(shape)}. Give it no recipe."
+            )
+        return (PayloadFormat(self.dtype, tuple(shape)),)
+
+    def columns(
+        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+    ) -> tuple[Sequence[object] | None, ...]:
+        """Views of equal blocks: sources, destinations and scales of each weight."""
+        (destinations,) = payloads
+        if destinations is None:
+            return None, None, None
+        sources, into, scales = [], [], []
+        for shard, destination, part in zip(shards, destinations, parts, strict=True):
+            tiles = tiles_of(shard.shape, part.shape, part.first_row, self.block)
+            of_tiles = [tile.of(shard) for tile in tiles]
+            sources.append(of_tiles)
+            into.append([tile.of(destination) for tile in tiles])
+            assert part.scales is not None
+            scales.append([tile.cells(part.scales, len(each)) for tile, each in zip(tiles, of_tiles, strict=True)])
+        return sources, into, scales
+
+    def encode(self, *columns: Sequence[Tiles] | None) -> None:
+        """Divide by the scales, saturate, and round to the format: four multi-tensor calls for all weights.
+
+        Effects: a temporary fp32 copy of the shards.
+        """
+        sources, into, scales = (list(chain.from_iterable(column or ())) for column in columns)
+        if sources:
+            round_to(into, torch._foreach_div(as_float(sources), scales), self.largest)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the grid of blocks."""
+        return grid_of(shape, self.block)
+
+    @property
+    def num_past(self) -> int:
+        """The earlier measurements that the next scales depend on."""
+        return self.num_past_amaxes
+
+    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
+        """Views of equal blocks, and of their amaxes."""
+        tiles, cells = [], []
+        for shard, part in zip(shards, parts, strict=True):
+            assert part.scales is not None
+            for tile in tiles_of(shard.shape, part.shape, part.first_row, self.block):
+                tiles.append(tile.of(shard))
+                cells.append(tile.cells(part.scales, len(tiles[-1])))
+        return tiles, cells
+
+    def measure(self, *columns: Tiles) -> None:
+        """Write the largest magnitude of each block's part on this rank.
+
+        Effects: two multi-tensor calls for scales of whole matrices; else a kernel for each run of equal blocks too.
+        """
+        tiles, cells = columns
+        if not tiles:
+            return
+        if all(cell.numel() == 1 for cell in cells):
+            norms = torch._foreach_norm(list(tiles), float("inf"))
+            found = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
+        else:
+            found = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
+        torch._foreach_copy_(list(cells), found)
+
+    def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
+        """Compute the scales of all blocks of a group from amaxes of whole blocks, and note the amaxes.
+
+        Args:
+            amaxes: (blocks,), fp32.
+            scales: (blocks,), fp32, written.
+            past: (num_past, blocks), fp32, the latest amaxes first; negative where nothing was measured.
+
+        Effects: a few kernels on the current stream, no host sync.
+        """
+        made = scale_for(amaxes, self.largest, power_of_two=self.power_of_two)
+        if self.num_past_amaxes:
+            before = past.amax(0)
+            delayed = scale_for(before, self.largest, power_of_two=self.power_of_two)
+            is_first, is_new = before < 0, amaxes != past[0]
+            made = torch.where(is_first, made, torch.where(is_new, delayed, scales))
+            # An unchanged weight (a second microbatch, an evaluation) is not measured twice.
+            past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
+        scales.copy_(made)
+
+    def decode(
+        self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
+    ) -> QuantizedWeight:
+        """A wrapper over data and scales."""
+        return QuantizedWeight(payloads, scales, shape, self)
+
+    def dequantize(
+        self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
+    ) -> torch.Tensor:
+        """Data times scales, multiplied in fp32 and rounded to `compute_dtype`: the same values for both directions."""
+        (data,) = payloads
+        assert scales is not None
+        return times_scales(data, scales, shape, self.block, self.compute_dtype)
+
+
+def as_float(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The shards in fp32: a division in 16 bits would round twice."""
+    return [shard if shard.dtype == torch.float32 else shard.float() for shard in shards]
+
+
+def round_to(into: Sequence[torch.Tensor], values: tuple[torch.Tensor, ...], largest: float) -> None:
+    """Saturate values in place, and round into float8: torch's own cast makes NaN of values out of range."""
+    torch._foreach_clamp_min_(values, -largest)
+    torch._foreach_clamp_max_(values, largest)
+    torch._foreach_copy_(list(into), values)
+
+
+def scale_for(amaxes: torch.Tensor, largest: float, *, power_of_two: bool) -> torch.Tensor:
+    """`amax / largest`, at least 2^-126; as a power of two, rounded up."""
+    scales = (amaxes / largest).clamp_min(_SMALLEST_SCALE)
+    if not power_of_two:
+        return scales
+    return power_of(exponents_for(scales))
+
+
+def exponents_for(scales: torch.Tensor) -> torch.Tensor:
+    """Biased exponents (int32, 1 to 254) of positive normal fp32 numbers rounded up to powers of two; NaN, inf: 255."""
+    # On bits, since neither `log2` nor `pow` is exact on every device.
+    return ((scales.view(torch.int32) & 0x7FFFFFFF) + 0x7FFFFF) >> 23
+
+
+def power_of(exponents: torch.Tensor) -> torch.Tensor:
+    """The fp32 numbers with the biased exponents 1 to 254; inf for 255."""
+    return (exponents << 23).view(torch.float32)
+
+
+def times_scales(
+    data: torch.Tensor, scales: torch.Tensor, shape: torch.Size, block: Block, dtype: torch.dtype
+) -> torch.Tensor:
+    """Whole data times the scales of its blocks, in `dtype`."""
+    values = torch.empty(shape, dtype=dtype, device=data.device)
+    for tile in tiles_of(shape, shape, 0, block):
+        blocks = tile.of(data)
+        tile.of(values).copy_(blocks.float() * tile.cells(scales, len(blocks)))
+    return values
