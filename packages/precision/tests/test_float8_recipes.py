@@ -52,7 +52,7 @@ def _weight(rows: int, columns: int, seed: int) -> torch.Tensor:
 def _scales_of(recipe: ScaledRecipe, shards: list[tuple[int, torch.Tensor]], shape: torch.Size) -> torch.Tensor:
     amaxes = measured(recipe, [shard for _, shard in shards], shape)
     scales = torch.empty_like(amaxes)
-    recipe.rescale(amaxes, scales, torch.full((recipe.num_past, len(amaxes)), -1.0))
+    recipe.rescale(amaxes, scales, torch.full((recipe.num_past, len(amaxes)), -1.0, device=amaxes.device))
     return scales.view(recipe.scale_shape(shape))
 
 
@@ -61,7 +61,7 @@ def _encoded(recipe: Recipe, weight: torch.Tensor, num_ranks: int) -> tuple[list
     shards = _shards(weight, num_ranks, recipe.block_rows)
     scales = _scales_of(recipe, shards, weight.shape) if isinstance(recipe, ScaledRecipe) else None
     formats = recipe.payloads(weight.shape, weight.dtype)
-    wholes = [torch.empty(each.shape, dtype=each.dtype) for each in formats]
+    wholes = [torch.empty(each.shape, dtype=each.dtype, device=weight.device) for each in formats]
     for first, shard in shards:
         if shard.numel():
             per_row = [len(weight) if len(whole) == len(weight) else 0 for whole in wholes]
@@ -177,3 +177,18 @@ def test_impossible_recipes_are_refused(arguments: dict[str, object], complaint:
 def test_weights_that_a_recipe_cannot_serve_are_refused(recipe: Recipe, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="Give .* no recipe"):
         recipe.payloads(shape, torch.float32)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("recipe", [*FLOAT8, Float8Recipe((1, None), power_of_two=True), MXFP8Recipe()], ids=repr)
+def test_a_gpu_encodes_the_same_bits(recipe: Recipe) -> None:
+    weight = _weight(300, 200, 0)
+    here, scales = _encoded(recipe, weight, 3)
+    there, scales_there = _encoded(recipe, weight.cuda(), 3)
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
+    assert scales is None or (scales_there is not None and torch.equal(scales, scales_there.cpu()))
+    values = [
+        recipe.decode(payloads, weight.shape, own) + 0 for payloads, own in ((here, scales), (there, scales_there))
+    ]
+    assert torch.equal(values[0], values[1].cpu())

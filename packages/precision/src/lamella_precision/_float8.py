@@ -184,7 +184,8 @@ def round_to(into: Sequence[torch.Tensor], values: tuple[torch.Tensor, ...], lar
 
 def scale_for(amaxes: torch.Tensor, largest: float, *, power_of_two: bool) -> torch.Tensor:
     """`amax / largest`, at least 2^-126; as a power of two, rounded up."""
-    scales = (amaxes / largest).clamp_min(_SMALLEST_SCALE)
+    # A tensor as divisor: CUDA multiplies by the reciprocal of a number, which rounds twice.
+    scales = (amaxes / torch.full_like(amaxes, largest)).clamp_min(_SMALLEST_SCALE)
     if not power_of_two:
         return scales
     return power_of(exponents_for(scales))

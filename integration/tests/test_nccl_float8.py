@@ -1,0 +1,160 @@
+"""Float8 over NCCL and on GPUs: gathered bytes are those of the whole weight, and float8 products train a model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # As in test_nccl: once here instead of once a rank.
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_integration.tasks import TASKS
+from lamella_precision import (
+    Float8Recipe,
+    MXFP8Recipe,
+    Part,
+    QuantizedWeight,
+    ScaledRecipe,
+    matrices_of,
+    use_float8_matmul,
+)
+from lamella_precision.testing import encode_into, measured
+from lamella_testing import run_ranks
+
+DEVICES = pytest.mark.parametrize(
+    ("device", "num_ranks"),
+    [
+        ("cpu", 2),
+        pytest.param("cuda", 1, marks=pytest.mark.gpu1),
+        pytest.param("cuda", 2, marks=pytest.mark.gpu2),
+        pytest.param("cuda", 4, marks=pytest.mark.gpu4),
+    ],
+)
+TASK = TASKS["llama"]
+RECIPES = {
+    "tensor": Float8Recipe(),
+    "delayed": Float8Recipe(num_past_amaxes=4),
+    "row": Float8Recipe((1, None)),
+    "block": Float8Recipe((128, 128)),
+    "cut-block": Float8Recipe((8, 24)),
+    "mxfp8": MXFP8Recipe(gathers_both=True),
+}
+
+
+class Loop:
+    """A sharded model and steps on it, each rank with the whole batch."""
+
+    def __init__(
+        self,
+        device: str,
+        recipe: Float8Recipe | MXFP8Recipe | None,
+        prepare: Callable[[nn.Module], object] = lambda block: None,
+    ) -> None:
+        self.device = device
+        self.model: Any = TASK.model(device=device)
+        blocks = list(self.model.units())
+        for block in blocks:
+            prepare(block)
+        for block in blocks:
+            policy = MixedPrecisionPolicy(torch.bfloat16, recipe=recipe and matrices_of(block, recipe))
+            fully_shard(block, mp_policy=policy)
+        fully_shard(self.model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        self.blocks = blocks
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
+
+    def train(self, num_steps: int) -> list[float]:
+        losses = []
+        for step in range(num_steps):
+            tokens, labels = (tensor.to(self.device) for tensor in TASK.batch(step))
+            loss = TASK.loss(self.model(tokens).float(), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> list[torch.Tensor]:
+    scales = None
+    if isinstance(recipe, ScaledRecipe):
+        amaxes = measured(recipe, [weight], weight.shape)
+        scales = torch.empty_like(amaxes)
+        recipe.rescale(amaxes, scales, torch.full((recipe.num_past, len(amaxes)), -1.0))
+        scales = scales.view(recipe.scale_shape(weight.shape))
+    payloads = [torch.empty(each.shape, dtype=each.dtype) for each in recipe.payloads(weight.shape, weight.dtype)]
+    encode_into(recipe, weight, payloads, Part(tuple(weight.shape), 0, scales))
+    return payloads
+
+
+@DEVICES
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: str, num_ranks: int, name: str) -> None:
+    recipe = RECIPES[name]
+
+    def compare() -> int:
+        loop = Loop(device, recipe)
+        loop.train(2)
+        num = 0
+        for block in loop.blocks:
+            wholes = {key: value.full_tensor().cpu() for key, value in block.state_dict().items()}
+            block.unshard()
+            for key, weight in block.named_parameters():
+                if isinstance(weight, QuantizedWeight):
+                    for got, expected in zip(weight.payloads, _encoded_whole(recipe, wholes[key]), strict=True):
+                        assert torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8)), key
+                    num += 1
+            block.reshard()
+        return num
+
+    assert min(run_ranks(compare, num_ranks, device=device)) > 0
+
+
+@DEVICES
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_near_bf16(device: str, num_ranks: int, name: str) -> None:
+    def losses() -> tuple[list[float], list[float]]:
+        return Loop(device, RECIPES[name]).train(6), Loop(device, None).train(6)
+
+    for found, expected in run_ranks(losses, num_ranks, device=device):
+        assert found[-1] < found[0]
+        assert found == pytest.approx(expected, rel=0.03)
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["tensor", "row"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
+def test_float8_products_of_gathered_weights_train_eager_and_compiled(device: str, num_ranks: int, name: str) -> None:
+    recipe = RECIPES[name]
+    assert isinstance(recipe, Float8Recipe)
+
+    def prepare(is_compiled: bool) -> Callable[[nn.Module], object]:
+        def on_block(block: nn.Module) -> None:
+            use_float8_matmul(block, recipe)
+            if is_compiled:
+                block.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+
+        return on_block
+
+    def losses() -> list[list[float]]:
+        found = [Loop(device, recipe, prepare(is_compiled)).train(6) for is_compiled in (False, True)]
+        return [*found, Loop(device, None).train(6)]
+
+    for eager, compiled, bf16 in run_ranks(losses, num_ranks, device=device):
+        assert compiled == pytest.approx(eager, rel=0.03)
+        assert eager == pytest.approx(bf16, rel=0.05)
+        assert eager[-1] < eager[0]
+
+
+@DEVICES
+def test_a_gathered_weight_has_the_shards_of_a_plain_dtensor(device: str, num_ranks: int) -> None:
+    def check() -> None:
+        model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device)
+        policy = MixedPrecisionPolicy(torch.bfloat16, recipe=matrices_of(model, Float8Recipe((128, 128))))
+        fully_shard(model, mp_policy=policy)
+        (weight,) = model.parameters()
+        assert type(weight.data) is DTensor
+        assert weight.to_local().shape == (64 // num_ranks, 64)  # a cut inside the square
+
+    run_ranks(check, num_ranks, device=device)

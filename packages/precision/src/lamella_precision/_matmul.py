@@ -1,0 +1,192 @@
+"""Linear layers whose three products run in float8: the gathered data is an operand as it is.
+
+    product             operands           scales: per tensor   per row
+    output              x, weight.T        of each              of tokens; of the weight's rows
+    gradient of x       gradient, weight   of each              of tokens; the weight's are in the gradient
+    gradient of weight  gradient.T, x      of each              of features; of features
+
+No operand has scales along the dim that a product adds up over: the gradient is multiplied by those of the weight's
+rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from lamella_precision._float8 import Float8Recipe, scale_for
+from lamella_precision._quantized import QuantizedWeight
+from lamella_precision._recipe import Direction
+
+_ALIGNMENT = 16  # elements: of every dim that a kernel adds up over, and of the rows of the second operand
+
+
+class _Operand(NamedTuple):
+    """Float8 data, and fp32 scales: of all, (1, 1), or of rows, (rows, 1)."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+
+def use_float8_matmul(
+    model: nn.Module, recipe: Float8Recipe | None = None, *, names: str | Iterable[str] = "*"
+) -> list[str]:
+    """Let linear layers compute in float8, forward and both gradients; before `fully_shard`.
+
+    A weight that is gathered by an equal recipe is an operand as it is. Any other weight is quantised at each use. On
+    devices without float8 products the same quantised operands are multiplied in fp32.
+
+    Args:
+        model: Its `nn.Linear` modules are changed in place; parameters and state dicts stay.
+        recipe: A scale a tensor or a row; None for a scale a tensor. Activations and gradients follow current scaling.
+        names: Shell patterns of modules' names; modules that match none stay.
+
+    Returns:
+        The names of the changed modules.
+
+    Raises:
+        ValueError: The recipe has other blocks or another dtype than torch.float8_e4m3fn, a matching module's sizes are
+            no multiples of 16, or no `nn.Linear` matches.
+    """
+    recipe = Float8Recipe() if recipe is None else recipe
+    if recipe.block not in ((None, None), (1, None)) or recipe.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"Expected a recipe with a scale a tensor or a row, in torch.float8_e4m3fn, got {recipe}. Use "
+            "Float8Recipe() or Float8Recipe((1, None)); others are gathered and dequantised."
+        )
+    patterns = [names] if isinstance(names, str) else list(names)
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and any(fnmatch(name, pattern) for pattern in patterns)
+    }
+    if not found:
+        raise ValueError(
+            f"Expected `names` to match an nn.Linear, got none for {patterns}. Call it before fully_shard."
+        )
+    for name, module in found.items():
+        if module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT:
+            raise ValueError(
+                f"Expected sizes of {name!r} that are multiples of {_ALIGNMENT}, as float8 kernels need, got "
+                f"{module.in_features} and {module.out_features}. Leave it out of `names`."
+            )
+    for module in found.values():
+        module.__class__ = Float8Linear
+        module.recipe = recipe  # type: ignore[assignment]
+    return list(found)
+
+
+def drop_float8_matmul(model: nn.Module) -> list[str]:
+    """Undo `use_float8_matmul`: linear layers compute in their parameters' dtype again.
+
+    Args:
+        model: Before `fully_shard`, or sharded with no unit on a linear layer itself.
+
+    Returns:
+        The names of the changed modules.
+    """
+    found = {name: module for name, module in model.named_modules() if type(module) is Float8Linear}
+    for module in found.values():
+        del module.recipe
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+    return list(found)
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose products take float8 operands; see `use_float8_matmul`.
+
+    Attributes:
+        recipe: Of the operands.
+    """
+
+    recipe: Float8Recipe
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name in `nn.Linear`
+        """(..., in_features) to (..., out_features), in the input's dtype."""
+        made: torch.Tensor = _Product.apply(input, self.weight, self.recipe)  # type: ignore[no-untyped-call]
+        return made if self.bias is None else made + self.bias  # type: ignore[redundant-expr]
+
+
+class _Product(torch.autograd.Function):
+    """`x @ weight.T` and its gradients in float8. The weight is saved as the wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        rows = x.flatten(0, -2)
+        # Kernels of the forward may add up with fewer bits, as is usual: gradients may not.
+        made = _multiply(_quantised(rows, recipe), _weight_operand(weight, recipe), x.dtype, is_fast=True)
+        return made.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        recipe: Float8Recipe = ctx.recipe
+        gradient, rows = gradients[0].flatten(0, -2), x.flatten(0, -2)
+        dtype = torch.float8_e4m3fn if recipe.block[0] else torch.float8_e5m2
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            data, scales = _weight_operand(weight, recipe)
+            if recipe.block[0]:
+                scaled = _quantised(gradient * scales.view(1, -1), recipe)
+                ones = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
+                of_x = _multiply(scaled, _Operand(_transposed(data), ones.contiguous()), x.dtype)
+            else:
+                of_x = _multiply(_quantised(gradient, recipe, dtype), _Operand(_transposed(data), scales), x.dtype)
+            of_x = of_x.view(x.shape)
+        if ctx.needs_input_grad[1]:
+            padding = -len(rows) % _ALIGNMENT
+            if padding:  # rows of zeros add nothing
+                gradient, rows = F.pad(gradient, (0, 0, 0, padding)), F.pad(rows, (0, 0, 0, padding))
+            of_features = _quantised(_transposed(gradient), recipe, dtype), _quantised(_transposed(rows), recipe)
+            of_weight = _multiply(*of_features, weight.dtype)
+        return of_x, of_weight, None
+
+
+def _transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """A contiguous transpose: kernels add up along rows of both operands."""
+    return matrix.t().contiguous()
+
+
+def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> _Operand:
+    """The gathered data as it is; or a plain weight, quantised."""
+    own = weight.recipe if isinstance(weight, QuantizedWeight) else None
+    if isinstance(own, Float8Recipe) and (own.block, own.dtype) == (recipe.block, recipe.dtype):
+        assert isinstance(weight, QuantizedWeight) and weight.scales is not None
+        return _Operand(weight.payloads[0], weight.scales)
+    plain = weight.dequantize_for(Direction.FORWARD) if isinstance(weight, QuantizedWeight) else weight.detach()
+    return _quantised(plain, recipe, power_of_two=recipe.power_of_two)
+
+
+def _quantised(
+    matrix: torch.Tensor, recipe: Float8Recipe, dtype: torch.dtype = torch.float8_e4m3fn, *, power_of_two: bool = False
+) -> _Operand:
+    """A matrix by current scaling, with a scale for all or for each row."""
+    values = matrix.float()
+    largest = torch.finfo(dtype).max
+    amaxes = values.abs().amax(1, keepdim=True) if recipe.block[0] else values.abs().amax().view(1, 1)
+    scales = scale_for(amaxes, largest, power_of_two=power_of_two)
+    return _Operand((values / scales).clamp(-largest, largest).to(dtype), scales)
+
+
+def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
+    """`a @ b.T`, of (m, k) and (n, k), in `dtype`."""
+    if a.data.is_cuda and _has_kernels(a.data.device.index):
+        is_single = a.scales.numel() == 1 and b.scales.numel() == 1
+        out = dtype if is_single and dtype == torch.float32 else torch.bfloat16  # scales of rows: bf16 alone
+        of_b = b.scales if is_single else b.scales.t()
+        made = torch._scaled_mm(a.data, b.data.t(), a.scales, of_b, out_dtype=out, use_fast_accum=is_fast)
+        return made.to(dtype)
+    return ((a.data.float() @ b.data.float().t()) * a.scales * b.scales.view(1, -1)).to(dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(index: int) -> bool:
+    """Whether a CUDA device multiplies float8: compute capability 8.9 and above."""
+    return torch.cuda.get_device_capability(index) >= (8, 9)
