@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_models import assert_weights_equal, descend, mesh_of, record, units
 from float8_models import AnyRecipe, Decoder, Layer, as_oracle, decoder, loss_of, train
 from torch import nn
@@ -23,6 +24,7 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
+from lamella_engine._modules.attached import state_of
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import run_ranks
 
@@ -105,6 +107,51 @@ def test_two_axes_measure_whole_weights(placements: Any) -> None:
         _assert_trains_as_oracle(decoder(), decoder(), RECIPES["cut-block"], **options)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+def test_neighbours_gather_bytes_again_in_backward(name: str) -> None:
+    def check() -> None:
+        sizes = (32, 64) if name == "mxfp8" else (20, 36)
+        _assert_trains_as_oracle(decoder(*sizes), decoder(*sizes), RECIPES[name], reshard_after_forward=2)
+
+    run_ranks(check, 4)
+
+
+def test_a_model_that_first_runs_in_inference_mode_trains() -> None:
+    def check() -> None:
+        model = _sharded(decoder(), RECIPES["cut-block"])
+        with torch.inference_mode():
+            loss_of(model)
+        oracle = as_oracle(decoder(), RECIPES["cut-block"])
+        assert train(model) == train(oracle)
+
+    run_ranks(check, 2)
+
+
+def test_a_unit_gathered_inside_the_optimizers_step_is_measured_alone() -> None:
+    def check() -> None:
+        recipe = RECIPES["row"]
+        model, oracle = _sharded(decoder(), recipe), as_oracle(decoder(), recipe)
+        log = record(model)
+        for _ in range(2):
+            for each in (model, oracle):
+                share = 0.0 if each is model and dist.get_rank() else 1.0
+                (share * loss_of(each)).backward()  # type: ignore[no-untyped-call]
+            for layer, other in zip(model.layers, oracle.layers, strict=True):
+                descend(layer)
+                descend(other)
+                log.clear()
+                state_of(layer).unit.weights.gather_early()
+                assert [event.kind for event in log.events] == ["all-reduce", "gather"]
+            for each in (model, oracle):
+                each.zero_grad()
+            log.clear()
+            with torch.no_grad():
+                assert loss_of(model).item() == loss_of(oracle).item()
+            assert "all-reduce" not in [event.kind for event in log.events]  # the layers' scales are in use
+
+    run_ranks(check, 2)
 
 
 def test_ranks_without_rows_of_a_weight_find_its_scales() -> None:

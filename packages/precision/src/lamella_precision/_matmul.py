@@ -177,6 +177,7 @@ def _quantised(
 
 def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
     """`a @ b.T`, of (m, k) and (n, k), in `dtype`."""
+    assert a.data.shape[1] % _ALIGNMENT == 0, a.data.shape  # on every device, so that tests without a GPU see it
     if a.data.is_cuda and _has_kernels(a.data.device.index):
         is_single = a.scales.numel() == 1 and b.scales.numel() == 1
         out = dtype if is_single and dtype == torch.float32 else torch.bfloat16  # scales of rows: bf16 alone
