@@ -1,7 +1,7 @@
 """Float8 over NCCL and on GPUs: gathered bytes are those of the whole weight, and float8 products train a model."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from lamella_precision import (
 from lamella_precision.testing import encode_into, measured
 from lamella_testing import run_ranks
 
+Device = Literal["cpu", "cuda"]
 DEVICES = pytest.mark.parametrize(
     ("device", "num_ranks"),
     [
@@ -33,7 +34,7 @@ DEVICES = pytest.mark.parametrize(
     ],
 )
 TASK = TASKS["llama"]
-RECIPES = {
+RECIPES: dict[str, Float8Recipe | MXFP8Recipe] = {
     "tensor": Float8Recipe(),
     "delayed": Float8Recipe(num_past_amaxes=4),
     "row": Float8Recipe((1, None)),
@@ -48,7 +49,7 @@ class Loop:
 
     def __init__(
         self,
-        device: str,
+        device: Device,
         recipe: Float8Recipe | MXFP8Recipe | None,
         prepare: Callable[[nn.Module], object] = lambda block: None,
     ) -> None:
@@ -61,7 +62,7 @@ class Loop:
             policy = MixedPrecisionPolicy(torch.bfloat16, recipe=recipe and matrices_of(block, recipe))
             fully_shard(block, mp_policy=policy)
         fully_shard(self.model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        self.blocks = blocks
+        self.blocks: list[Any] = blocks
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
 
     def train(self, num_steps: int) -> list[float]:
@@ -90,7 +91,7 @@ def _encoded_whole(recipe: Float8Recipe | MXFP8Recipe, weight: torch.Tensor) -> 
 
 @DEVICES
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
-def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: str, num_ranks: int, name: str) -> None:
+def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: Device, num_ranks: int, name: str) -> None:
     recipe = RECIPES[name]
 
     def compare() -> int:
@@ -113,7 +114,7 @@ def test_gathered_bytes_are_those_of_the_whole_encoded_on_the_cpu(device: str, n
 
 @DEVICES
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_trains_near_bf16(device: str, num_ranks: int, name: str) -> None:
+def test_every_recipe_trains_near_bf16(device: Device, num_ranks: int, name: str) -> None:
     def losses() -> tuple[list[float], list[float]]:
         return Loop(device, RECIPES[name]).train(6), Loop(device, None).train(6)
 
@@ -125,7 +126,7 @@ def test_every_recipe_trains_near_bf16(device: str, num_ranks: int, name: str) -
 @DEVICES
 @pytest.mark.parametrize("name", ["tensor", "row"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
-def test_float8_products_of_gathered_weights_train_eager_and_compiled(device: str, num_ranks: int, name: str) -> None:
+def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: int, name: str) -> None:
     recipe = RECIPES[name]
     assert isinstance(recipe, Float8Recipe)
 
@@ -148,13 +149,13 @@ def test_float8_products_of_gathered_weights_train_eager_and_compiled(device: st
 
 
 @DEVICES
-def test_a_gathered_weight_has_the_shards_of_a_plain_dtensor(device: str, num_ranks: int) -> None:
+def test_a_gathered_weight_has_the_shards_of_a_plain_dtensor(device: Device, num_ranks: int) -> None:
     def check() -> None:
         model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device)
         policy = MixedPrecisionPolicy(torch.bfloat16, recipe=matrices_of(model, Float8Recipe((128, 128))))
         fully_shard(model, mp_policy=policy)
         (weight,) = model.parameters()
-        assert type(weight.data) is DTensor
+        assert isinstance(weight, DTensor)
         assert weight.to_local().shape == (64 // num_ranks, 64)  # a cut inside the square
 
     run_ranks(check, num_ranks, device=device)

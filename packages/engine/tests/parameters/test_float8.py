@@ -350,3 +350,18 @@ def test_compiled_layers_train_in_one_graph_as_eager_layers(recipe: AnyRecipe) -
         assert losses[0] == losses[1]
 
     run_ranks(check, 2)
+
+
+def test_frozen_matrices_train_around_and_offloaded_shards_leave_no_copy() -> None:
+    def check() -> None:
+        recipe = RECIPES["row"]
+        models = decoder(), decoder()
+        for each in models:
+            for layer in each.layers:
+                layer.get_parameter("qkv.weight").requires_grad_(False)
+        model = _assert_trains_as_oracle(*models, recipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        for _, unit in units(model):
+            for group in unit.parameters.groups:
+                assert group.scales is None or group.scales._columns is None
+
+    run_ranks(check, 2)

@@ -359,7 +359,10 @@ class ParameterGroup:
         Effects: on the current stream. If main weights rest on the CPU, a copy of this rank's to the device.
         """
         assert self.scales is not None
-        self.scales.measure(self.main_weight if self.offload is None else self._main_weight_on_device(self.offload))
+        if self.offload is None:
+            self.scales.measure(self.main_weight, stays=True)  # a new buffer comes with new scales
+        else:
+            self.scales.measure(self._main_weight_on_device(self.offload), stays=False)
 
     def _main_weight_on_device(self, offload: Offload) -> ShardedBuffer:
         """A copy on the device of main weights at rest on the CPU.

@@ -40,20 +40,24 @@ class Scales:
         self._past = torch.full((recipe.num_past, len(self.amaxes)), -1.0, device=device)
         self.of_each = _split(self._scales, numels, own)
         self._amaxes_of_each = _split(self.amaxes, numels, own)
-        self._measured: ShardedBuffer | None = None
-        self._columns: tuple[Sequence[object], ...] = ()
+        self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
-    def measure(self, main_weight: ShardedBuffer) -> None:
+    def measure(self, main_weight: ShardedBuffer, *, stays: bool) -> None:
         """Write the amaxes of this rank's rows.
+
+        Args:
+            main_weight: This rank's.
+            stays: Every measurement is of this memory, which is then kept alive; else it is a passing copy.
 
         Effects: as the recipe's `measure`, on the current stream.
         """
-        if self._measured is not main_weight:
+        columns = self._columns
+        if columns is None:
             _, shards, parts = parts_in(main_weight, self._amaxes_of_each)
-            self._columns = self._recipe.measure_columns(shards, parts)
-            self._measured = main_weight
+            columns = self._recipe.measure_columns(shards, parts)
+            self._columns = columns if stays else None
         self.amaxes.zero_()
-        self._recipe.measure(*self._columns)
+        self._recipe.measure(*columns)
 
     def rescale(self) -> None:
         """Compute the scales from the reduced amaxes.
