@@ -189,8 +189,9 @@ class Tree:
                 unit.begin_pass()
             # The optimizer wrote shards on the compute stream: a gather without the wait reads half-written weights.
             self.streams.order_gathers_after_updates()
-            if scaled := [unit.weights for unit in self.units if unit.weights.may_be_measured]:
-                measure(scaled)
+            scaled = [unit.weights for unit in self.units if unit.parameters.has_scales]
+            if due := [weights for weights in scaled if weights.may_be_measured]:
+                measure(due)
 
     def is_forward_root(self, unit: Unit) -> bool:
         """Whether the pass under way is a forward which began with `unit`."""

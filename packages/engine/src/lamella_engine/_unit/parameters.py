@@ -13,6 +13,7 @@ from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.offload import CPU
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.main_grads import MainGrads
+from lamella_precision import ScaledRecipe
 
 
 class UnitParameters:
@@ -29,6 +30,7 @@ class UnitParameters:
         groups: Changed by `replace_groups`.
         is_offloaded: Whether shards rest on the CPU.
         keeps_copies: Whether weight copies stay between uses, beside the main weights.
+        has_scales: Whether a recipe encodes some parameters with scales of whole tensors.
         main_grads: Buffers for gradients of fused layers.
     """
 
@@ -45,6 +47,7 @@ class UnitParameters:
         self.groups = tuple(groups)
         self.is_offloaded = any(group.offload is not None for group in self.groups)
         self.keeps_copies = self.strategy.keeps_copy or any(group.outer is not None for group in self.groups)
+        self.has_scales = any(isinstance(group.policy.recipe, ScaledRecipe) for group in self.groups)
 
     def rename(self, name: str) -> None:
         """Become an inner unit, under a name in the outer unit, which error messages use."""
@@ -74,14 +77,6 @@ class UnitParameters:
     def has_copies(self) -> bool:
         """Whether unsharded parameters are copies, filled by a gather, and not the main weights themselves."""
         return any(not group.computes_with_main for group in self.groups)
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether a recipe encodes some parameters with scales of whole tensors."""
-        for group in self.groups:
-            if group.scales is not None:
-                return True
-        return False
 
     def drop_parts(self) -> None:
         """Drop the parts kept for neighbours: main weights may have been written since."""

@@ -178,7 +178,7 @@ class UnitWeights:
                 self.add_payloads(direction)
                 return
             self.drop_copy()
-        if not self._is_measured:
+        if parameters.has_scales and not self._is_measured:
             measure([self])
         self._start_gathers("gather", direction, None)
         self._there = direction
@@ -437,7 +437,7 @@ class UnitWeights:
     def may_be_measured(self) -> bool:
         """Whether main weights are encoded before the next use, and nothing uses the scales of earlier weights."""
         is_kept = self.residency is Residency.KEPT and self.contents is not Contents.CURRENT
-        return self.parameters.has_scales and (is_kept or self.residency is Residency.SHARDED)
+        return is_kept or self.residency is Residency.SHARDED
 
     def note_update(self) -> None:
         """Note that main weights may have changed: earlier unsharded weights are stale."""
@@ -524,16 +524,15 @@ def measure(units: Sequence[UnitWeights]) -> None:
     """Compute the scales of whole tensors of some units, for the gathers of this pass.
 
     Args:
-        units: Of one tree; each measured only if `may_be_measured`, or about to be gathered.
+        units: Of one tree, at least one; each with `UnitParameters.has_scales`, and one that `may_be_measured` or is
+            about to be gathered.
 
     Effects: on the gather stream: reads the main weights, and a MAX all-reduce for all units on the same axes; blocks
-        the host on gloo. None without such scales.
+        the host on gloo.
     """
-    scaled = [unit.parameters for unit in units if unit.parameters.has_scales]
+    scaled = [unit.parameters for unit in units]
     for unit in units:
         unit._is_measured = True
-    if not scaled:
-        return
     first, streams = scaled[0], scaled[0].context.streams
     streams.reads_shards |= any(parameters.is_offloaded for parameters in scaled)
     groups = [group for parameters in scaled for group in parameters.groups]
