@@ -167,8 +167,8 @@ def load_checkpoint(
         NotImplementedError: The model has several pipeline stages.
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
         TypeError: `optimizer` is no `torch.optim.Optimizer`.
-        ValueError: The model is not sharded, a group is missing, or `tensor_parallel_size` differs from the
-            checkpoint's own.
+        ValueError: The model is not sharded, a group is missing, `tensor_parallel_size` differs from the checkpoint's
+            own, or parameters were stepped differently and the optimizer counts once a group.
 
     Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one a mesh); each
         rank reads its own parts; allocates missing optimizer state.

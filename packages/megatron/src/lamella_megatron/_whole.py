@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamella_checkpoint.live import on_device_of
 from lamella_checkpoint.sources import whole_box
+from lamella_engine.extending import held_by
 from lamella_layout import Chunk
 from lamella_megatron._placement import expert_parameters
 
@@ -151,7 +152,11 @@ class WholeModel(nn.Module):
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """An optimizer's state over the tensors of a `WholeModel`; `give_back` returns loaded state to the optimizer."""
+    """An optimizer's state over the tensors of a `WholeModel`; `give_back` returns loaded state to the optimizer.
+
+    State that the optimizer keeps in a form of its own, such as moments in 8 bits with scales, is taken and given back
+    through its `state_dict` and `load_state_dict`. Transformer Engine's FusedAdam has its state in fp32 there.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: WholeModel) -> None:
         self._sharded, self.defaults = optimizer, optimizer.defaults
@@ -163,22 +168,43 @@ class WholeOptimizer(torch.optim.Optimizer):
             {**group, "params": [model.whole_of(each) for each in group["params"]]} for group in optimizer.param_groups
         ]
         self.state = defaultdict(dict)
-        for parameter, slots in optimizer.state.items():
+        for parameter, slots in _state_of(optimizer).items():
             whole = model.whole_of(parameter)
             self.state[whole] = {slot: self._whole_slot(parameter, whole, value) for slot, value in slots.items()}
 
     def give_back(self) -> None:
         """Set the optimizer's options and state to these.
 
-        Effects: as `Optimizer.load_state_dict`, with the tensors themselves and not copies.
+        Effects: as `Optimizer.load_state_dict`; with the tensors themselves and not copies, unless the optimizer keeps
+            state in a form of its own.
         """
         for group, mine in zip(self._sharded.param_groups, self.param_groups, strict=True):
             group.update({option: value for option, value in mine.items() if option != "params"})
+            if _counts_in_groups(self._sharded):
+                self._count_in(group, mine["params"])
         state: dict[torch.Tensor, Any] = defaultdict(dict)
         for whole, slots in self.state.items():
             parameter = self._parameters[id(whole)]
             state[parameter] = {slot: self._own_slot(parameter, whole, value) for slot, value in slots.items()}
-        self._sharded.__setstate__({"state": state, "param_groups": self._sharded.param_groups})
+        if not _packs_state(self._sharded):
+            self._sharded.__setstate__({"state": state, "param_groups": self._sharded.param_groups})
+            return
+        keys = {parameter: key for key, parameter in enumerate(held_by(self._sharded))}
+        groups = [{**group, "params": [keys[each] for each in group["params"]]} for group in self._sharded.param_groups]
+        by_key = {keys[parameter]: slots for parameter, slots in state.items()}
+        self._sharded.load_state_dict({"state": by_key, "param_groups": groups})
+
+    def _count_in(self, group: dict[str, Any], wholes: Iterable[torch.Tensor]) -> None:
+        """Move the number of steps from the parameters, where readers of checkpoints have it, to their group."""
+        steps = {float(self.state[whole].pop("step")) for whole in wholes if "step" in self.state.get(whole, {})}
+        if len(steps) > 1:
+            raise ValueError(
+                f"Expected the parameters of one group to have been stepped alike, got {sorted(steps)} steps: "
+                f"{type(self._sharded).__name__} has one number a group. Load the checkpoint without the optimizer."
+            )
+        if steps:
+            count, live = int(steps.pop()), group.get("step")
+            group["step"] = torch.full_like(live, count) if isinstance(live, torch.Tensor) else count
 
     def _whole_slot(self, parameter: torch.Tensor, whole: torch.Tensor, slot: object) -> object:
         if not (_is_alike(slot, parameter) and isinstance(whole, DTensor) and isinstance(slot, DTensor)):
@@ -253,6 +279,25 @@ def _over(tensor: DTensor, mesh: DeviceMesh, placements: Any, shape: torch.Size)
     with torch.no_grad():
         local = tensor.to_local()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _packs_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether state means something with the optimizer's scales alone, as Transformer Engine's FusedAdam has it."""
+    return hasattr(optimizer, "get_unscaled_state")
+
+
+def _counts_in_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps are counted for each group, as fused optimizers do from their first step on."""
+    return _packs_state(optimizer) or any("step" in group for group in optimizer.param_groups)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
+    """An optimizer's state by parameter, of plain values."""
+    if not _packs_state(optimizer):
+        return optimizer.state
+    parameters = held_by(optimizer)
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+    return {parameters[key]: slots for key, slots in state.items()}
 
 
 def _is_alike(slot: object, parameter: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,13 +24,12 @@ from precision_kinds import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lamella_megatron import load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import (
-    megatron_on_cpu,
-)
+from lamella_testing.megatron import megatron_on_cpu
 
 if TYPE_CHECKING:
-    from lamella_megatron.training import ShardedOptimizer
+    from lamella_megatron.training import ShardedModel, ShardedOptimizer
 
 NUM_RANKS, NUM_STEPS = 2, 3
 
@@ -48,7 +48,8 @@ def on_cpu() -> Iterator[None]:
 class FusedAdam(Optimizer):
     """Transformer Engine's optimizer in plain torch: plain tensors, gradients in any dtype, moments and remainders.
 
-    Remainders are the low 16 bits of an fp32 main weight whose high 16 bits are the bf16 weight.
+    Remainders are the low 16 bits of an fp32 main weight whose high 16 bits are the bf16 weight. Steps are counted in
+    groups from the first step on. State dicts are in fp32, and state that was not made here or loaded has no scales.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class FusedAdam(Optimizer):
         store_param_remainders: bool = False,
     ) -> None:
         assert adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.scales: dict[torch.Tensor, float] = {}
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
         self.use_decoupled_grad, self.master_weights = use_decoupled_grad, master_weights
         self.master_weight_dtype, self.store_param_remainders = master_weight_dtype, store_param_remainders
@@ -76,7 +78,7 @@ class FusedAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["step"] += 1
+            group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 assert not isinstance(parameter, DTensor), "the kernels take plain tensors"
                 gradient = getattr(parameter, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
@@ -86,12 +88,14 @@ class FusedAdam(Optimizer):
     def _step(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         state = self.state[parameter]
         if not state:
+            self.scales[parameter] = 1.0
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.exp_avg_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.exp_avg_sq_dtype)
             if self.master_weights and self.store_param_remainders:
                 state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
             elif self.master_weights:
                 state["master_param"] = parameter.detach().to(self.master_weight_dtype)
+        assert self.scales[parameter] == 1.0
         main = parameter.float()
         if self.master_weights and self.store_param_remainders:
             main = _joined(parameter, state["master_param"])
@@ -112,6 +116,37 @@ class FusedAdam(Optimizer):
         if self.master_weights:
             state["master_param"].copy_(main)
         parameter.copy_(main)
+
+    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """State in fp32; remainders as they are."""
+        value: torch.Tensor = self.state[parameter][name]
+        return value if value.dtype == torch.int16 else value.float() * self.scales[parameter]
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for key, parameter in _by_key(self, found).items():
+            if slots := found["state"].get(key):
+                found["state"][key] = {name: self.get_unscaled_state(parameter, name) for name in slots}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for key, parameter in _by_key(self, state_dict).items():
+            if slots := state_dict["state"].get(key):
+                self.scales[parameter] = 1.0
+                self.state[parameter] = {name: self._packed(parameter, name, slots[name]) for name in slots}
+
+    def _packed(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name == "master_param" and self.store_param_remainders and parameter.dtype == BF16:
+            assert value.dtype == torch.int16, "remainders are bits"
+            return value.clone()
+        dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return value.to(dtypes.get(name, self.master_weight_dtype), copy=True)
+
+
+def _by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
 
 
 def _split(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,6 +234,49 @@ def test_remainders_make_training_as_exact_as_fp32_main_weights(monkeypatch: pyt
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
     run_ranks(on_each_rank, 1)
+
+
+def _train(model: ShardedModel, optimizer: ShardedOptimizer, num_steps: int = 1) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_stepped", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize("way", ["state_dict", "fsdp_dtensor", "torch_dist"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_dtypes_and_the_steps_of_the_saved_run(
+    kind: str, way: Any, is_stepped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    ddp, aware = KINDS[kind]
+
+    def on_each_rank() -> None:
+        saved, resumed = (make_model(ddp) for _ in range(2))
+        first, second = (make_optimizer(model, **aware) for model in (saved, resumed))
+        _train(saved, first, 2)
+        if is_stepped:
+            _train(resumed, second, 1)
+        if way == "state_dict":
+            resumed.load_state_dict(saved.state_dict())
+            second.load_state_dict(first.state_dict())
+        else:
+            save_checkpoint(tmp_path / "run", model=saved.module, optimizer=first.optimizer, format=way)
+            load_checkpoint(tmp_path / "run", model=resumed.module, optimizer=second.optimizer)
+        pairs = list(zip(first.get_parameters(), second.get_parameters(), strict=True))
+        for one, other in pairs:
+            expected, found = first.optimizer.state[one], second.optimizer.state[other]
+            assert found.keys() == expected.keys()
+            for name in expected:
+                assert found[name].dtype == expected[name].dtype, name
+                assert torch.equal(local_of(found[name]), local_of(expected[name])), name
+        assert [group["step"] for group in second.optimizer.param_groups] == [2] * len(second.optimizer.param_groups)
+        for model, optimizer in ((saved, first), (resumed, second)):
+            _train(model, optimizer)
+        assert all(torch.equal(local_of(one), local_of(other)) for one, other in pairs)
+
+    run_ranks(on_each_rank, NUM_RANKS)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,8 @@ def _placed(item: Item, parts: Mapping[str, Sequence[StoredPart]]) -> Iterator[I
 
 def _steps(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The one number of steps of all parameters, as an entry of `common.pt`."""
-    steps = {float(slots["step"]) for slots in optimizer.state.values() if "step" in slots}
+    counts = [*optimizer.state.values(), *optimizer.param_groups]  # fused optimizers count in groups
+    steps = {float(each["step"]) for each in counts if "step" in each}
     if len(steps) > 1:
         raise ValueError(
             f"Expected all parameters to have been stepped alike, got {sorted(steps)!r} steps: torch_dist has one "
