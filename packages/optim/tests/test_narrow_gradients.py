@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import Net, inputs, rows_of_this_rank, shard, whole
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import MixedPrecisionPolicy
@@ -56,7 +57,8 @@ class _Decoupled(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.param_groups[0]["params"]:
-            parameter.decoupled_grad = None  # and not `.grad`, as Transformer Engine's
+            # Of the two names one, as Transformer Engine's.
+            setattr(parameter, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -94,3 +96,31 @@ def test_kernels_of_plain_tensors_find_gradients_where_they_look(use_decoupled_g
         optimizer.step()
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_both_names_of_a_gradient(set_to_none: bool) -> None:
+    def check() -> None:
+        model, plain = _model(), nn.Parameter(torch.ones(2))
+        plain.decoupled_grad = torch.ones(2, dtype=BF16)  # type: ignore[attr-defined]
+        optimizer = step_on_local_shards(_Decoupled([*model.parameters(), plain], use_decoupled_grad=True))
+        _backward(model)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        gradients.append(plain.decoupled_grad)  # type: ignore[attr-defined]
+        for gradient in gradients:
+            assert gradient is None if set_to_none else gradient is not None and not gradient.any()
+
+    run_ranks(check, 2)
+
+
+def test_a_class_clears_gradients_in_its_own_way() -> None:
+    """Without `use_decoupled_grad` the class's own zero_grad runs."""
+    cleared = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            cleared.append(set_to_none)
+
+    step_on_local_shards(Own([nn.Parameter(torch.ones(2))])).zero_grad(set_to_none=False)
+    assert cleared == [False]

@@ -101,7 +101,7 @@ def _state_itemsize(optimizer: Any, group: dict[str, Any], dtype: torch.dtype) -
     if isinstance(optimizer, Adam):  # AdamW is a subclass
         return dtype.itemsize * (3 if group["amsgrad"] else 2)
     if hasattr(optimizer, "exp_avg_sq_dtype"):
-        moments = optimizer.exp_avg_dtype.itemsize + optimizer.exp_avg_sq_dtype.itemsize
+        moments = sum(_moment_itemsize(each) for each in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
         if not optimizer.master_weights:
             return int(moments)
         has_remainders = optimizer.store_param_remainders and dtype == torch.bfloat16
@@ -110,6 +110,11 @@ def _state_itemsize(optimizer: Any, group: dict[str, Any], dtype: torch.dtype) -
         f"Expected torch's Adam or SGD, or Transformer Engine's FusedAdam, got {type(optimizer).__name__}, whose "
         "state is unknown before a step. Count the tensors of `optimizer.state` after one."
     )
+
+
+def _moment_itemsize(dtype: torch.dtype) -> int:
+    """Bytes of a moment of FusedAdam: Transformer Engine 2.11 allocates a transpose with each tensor of 8 bits."""
+    return 2 if dtype == torch.uint8 else dtype.itemsize
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

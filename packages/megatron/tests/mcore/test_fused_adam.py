@@ -40,6 +40,10 @@ def _steps_are_equal(kind: str) -> None:
 
 def _bytes_are_known(kind: str) -> None:
     ddp, aware = ALL_KINDS[kind]
+    warm = make_model(ddp, device="cuda")  # workspaces of libraries are allocated at their first use, and stay
+    backward(warm)
+    make_optimizer(warm, **aware).step_with_ready_grads()
+    del warm
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = make_model(ddp, device="cuda", hidden_size=1024)
@@ -50,6 +54,16 @@ def _bytes_are_known(kind: str) -> None:
     buffers = sum(buffer.nbytes for buffer in _buffers(model))
     held = torch.cuda.memory_allocated() - before - buffers
     assert held == pytest.approx(sum(optimizer.bytes_at_rest().values()), rel=0.01)
+
+
+def _scale_is_taken_out() -> None:
+    model = make_model(NARROW_MAIN, device="cuda")
+    optimizer = make_optimizer(model, **AWARE, loss_scale=8.0)
+    backward(model)
+    scaled = [local_of(p.grad).clone() for p in optimizer.get_parameters() if p.grad is not None]
+    assert optimizer.prepare_grads() is False
+    found = [local_of(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
+    assert all(torch.equal(one * 8, other) for one, other in zip(found, scaled, strict=True))
 
 
 def _buffers(model: nn.Module) -> list[Any]:
@@ -72,3 +86,8 @@ def test_two_gpus_step_as_over_plain_tensors(kind: str) -> None:
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_one_gpu_holds_the_bytes_of_the_formula(kind: str) -> None:
     run_ranks(_bytes_are_known, 1, kind, device="cuda")
+
+
+@pytest.mark.gpu1
+def test_one_gpu_takes_the_loss_scale_out_of_gradients_in_bf16() -> None:
+    run_ranks(_scale_is_taken_out, 1, device="cuda")

@@ -324,6 +324,47 @@ def test_bytes_at_rest_are_known_before_the_first_step(kind: str, monkeypatch: p
     run_ranks(on_each_rank, NUM_RANKS)
 
 
+def test_moments_in_8_bits_count_with_their_transposes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's 8-bit tensors are made with a transpose each, as a GPU's `memory_allocated` shows."""
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    ddp, aware = KINDS["bf16 main weights and remainders"]
+
+    def on_each_rank() -> None:
+        model = make_model(ddp)
+        narrow, eighth = (
+            make_optimizer(model, **{**aware, "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype})
+            for dtype in (BF16, torch.uint8)
+        )
+        num = sum(local_of(p).numel() for p in model.parameters())
+        assert (
+            narrow.bytes_at_rest()
+            == eighth.bytes_at_rest()
+            == {"weights": 2 * num, "gradients": 2 * num, "state": 6 * num}
+        )
+
+    run_ranks(on_each_rank, NUM_RANKS)
+
+
+def test_a_loss_scale_is_taken_out_of_gradients_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    ddp, aware = KINDS["fp32 main weights"]
+
+    def on_each_rank() -> None:
+        model = make_model(ddp)
+        optimizer = make_optimizer(model, **aware, loss_scale=8.0)
+        backward(model)
+        gradients = [local_of(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
+        scaled = [gradient.clone() for gradient in gradients]
+        assert optimizer.prepare_grads() is False
+        assert all(torch.equal(one * 8, other) for one, other in zip(gradients, scaled, strict=True))
+        gradients[0].view(-1)[0] = torch.inf
+        before = [local_of(p).clone() for p in optimizer.get_parameters()]
+        assert optimizer.step() == (False, None, None)
+        assert all(torch.equal(local_of(p), old) for p, old in zip(optimizer.get_parameters(), before, strict=True))
+
+    run_ranks(on_each_rank, NUM_RANKS)
+
+
 def test_bytes_of_an_unknown_optimizer_are_refused() -> None:
     def on_each_rank() -> None:
         from lamella_megatron.training import sharded_optimizer

@@ -92,7 +92,13 @@ def _on_local_shards(kind: Any) -> Any:
         return result if closure is None else loss
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        Optimizer.zero_grad(self, set_to_none)  # `decoupled_grad` of Transformer Engine's lives in `step` alone
+        if not getattr(self, "use_decoupled_grad", False):
+            kind.zero_grad(self, set_to_none=set_to_none)
+            return
+        Optimizer.zero_grad(self, set_to_none)  # Transformer Engine's clears `decoupled_grad` alone, of `step` alone
+        for parameter in held_by(self):
+            if (gradient := getattr(parameter, "decoupled_grad", None)) is not None:  # a plain parameter's
+                parameter.decoupled_grad = None if set_to_none else gradient.zero_()  # type: ignore[attr-defined]
 
     def state_dict(self: Optimizer) -> State:
         with _holding_locals(self):
