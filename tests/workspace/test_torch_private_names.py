@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "torch-private-names.md"
-FOREIGN = {"_asdict", "_replace", "_no_split_modules", "_shard_order"}  # named tuples', transformers', Megatron-FSDP's
+FOREIGN = {
+    *("_asdict", "_replace", "_no_split_modules", "_shard_order"),  # named tuples', transformers', Megatron-FSDP's
+    *("_forward_attention", "_forward_mlp", "_forward_pre_mlp_layernorm"),  # megatron-core's
+}
 Names = set[tuple[str, str]]  # package, torch's name
 
 
