@@ -1,5 +1,42 @@
-"""Tests under mcore/ need a real megatron-core, which the session `megatron(cpu)` installs."""
+"""Tests under mcore/ need a real megatron-core, which the session `megatron(cpu)` installs.
+
+They run on CPU ranks, but for tests with the marks of GPUs.
+"""
+
+from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lamella_testing.megatron import megatron_on_cpu
+
+MCORE = Path(__file__).parent / "mcore"
+GPUS = {"gpu1", "gpu2"}
+WARNINGS = (
+    "ignore::Warning:megatron",  # about megatron-core's defaults and missing libraries
+    "ignore:.torch.distributed:FutureWarning",  # calls of names that torch 2.13 changed
+)
 
 collect_ignore = [] if importlib.util.find_spec("megatron") else ["mcore"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ignore the warnings of megatron-core in its tests."""
+    for item in items:
+        if MCORE in item.path.parents:
+            for warning in WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run megatron-core on CPU ranks in the modules of its tests, but where the tests that were selected have GPUs."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    if MCORE not in request.path.parents or any(GPUS & set(item.keywords) for item in chosen):
+        yield
+        return
+    with megatron_on_cpu():
+        yield

@@ -26,19 +26,14 @@ from lamella_checkpoint import CheckpointMismatch
 from lamella_engine import DDP, ZERO1, ZERO2, FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, ddp_config, megatron_on_cpu, tiny_config, tiny_gpt
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, ddp_config, tiny_config, tiny_gpt
 
 NUM_EXPERTS = 4
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # It warns about defaults of its own,
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),  # and calls what torch 2.13 renamed.
-]
-
 
 @pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
+def layers_for_gpus(on_cpu: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
         patch.setattr(norms.WrappedTorchNorm, "__new__", _norm)
         # Layers whose kernels are for a GPU are built and saved, and not called.

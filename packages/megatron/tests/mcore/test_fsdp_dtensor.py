@@ -5,9 +5,7 @@ fused projection, cut between rows unevenly. Values are flat indices, so that wh
 """
 
 import importlib
-import warnings
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,19 +44,6 @@ SLOTS = {"exp_avg": 100, "exp_avg_sq": 200}
 
 # megatron-core and torch warn about what they do to themselves.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_cpu() -> Iterator[None]:
-    """Import megatron-core in the parent, once, and take the GPU out of what it does."""
-    with warnings.catch_warnings():
-        # It warns about each fused library that is not installed, and imports what torch has deprecated.
-        warnings.simplefilter("ignore")
-        checkpointing()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)
-        yield
 
 
 def checkpointing() -> ModuleType:

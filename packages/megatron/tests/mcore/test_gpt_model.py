@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -11,17 +9,9 @@ from torch import nn
 from lamella_engine import fully_shard
 from lamella_megatron import sharding_units
 from lamella_testing import assert_trains_as_unsharded, run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config, tiny_gpt, token_losses
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, tiny_config, tiny_gpt, token_losses
 
 BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:megatron")  # about defaults of its own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 def make_model() -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -13,19 +12,8 @@ from lamella_engine import FSDPModule
 from lamella_engine.extending import unit_of
 from lamella_megatron import fully_shard_model, sharding_units
 from lamella_testing import run_ranks
-from lamella_testing.megatron import megatron_on_cpu, token_losses
+from lamella_testing.megatron import token_losses
 from lamella_testing.megatron_parity import BATCH, Layout, assert_trains_as_on_one_rank, make_model
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 @pytest.mark.parametrize("groups", ["[*E][*E]", "*[E]*E", "*E[*E]", "[*E]*E"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -11,18 +9,10 @@ from torch import nn
 from lamella_engine import fully_shard
 from lamella_mamba import bind_live_parameters
 from lamella_testing import assert_trains_as_unsharded, run_ranks
-from lamella_testing.megatron import MAMBA, megatron_on_cpu, tiny_config
+from lamella_testing.megatron import MAMBA, tiny_config
 
 BATCH = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(1))
 CACHED = {"A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias"}
-
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 class _Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lamella_convert import from_megatron_model, translate
 from lamella_engine import fully_shard
 from lamella_mamba import Split, annotate, bind_live_parameters, merge, split
 from lamella_testing import run_ranks
-from lamella_testing.megatron import megatron_on_cpu, tiny_config
+from lamella_testing.megatron import tiny_config
 
 WIDTH, HEADS, HEAD, STATE = 32, 8, 8, 4
 BATCH = torch.randn(
@@ -25,14 +24,6 @@ BATCH = torch.randn(
 OF_HELPER = ("A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias")
 Tensors = dict[str, torch.Tensor]
 Splits = dict[str, Split | None]
-
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:megatron")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 class _Block(nn.Module):

@@ -8,31 +8,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from lamella_engine import ZERO1, ZERO2, ZERO3, ShardingOptions
 from lamella_megatron import fully_shard_model
-from lamella_testing.megatron import megatron_on_cpu
 from lamella_testing.megatron_parity import Layout, assert_trains_as_on_one_rank, has_experts
 
 KINDS = ("gpt", "moe", "tied", "mtp", "*E*E", "M*M*", "MEME")
 STAGES = {"ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3, "HSDP": None}
 Case = tuple[str, Layout, str]
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # about megatron-core's defaults,
-    pytest.mark.filterwarnings(
-        "ignore:.torch.distributed:FutureWarning"
-    ),  # and calls of names that torch 2.13 changed.
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 def _cases(kind: str) -> list[Case]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_engine import DDP, ZERO1, ZERO3, ShardingOptions
 from lamella_testing import run_ranks
-from lamella_testing.megatron import NUM_EXPERTS, ddp_config, megatron_on_cpu, token_losses
+from lamella_testing.megatron import NUM_EXPERTS, ddp_config, token_losses
 from lamella_testing.megatron_parity import BATCH, Layout, Weights, make_model, own_part
 
 if TYPE_CHECKING:
@@ -27,16 +27,11 @@ if TYPE_CHECKING:
 NUM_STEPS = 3
 STAGES = {"DDP": (DDP, "no_shard"), "ZeRO-1": (ZERO1, "optim"), "ZeRO-3": (ZERO3, "optim_grads_params")}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
 
 @pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
+def in_fp64(on_cpu: None) -> Iterator[None]:
     # torch multiplies in bf16, in which the sums of two ranks round to other numbers than a single rank's.
-    with megatron_on_cpu(), patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonal):
+    with patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonal):
         yield
 
 

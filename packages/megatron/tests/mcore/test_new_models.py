@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,27 +14,13 @@ from torch.distributed.tensor import DTensor
 from lamella_engine import FSDPModule
 from lamella_megatron import build_sharded_model, fully_shard_model, mark
 from lamella_testing import run_ranks
-from lamella_testing.megatron import megatron_on_cpu, token_losses
+from lamella_testing.megatron import token_losses
 from lamella_testing.megatron_parity import (
     BATCH,
     Layout,
     assert_trains_as_on_one_rank,
     make_model,
 )
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # about megatron-core's defaults,
-    pytest.mark.filterwarnings(
-        "ignore:.torch.distributed:FutureWarning"
-    ),  # and calls of names that torch 2.13 changed.
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
-
 
 # -- sharded while built ---------------------------------------------------------------------------------------------
 

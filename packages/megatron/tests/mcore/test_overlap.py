@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE
 from lamella_testing.megatron_parity import Layout, has_experts, make_model
 
 NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS = 3, 4, 4
@@ -25,17 +25,6 @@ DATA = torch.randint(
 )
 LAYERNORM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,11 @@ import torch.distributed as dist
 
 from lamella_megatron import _configuration as tables
 from lamella_testing import run_ranks
-from lamella_testing.megatron import megatron_on_cpu
 
 ROOT = Path(__file__).parents[4]
 HERE = Path(__file__).parent
 GUIDE = ROOT / "docs/how-to/move-a-megatron-lm-script.md"
 OPTIONS = ROOT / "docs/reference/megatron_fsdp.md"
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 def test_the_guides_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:

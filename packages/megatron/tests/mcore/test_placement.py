@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,22 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO3, FSDPModule, ShardingOptions, fully_shard
 from lamella_megatron import fully_shard_model, sharding_units
 from lamella_testing import run_ranks
-from lamella_testing.megatron import megatron_on_cpu
 from lamella_testing.megatron_parity import Layout, assert_trains_as_on_one_rank, make_model
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),  # about megatron-core's defaults,
-    pytest.mark.filterwarnings(
-        "ignore:.torch.distributed:FutureWarning"
-    ),  # and calls of names that torch 2.13 changed.
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
-
 
 # -- corners outside the matrix ------------------------------------------------------------------------------------
 

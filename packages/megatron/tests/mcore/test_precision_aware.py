@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,23 +25,11 @@ from torch.optim import Optimizer
 
 from lamella_megatron import load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks
-from lamella_testing.megatron import megatron_on_cpu
 
 if TYPE_CHECKING:
     from lamella_megatron.training import ShardedModel, ShardedOptimizer
 
 NUM_RANKS, NUM_STEPS = 2, 3
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 class FusedAdam(Optimizer):

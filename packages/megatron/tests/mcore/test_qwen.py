@@ -18,7 +18,7 @@ from torch import nn
 from lamella_convert import MegatronOptions, convert, find_family, save_safetensors
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
 from lamella_testing import run_ranks, write_entry_points
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, megatron_on_cpu, tiny_config
+from lamella_testing.megatron import LENGTH, VOCAB_SIZE, tiny_config
 
 QWEN = Path(__file__).parents[3] / "qwen" / "pyproject.toml"
 CONFIG: dict[str, Any] = {
@@ -77,9 +77,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """megatron-core without a GPU, gated delta nets by their torch code; Qwen's rules are found by entry points."""
-    with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
+def qwen(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gated delta nets by their torch code; Qwen's rules are found by entry points."""
+    with pytest.MonkeyPatch.context() as patch:
         if find_family(CONFIG["model_type"]) is None:  # A source tree has no entry points.
             site = tmp_path_factory.mktemp("site")
             project = tomllib.loads(QWEN.read_text())["project"]

@@ -21,7 +21,6 @@ from lamella_testing.megatron import (
     LENGTH,
     VOCAB_SIZE,
     ddp_config,
-    megatron_on_cpu,
     tiny_config,
     tiny_gpt,
     token_losses,
@@ -35,17 +34,6 @@ TORCHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0, eps=1e-3),  # A small eps makes signs of rounding.
 }
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 def _model(*, tp: int = 1, **changes: Any) -> tuple[Any, nn.Module]:

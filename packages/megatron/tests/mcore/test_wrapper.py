@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,24 +20,12 @@ from lamella_testing.megatron import (
     LENGTH,
     VOCAB_SIZE,
     ddp_config,
-    megatron_on_cpu,
     tiny_config,
     tiny_gpt,
     token_losses,
 )
 
 BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::Warning:megatron"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu() -> Iterator[None]:
-    with megatron_on_cpu():
-        yield
 
 
 def _wrapped(*, half: bool = False, ddp: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> Any:
