@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lamella.experts import chunk, shard_with_experts, spread_experts
+from lamella_checkpoint import CheckpointFailed, save
 from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions, UnitResidence
 from lamella_schedule import run
 from lamella_testing import run_ranks
@@ -150,6 +152,26 @@ def test_ranks_without_tokens_take_part_in_backward() -> None:
         return [bool(layer.mlp.experts.gate_up_proj.grad.any()) for layer in model.model.layers]
 
     assert sorted(run_ranks(on_each_rank, 2)) == [[False] * 3, [True] * 3]
+
+
+def test_a_checkpoint_of_spread_experts_is_refused(tmp_path: Path) -> None:
+    def on_each_rank() -> None:
+        model = _model("mixtral")
+        spread_experts(model)
+        shard_with_experts(model, mesh=init_device_mesh("cpu", (2,)), experts_mesh=_mesh_of_one())
+        words = r"got 'model.layers.0.mlp.experts', of whose 4 experts each rank has 2"
+        with pytest.raises(NotImplementedError, match=words):
+            model.state_dict()
+        with pytest.raises((NotImplementedError, CheckpointFailed), match=r"of whose 4 experts|another rank"):
+            save(tmp_path / "step", model=model)
+
+    run_ranks(on_each_rank, 2)
+    assert not (tmp_path / "step").exists()
+
+
+def _mesh_of_one() -> DeviceMesh:
+    """A mesh of this rank alone. Effects: collective over the world."""
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "edp"))["edp"]
 
 
 def test_wrong_models_are_refused() -> None:

@@ -39,8 +39,9 @@ def spread_experts(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     Raises:
         ValueError: Another model, experts that do not divide among the ranks, or experts that are spread already.
 
-    Effects: frees the other ranks' experts. In each forward and backward of a layer, two all-to-alls of tokens and one
-        of counts on the group, for which the host waits.
+    Effects: frees the other ranks' experts; `state_dict` and checkpoints of the model raise from now on. In each
+        forward and backward of a layer, two all-to-alls of tokens and one of counts on the group, for which the host
+        waits.
     """
     _check_family(model)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -59,7 +60,24 @@ def spread_experts(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
             local = weight.detach()[rank * num_local : (rank + 1) * num_local].clone()
             setattr(experts, name, nn.Parameter(local, requires_grad=weight.requires_grad))
         experts.num_all_experts, experts.num_experts, experts.group = experts.num_experts, num_local, group
+        experts.register_state_dict_pre_hook(_refuse_state_dict)
         experts.__class__ = type(type(experts).__name__, (_SpreadExperts, type(experts)), {})
+
+
+def _refuse_state_dict(experts: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Refuse a state dict of spread experts: a checkpoint takes tensors of one name for the same tensor on all ranks.
+
+    Raises:
+        NotImplementedError: Always, unless the group has a single rank.
+    """
+    spread: Any = experts
+    if spread.num_experts == spread.num_all_experts:
+        return
+    raise NotImplementedError(
+        f"Expected tensors that are equal on all ranks for a state dict, got {prefix.removesuffix('.')!r}, of whose "
+        f"{spread.num_all_experts} experts each rank has {spread.num_experts}: a checkpoint would keep the experts of "
+        "some ranks only. Gather the experts' parameters over the group, and save a model with all experts."
+    )
 
 
 def shard_with_experts(

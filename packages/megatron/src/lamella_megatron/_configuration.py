@@ -83,8 +83,8 @@ _REFUSED = {
 _REFUSED_OF_MODELS = {
     "cuda_graph_impl": ("none", "Capture the step by lamella_optim.capture_step."),
     "defer_embedding_wgrad_compute": (False, "Gradients of the output layer come in backward."),
-    "delay_wgrad_compute": (False, "A layer's delayed gradients need lamella_engine.delay_gradient, see there."),
-    "overlap_moe_expert_parallel_comm": (False, "The schedule calls parts of layers, past the hooks of units."),
+    "delay_wgrad_compute": (False, "megatron-core's schedules would call backward_dw, and none runs over units."),
+    "overlap_moe_expert_parallel_comm": (False, "Call lamella_megatron.training.forward_backward_overlapped instead."),
 }
 
 
