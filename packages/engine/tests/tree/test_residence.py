@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_at_rest, assert_gradients_equal, record, rows_of_this_rank, twins, units
+from engine_models import assert_at_rest, assert_gradients_equal, fsdp, record, rows_of_this_rank, twins, units
 from schedule_models import Stack, backward_dw
 from torch import nn
 
@@ -29,7 +29,7 @@ def _shard(model: nn.Module, placements: AxisPlacement = ZERO3) -> None:
         fully_shard(module, options=ShardingOptions(placements=placements))
 
 
-def _residence(model: Stack, num_microbatches: int = 2) -> UnitResidence:
+def _residence(model: Stack, num_microbatches: int | None = 2) -> UnitResidence:
     return UnitResidence(model, list(model.layers), num_microbatches=num_microbatches)
 
 
@@ -71,6 +71,26 @@ def test_backwards_reduce_as_the_stage_says_and_the_last_ends_the_step(
             assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
             assert_at_rest(model)
             assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
+
+    run_ranks(on_each_rank, 2)
+
+
+@pytest.mark.parametrize(("placements", "num_reductions"), [(ZERO3, 2), (ZERO1, 1)])
+def test_a_caller_may_say_which_backward_is_the_last(placements: AxisPlacement, num_reductions: int) -> None:
+    def on_each_rank() -> None:
+        reference, model = twins(Stack, lambda model: _shard(model, placements))
+        assert isinstance(model, Stack)
+        residence = _residence(model, None)
+        log = record(model)
+        for number, batch in enumerate(BATCHES, start=7):  # numbers go on from step to step
+            fsdp(model).set_is_last_backward(number == 6 + len(BATCHES))
+            reference(batch).backward()
+            backward_dw(reference)
+            _whole(residence, model, number, rows_of_this_rank(batch))
+        fsdp(model).wait_for_gradients()
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        assert_at_rest(model)
+        assert {log.units_of("reduce").count(name) for name, _ in units(model)} == {num_reductions}
 
     run_ranks(on_each_rank, 2)
 

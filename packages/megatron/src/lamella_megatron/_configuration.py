@@ -83,8 +83,7 @@ _REFUSED = {
 _REFUSED_OF_MODELS = {
     "cuda_graph_impl": ("none", "Capture the step by lamella_optim.capture_step."),
     "defer_embedding_wgrad_compute": (False, "Gradients of the output layer come in backward."),
-    "delay_wgrad_compute": (False, "megatron-core's schedules would call backward_dw, and none runs over units."),
-    "overlap_moe_expert_parallel_comm": (False, "Call lamella_megatron.training.forward_backward_overlapped instead."),
+    "delay_wgrad_compute": (False, "Set overlap_moe_expert_parallel_comm too: its schedule calls backward_dw."),
 }
 
 
@@ -95,6 +94,8 @@ def check_model_config(config: Any) -> None:
         ValueError: The first such option, its value and the value to set are in the message.
     """
     for name, (wanted, reason) in _REFUSED_OF_MODELS.items():
+        if name == "delay_wgrad_compute" and config.overlap_moe_expert_parallel_comm:
+            continue
         if (value := getattr(config, name, wanted)) != wanted:
             raise ValueError(f"Expected `config.{name}` to be {wanted!r}, got {value!r}. {reason}")
 

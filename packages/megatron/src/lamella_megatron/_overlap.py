@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
+from lamella_engine.extending import local_of
 from lamella_megatron._model import innermost
 from lamella_megatron._patterns import parse_pattern
-from lamella_schedule import Chunk, LayerSlots, Slot, run
+from lamella_schedule import Chunk, Flight, Lanes, LayerSlots, Slot, run, run_pair
 
 # Arguments of the decoder that layers take too, under the same names.
 _OF_ATTENTION = (
@@ -75,7 +78,7 @@ def forward_backward_overlapped(
     Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
     """
     inner: Any = innermost(model)
-    check_schedulable(inner.config)
+    _check_schedulable(inner.config)
     items = _items(inner, layer_groups)
     chunks = [_chunk(inner, items, batch, loss_of) for batch in microbatches]
     residence = None
@@ -84,7 +87,101 @@ def forward_backward_overlapped(
     return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
 
 
-def check_schedulable(config: Any) -> None:
+class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core has no types
+    """One microbatch on its way, for megatron-core's driver with `overlap_moe_expert_parallel_comm`.
+
+    Args:
+        schedule: Of the model.
+        batch: The arguments of the model's forward.
+    """
+
+    def __init__(self, schedule: _Schedule, batch: Mapping[str, Any]) -> None:
+        self.schedule = schedule
+        self.flight = Flight(
+            _chunk(schedule.model, schedule.items, batch, lambda output: output), schedule.lanes, next(schedule.numbers)
+        )
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # for the driver's loss; the lanes have others
+
+    @staticmethod
+    def run(
+        f_schedule_plan: SchedulePlan | None,
+        b_schedule_plan: SchedulePlan | None,
+        b_grad: torch.Tensor | None = None,
+        **of_stages: object,
+    ) -> torch.Tensor | None:
+        """Run the forward of one plan beside the backward of another.
+
+        Args:
+            f_schedule_plan: A new plan, or None.
+            b_schedule_plan: A plan after its forward, or None.
+            b_grad: Of the second plan's output.
+            of_stages: Functions that pipeline stages call in between; None.
+
+        Returns:
+            The first plan's output, detached.
+
+        Effects: as of `lamella_schedule.run_pair` and `UnitResidence`.
+        """
+        assert not any(of_stages.values()), "pipeline stages are refused by the wrapper"
+        plan = f_schedule_plan or b_schedule_plan
+        assert plan is not None, "the driver gives one plan at least"
+        if b_schedule_plan is not None:
+            b_schedule_plan.flight.begin_backward((b_grad,))
+        forward, backward = (each and each.flight for each in (f_schedule_plan, b_schedule_plan))
+        run_pair(forward, backward, residence=plan.schedule.residence)
+        if forward is None:
+            return None
+        [output] = forward.outputs
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+@dataclass
+class _Schedule:
+    """The plans of a model.
+
+    Attributes:
+        model: In units.
+        items: The layers of each item.
+        lanes: The streams of all plans.
+        residence: Of the units.
+        numbers: Of microbatches, over all steps.
+    """
+
+    model: Any
+    items: list[list[nn.Module]]
+    lanes: Lanes
+    residence: UnitResidence
+    numbers: Iterator[int]
+
+    def build(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        decoder_input: None = None,
+        labels: torch.Tensor | None = None,
+        **more: Any,
+    ) -> SchedulePlan:
+        """A plan of one microbatch; takes the arguments of the model's forward."""
+        given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        return SchedulePlan(self, {**given, "labels": labels, **more})
+
+
+def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
+    """Let megatron-core's driver overlap a model's microbatches: give a sharded model a `build_schedule_plan`.
+
+    Raises:
+        ValueError: As `forward_backward_overlapped`.
+    """
+    _check_schedulable(model.config)
+    items = _items(model, layer_groups)
+    residence = UnitResidence(model, [item[0] for item in items], num_microbatches=None)
+    lanes = Lanes(local_of(next(model.parameters())).device)
+    model.build_schedule_plan = _Schedule(model, items, lanes, residence, itertools.count()).build
+
+
+def _check_schedulable(config: Any) -> None:
     """Refuse options under which a layer cannot be cut into slots.
 
     Raises:

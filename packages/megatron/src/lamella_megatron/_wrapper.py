@@ -37,6 +37,7 @@ from lamella_megatron._configuration import (
     strategy_of,
 )
 from lamella_megatron._model import fully_shard_model, innermost
+from lamella_megatron._overlap import schedule_by_plans
 
 
 class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types
@@ -99,6 +100,8 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             given = {"mp_policy": policy, "options": options_of(ddp_config, policy.param_dtype), **fully_shard_kwargs}
             fully_shard_model(self._root, groups=pg_collection, **given)
         self._check_stage()
+        if config.overlap_moe_expert_parallel_comm:
+            schedule_by_plans(self._root, fully_shard_kwargs.get("layer_groups"))
         # A rank whose experts saw no token has no gradients, and would not come to the all-reduces of
         # finalize_model_grads and of the norm with as many elements as its peers.
         self._root.set_reduce_scatter_unused_params(True)

@@ -252,6 +252,54 @@ def test_a_wrapped_model_steps_by_its_optimizer() -> None:
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize(("kind", "groups"), [("moe", None), ("*E*E", "[*E][*E]")])
+def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: bool, strategy: str) -> None:
+    from lamella_testing.megatron import ddp_config
+
+    def on_each_rank(overlaps: bool, delays: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        module: Any = make_model(kind, Layout(num_ranks=2, ep=2))
+        config = module.config
+        if delays:
+            _delay_weight_gradients(module)
+        config.overlap_moe_expert_parallel_comm = overlaps  # the constructor asks for bf16
+        model = ShardedModel(config, ddp_config(data_parallel_sharding_strategy=strategy), module, layer_groups=groups)
+        optimizer = sharded_optimizer(OptimizerConfig(optimizer="sgd", lr=0.2), [model])
+        config.finalize_model_grads_func = finalize_model_grads
+
+        def forward(batches: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+            call = chunk.build_schedule_plan if return_schedule_plan else chunk
+            return call(**next(batches)), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+        losses = []
+        for step in DATA:
+            optimizer.zero_grad()
+            stored = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(_microbatches(step)),
+                model=[model],
+                num_microbatches=NUM_MICROBATCHES,
+                seq_length=LENGTH,
+                micro_batch_size=NUM_ROWS // 2,
+            )
+            assert optimizer.step()[0]
+            losses += [each["loss"].item() for each in stored]
+        return losses, {name: p.detach().full_tensor() for name, p in module.named_parameters()}
+
+    expected = run_ranks(on_each_rank, 2, False, False)  # without a schedule the driver calls no backward_dw
+    found = run_ranks(on_each_rank, 2, True, delays)
+    for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+
+
 def test_an_exception_leaves_the_model_at_rest() -> None:
     case = Case(kind="*E*E", groups="[*E][*E]")
 

@@ -399,7 +399,6 @@ def test_sums_are_in_the_dtype_of_the_options(fields: dict[str, Any], dtype: tor
         ("cuda_graph_impl", "local"),
         ("defer_embedding_wgrad_compute", True),
         ("delay_wgrad_compute", True),
-        ("overlap_moe_expert_parallel_comm", True),
     ],
 )
 def test_an_option_of_the_model_that_goes_past_units_is_refused(field: str, value: object) -> None:

@@ -42,20 +42,21 @@ class UnitResidence:
     Args:
         model: The outermost unit, with the parameters around the layers.
         layers: The unit of each layer, in the order of the schedule's layers.
-        num_microbatches: Microbatches of a step. The microbatch with the last index ends the step.
+        num_microbatches: Microbatches of a step. The microbatch with the last index ends the step. None leaves both to
+            the caller: `set_is_last_backward` before each backward, and `wait_for_gradients` after the last.
 
     Raises:
         ValueError: A layer or the model is no unit, or `num_microbatches` is below 1.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], *, num_microbatches: int) -> None:
-        if num_microbatches < 1:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], *, num_microbatches: int | None) -> None:
+        if num_microbatches is not None and num_microbatches < 1:
             raise ValueError(
                 f"Expected num_microbatches to be 1 or more, got {num_microbatches}. Give the number of chunks."
             )
         self._model = _unit(model, "the model")
         self._layers = [_unit(layer, f"layer {i}") for i, layer in enumerate(layers)]
-        self._last = num_microbatches - 1
+        self._last = None if num_microbatches is None else num_microbatches - 1
         self._holds: dict[tuple[int, int | None, str], Hold] = {}
 
     def acquire(self, event: ResidenceEvent) -> None:
@@ -66,7 +67,7 @@ class UnitResidence:
 
         Effects: as `FSDPModule.hold`.
         """
-        if event.microbatch > self._last:
+        if self._last is not None and event.microbatch > self._last:
             raise ValueError(
                 f"Expected microbatches up to num_microbatches={self._last + 1}, got index {event.microbatch}. "
                 "Make the residence with the number of chunks of a step."
@@ -89,7 +90,8 @@ class UnitResidence:
         unit, ends_step = self._unit_of(event), False
         if event.phase == "backward":
             is_last = event.microbatch == self._last
-            self._model.set_is_last_backward(is_last)
+            if self._last is not None:
+                self._model.set_is_last_backward(is_last)
             _mark_read(unit)
             unit.reduce_gradients()
             ends_step = is_last and event.layer is None
