@@ -77,12 +77,12 @@ def forward_backward_overlapped(
 
     Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
     """
-    inner: Any = innermost(model)
+    inner = innermost(model)
     _check_schedulable(inner.config)
     items = _items(inner, layer_groups)
     chunks = [_chunk(inner, items, batch, loss_of) for batch in microbatches]
     residence = None
-    if isinstance(innermost(model), FSDPModule):
+    if isinstance(inner, FSDPModule):
         residence = UnitResidence(inner, [item[0] for item in items], num_microbatches=len(chunks))
     return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
 
@@ -185,12 +185,12 @@ def _check_schedulable(config: Any) -> None:
     """Refuse options under which a layer cannot be cut into slots.
 
     Raises:
-        ValueError: The first such option, its value, the value to set and the reason are in the message.
+        ValueError: The first such option, its value and the reason are in the message.
     """
     modules = getattr(config, "recompute_modules", None) or []
     for name, found, wanted, reason in (
         ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, 1, "Stages have schedules of their own."),
-        ("virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size, None, "As above."),
+        ("virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size, None, "So have chunks."),
         ("recompute_granularity", config.recompute_granularity == "full", False, "Layers would run a second time."),
         ("recompute_modules", "moe" in modules, False, "Recomputed experts would exchange tokens a second time."),
         ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False, "Shared experts run before dispatch."),
@@ -200,7 +200,10 @@ def _check_schedulable(config: Any) -> None:
     ):
         if found != wanted:
             value = getattr(config, name)
-            raise ValueError(f"Expected `config.{name}` without {value!r} for an overlapped step, got it. {reason}")
+            raise ValueError(
+                f"Expected another value of `config.{name}` for an overlapped step, got {value!r}. {reason} Change the "
+                "option, or step without overlap."
+            )
     if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
         raise ValueError(
             "Expected `config.moe_token_dispatcher_type` to be 'alltoall' or 'flex' for an overlapped step, got "

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +34,7 @@ class Case:
         kind: Of `make_model`.
         groups: `layer_groups`.
         num_ranks: With two expert-parallel ranks where there are experts.
+        tp: Tensor-parallel ranks, with sequence parallelism.
         shares: Whether layers have a shared expert.
         stage: "ZeRO-1" or "ZeRO-3".
         delays: Whether linears leave weight gradients to `backward_dw`.
@@ -45,6 +45,7 @@ class Case:
     kind: str
     groups: str | None = None
     num_ranks: int = 2
+    tp: int = 1
     shares: bool = False
     stage: str = "ZeRO-3"
     delays: bool = False
@@ -58,7 +59,7 @@ class Case:
     @property
     def layout(self) -> Layout:
         """The ranks."""
-        return Layout(num_ranks=self.num_ranks, ep=2 if has_experts(self.kind) else 1)
+        return Layout(num_ranks=self.num_ranks, tp=self.tp, ep=2 if has_experts(self.kind) else 1)
 
 
 KINDS = [
@@ -109,7 +110,10 @@ def _model(case: Case) -> Any:
 
 
 def _microbatches(step: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    return [_inputs(rows.chunk(dist.get_world_size())[dist.get_rank()]) for rows in step]
+    from megatron.core import parallel_state
+
+    num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    return [_inputs(rows.chunk(num)[rank]) for rows in step]
 
 
 def _share(losses: torch.Tensor) -> torch.Tensor:
@@ -174,6 +178,11 @@ def test_all_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> Non
 def test_an_embedding_that_is_read_twice_is_right(kind: str) -> None:
     """In ZeRO-3 both of its gradients are in each reduction; elsewhere they are added in another order."""
     _assert_equal_bits(Case(kind=kind))
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("moe", None), ("*E*E", "[*E][*E]")])
+def test_tensor_parallel_ranks_overlap(kind: str, groups: str | None) -> None:
+    _assert_equal_bits(Case(kind=kind, groups=groups, num_ranks=4, tp=2))
 
 
 # -- weight gradients after the backward -------------------------------------------------------------------------------
