@@ -86,7 +86,7 @@ ALL = [
     for shares, delays, early, recomputes in itertools.product((False, True), repeat=4)
     if has_experts(kind) or not (shares or recomputes)
 ]
-SOME = random.Random(0).sample(ALL, 12)
+SOME = random.Random(0).sample(ALL, 8)
 
 
 def _inputs(rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -261,9 +261,15 @@ def test_a_wrapped_model_steps_by_its_optimizer() -> None:
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
-@pytest.mark.parametrize(("kind", "groups"), [("moe", None), ("*E*E", "[*E][*E]")])
+@pytest.mark.parametrize(
+    ("kind", "groups", "delays", "strategy"),
+    [
+        ("moe", None, False, "optim"),
+        ("moe", None, True, "optim_grads_params"),
+        ("*E*E", "[*E][*E]", False, "optim_grads_params"),
+        ("*E*E", "[*E][*E]", True, "optim"),
+    ],
+)
 def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: bool, strategy: str) -> None:
     from lamella_testing.megatron import ddp_config
 

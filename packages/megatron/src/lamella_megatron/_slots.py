@@ -1,0 +1,170 @@
+"""megatron-core's layers in the slots of a schedule: attention and router, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamella_schedule import LayerSlots, Slot
+
+# Arguments of the decoder that layers take too, under the same names.
+_OF_ATTENTION = (
+    "attention_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+    "sequence_len_offset",
+    "padding_mask",
+)
+_OF_MAMBA = ("attention_mask", "packed_seq_params")
+
+
+@dataclass
+class Item:
+    """A layer, or a group of layers: the last one's MLP or experts by themselves, all before them together.
+
+    Attributes:
+        layers: In order.
+        given: The decoder's arguments, once the forward has begun.
+    """
+
+    layers: list[nn.Module]
+    given: dict[str, Any]
+
+    def slots(self) -> LayerSlots:
+        """The functions of the schedule's slots."""
+        last: Any = self.layers[-1]
+        delayed = self._delayed()
+        if _has_experts(last):
+            return LayerSlots(
+                pre=self._route,
+                dispatch=self._dispatch,
+                experts=self._compute,
+                combine=self._combine,
+                delayed=delayed,
+            )
+        if _has_mlp(last):
+            return LayerSlots(pre=self._attend, experts=last._forward_mlp, delayed=delayed)
+        return LayerSlots(pre=self._attend, experts=lambda hidden: hidden, delayed=delayed)
+
+    def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All layers up to the last one's MLP."""
+        with _random_states(self.layers[-1]):
+            *before, last = self.layers
+            for layer in before:
+                hidden = self._whole(layer, hidden)
+            if not _is_transformer(last):
+                return self._whole(last, hidden)
+            attention: Any = last
+            hidden, _ = attention._forward_attention(hidden, **self._chosen(_OF_ATTENTION))
+            return hidden
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Up to the rows that leave the rank; the residual and the shared experts' output go along."""
+        residual = self._attend(hidden)
+        last: Any = self.layers[-1]
+        with _random_states(last):
+            normed = last._forward_pre_mlp_layernorm(residual)
+            if isinstance(normed, tuple):  # a norm fused with the residual addition
+                normed, residual = normed
+            if last.config.fp32_residual_connection:
+                residual = residual.float()
+            experts = last.mlp
+            mask = self.given.get("padding_mask")
+            shared = experts.shared_experts_compute(normed)
+            probabilities, routing = experts.route(normed, None if mask is None else mask.transpose(0, 1).bool())
+            return (*experts.preprocess(normed, probabilities, routing), residual, shared)
+
+    def _dispatch(
+        self, rows: torch.Tensor, probabilities: torch.Tensor, *along: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        last: Any = self.layers[-1]
+        return (*last.mlp.dispatch(rows, probabilities), *along)
+
+    def _compute(
+        self, rows: torch.Tensor, probabilities: torch.Tensor, *along: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        last: Any = self.layers[-1]
+        with _random_states(last):
+            made, _ = last.mlp.routed_experts_compute(rows, probabilities)
+        if last.recompute_pre_mlp_layernorm:
+            # Here, and not again after the combine: the norm would be recomputed too early, into other gradients.
+            last.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(made)
+        return (made, *along)
+
+    def _combine(self, rows: torch.Tensor, residual: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+        last: Any = self.layers[-1]
+        with _random_states(last), last.bias_dropout_add_exec_handler():
+            made = last.mlp.postprocess(last.mlp.combine(rows), shared)
+            add = last.mlp_bda(last.training, last.config.bias_dropout_fusion)
+            hidden: torch.Tensor = add((made, None), residual, last.hidden_dropout)
+            return hidden
+
+    def _whole(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """A layer without cuts, past the hooks of its unit, which the schedule holds."""
+        if _is_transformer(layer):
+            hidden, _ = layer.forward(hidden_states=hidden, **self._chosen(_OF_ATTENTION))
+            return hidden
+        made: torch.Tensor = layer.forward(hidden_states=hidden, **self._chosen(_OF_MAMBA))
+        return made
+
+    def _chosen(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self.given[name] for name in names if name in self.given}
+
+    def _delayed(self) -> dict[Slot, Callable[[], object]]:
+        """Weight gradients left out by backward: the experts' or the MLP's, and those of all else."""
+        last: Any = self.layers[-1]
+        ends = last.mlp if _has_mlp(last) else None
+        late = [] if ends is None else _delaying(getattr(ends, "experts", None) or ends)
+        early = [each for layer in self.layers for each in _delaying(layer) if each not in late]
+        found = {Slot.PRE: early, Slot.EXPERTS: late}
+        return {slot: _all_of(modules) for slot, modules in found.items() if modules}
+
+
+def _delaying(module: nn.Module) -> list[Any]:
+    """The modules that compute their weight gradients in `backward_dw`, in the order of backward."""
+    inside = [each for each in module.modules() if _delays(each)]
+    return inside[::-1]
+
+
+def _delays(module: Any) -> bool:
+    """Whether a layer of Transformer Engine's kind delays: a wrapper around such layers has no store of its own."""
+    needs = getattr(module, "need_backward_dw", None)
+    return needs is not None and bool(needs())
+
+
+def _all_of(modules: list[Any]) -> Callable[[], None]:
+    def compute() -> None:
+        for module in modules:
+            module.backward_dw()
+
+    return compute
+
+
+@contextlib.contextmanager
+def _random_states(layer: Any) -> Iterator[None]:
+    """megatron-core's random state of the tensor-parallel region, as the decoder sets it around its layers."""
+    if not layer.config.sequence_parallel:
+        yield
+        return
+    with importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker().fork():
+        yield
+
+
+def _is_transformer(layer: nn.Module) -> bool:
+    return hasattr(layer, "_forward_attention")
+
+
+def _has_mlp(layer: Any) -> bool:
+    return _is_transformer(layer) and type(layer.mlp).__name__ != "IdentityOp"
+
+
+def _has_experts(layer: Any) -> bool:
+    return _has_mlp(layer) and hasattr(layer.mlp, "token_dispatcher")
