@@ -111,6 +111,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 unit.set_gradient_divide_factor(1.0)
         for parameter in self._root.parameters():
             parameter.__fsdp_param__ = True  # Note [Marks on sharded parameters]
+        self._shared_embeddings = [p for p in self._root.parameters() if getattr(p, "shared_embedding", False)]
         self.param_and_grad_buffer = _NoBuffer()
         if config.no_sync_func is None:
             config.no_sync_func = _NoSync()
@@ -196,8 +197,8 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 "`parameter.grad.full_tensor()` instead."
             )
         self._root.wait_for_gradients()
-        for weight in self._root.parameters():
-            if getattr(weight, "shared_embedding", False) and weight.grad is not None:
+        for weight in self._shared_embeddings:
+            if weight.grad is not None:
                 # finalize_model_grads sums the shard over pipeline stages in place, then assigns it: `.grad` refuses a
                 # plain shard, and megatron-core takes an attribute `main_grad` before `.grad`.
                 weight.main_grad = weight.grad
@@ -232,7 +233,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, also those kept for a later microbatch."""
         self._root.zero_grad()
-        for weight in self._root.parameters():
+        for weight in self._shared_embeddings:
             vars(weight).pop("main_grad", None)
 
     def broadcast_params(self) -> None:
