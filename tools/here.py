@@ -16,6 +16,9 @@ makes no environment and installs nothing.
                                                     --device cpu on four CPU ranks
     python tools/here.py soak [PYTEST ARGS]         tests marked slow: minutes
     python tools/here.py python -m lamella train    any Python command with the sources on its path
+
+With LAMELLA_RANKS_PER_GPU=2 in the environment two ranks of a test share a GPU, so that `gpu 2` needs one: the same
+results, at the speed of sockets.
 """
 
 import os
@@ -33,20 +36,21 @@ CLIENTS = ROOT / "integration" / "tests" / "clients"
 MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
 NO_TESTS_RAN = 5  # pytest's exit code
+RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
 _ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
 
 
 def main(args: list[str]) -> int:
     match args:
         case ["gpu", num_gpus, *rest] if num_gpus.isdecimal():
-            return _require_gpus(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest, session=f"gpu({num_gpus})")
+            return _require_gpus_for(int(num_gpus)) or _pytest(f"gpu{num_gpus}", rest, session=f"gpu({num_gpus})")
         case ["te", *rest]:
-            return _require_gpus(2) or _pytest("te", rest, session="te")
+            return _require_gpus_for(2) or _pytest("te", rest, session="te")
         case ["ssm", "gpu-1", *rest]:
             return _require_gpus(1) or _require("mamba_ssm") or _pytest("ssm", rest, session="ssm(gpu-1)")
         case ["megatron", "gpu-1" | "gpu-2" as device, *rest]:
             num_gpus = device.removeprefix("gpu-")
-            missing = _require_gpus(int(num_gpus)) or _require("megatron.core", "transformer_engine")
+            missing = _require_gpus_for(int(num_gpus)) or _require("megatron.core", "transformer_engine")
             return missing or _pytest(f"gpu{num_gpus}", rest, session=f"megatron({device})", folders=[MEGATRON])
         case ["clients", *rest]:
             return _require_gpus(2) or _pytest_in(CLIENTS, "gpu2", ["-W", "default", *rest])  # the libraries' warnings
@@ -70,6 +74,7 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
             print(f"Expected a file after --status, got {found}. Give one, such as runs.jsonl.", file=sys.stderr)
             return 2
         status, args = Path(args[1]), args[2:]
+    recorded = session if RANKS_PER_GPU == 1 else f"{session}, {RANKS_PER_GPU} ranks a GPU"
     marked = [folder for folder in folders if any(f"mark.{marker}" in text for text in _sources(folder))]
     others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
     if session.startswith("gpu("):
@@ -83,7 +88,7 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
                 print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
             if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
                 selection = " ".join(arg for arg in args if arg not in _ALL_THE_SAME)
-                gpu_status.record(report, status, session=session, folder=folder, selection=selection)
+                gpu_status.record(report, status, session=recorded, folder=folder, selection=selection)
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
@@ -105,6 +110,10 @@ def _pytest_in(folder: Path, marker: str, args: list[str]) -> int:
 def _bench(num_gpus: str, args: list[str]) -> int:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_gpus]
     return _python(*torchrun, "-m", "lamella_integration.bench", *args)
+
+
+def _require_gpus_for(num_ranks: int) -> int:
+    return _require_gpus(-(-num_ranks // RANKS_PER_GPU))
 
 
 def _require_gpus(num_gpus: int) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lamella_testing import RankFailure, RankTimeout, Team, run_ranks
+from lamella_testing._ranks import check_parent
 
 
 def _sum_of_ranks() -> float:
@@ -185,9 +186,19 @@ def test_no_rank_at_all_is_refused() -> None:
 def test_a_missing_gpu_is_an_error_and_never_a_skip() -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"Expected at least 1000 visible GPUs \(one a rank\), got \d+\.",
+        match=r"Expected at least 1000 visible GPUs for 1000 ranks with 1 a GPU, got \d+\.",
     ):
         run_ranks(_sum_of_ranks, 1000, device="cuda")
+
+
+def test_ranks_share_gpus_only_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella_testing._ranks._num_visible_gpus", lambda: 1)
+    with pytest.raises(RuntimeError, match="at least 2 visible GPUs for 2 ranks with 1 a GPU, got 1"):
+        check_parent(2, "cuda")
+    monkeypatch.setenv("LAMELLA_RANKS_PER_GPU", "2")
+    check_parent(2, "cuda")
+    with pytest.raises(RuntimeError, match="at least 2 visible GPUs for 3 ranks with 2 a GPU, got 1"):
+        check_parent(3, "cuda")
 
 
 def test_four_ranks_take_a_fraction_of_a_second() -> None:

@@ -6,6 +6,12 @@ Note [Why fork]
     the test module: once in the parent instead of once per rank. The price on CUDA: the parent must not have used
     a GPU.
 
+Note [Ranks that share a GPU]
+    NCCL refuses two ranks of a host on one GPU. With `LAMELLA_RANKS_PER_GPU=2` in the environment each rank names a
+    host of its own (`NCCL_HOSTID`), so that NCCL sends between them through sockets: streams, kernels and their order
+    are NCCL's, and only the wire is slow. Results count as those of two ranks, speeds do not. Transports that write
+    into a peer's GPU memory need a GPU a rank.
+
 Note [Ranks end together]
     A finished or failed rank stays alive until the parent releases it. Its closing sockets would otherwise raise errors
     in its peers, and a peer's error could reach the parent before the cause.
@@ -38,6 +44,8 @@ Device = Literal["cpu", "cuda"]
 
 _FORK = multiprocessing.get_context("fork")
 _LEAVE_TIMEOUT_S = 10.0
+RANKS_PER_GPU = "LAMELLA_RANKS_PER_GPU"
+"""The environment variable with the number of ranks on a GPU; see Note [Ranks that share a GPU]."""
 
 
 class RankFailure(RuntimeError):
@@ -80,13 +88,13 @@ def run_ranks(
     """Run `fn(*args)` on every rank of a fresh default process group; return the results by rank.
 
     Each rank is a forked process, and `torch.distributed` is initialised. On "cuda", rank r has GPU r as its current
-    device.
+    device, or shares a GPU by Note [Ranks that share a GPU].
 
     Args:
         fn: May be a closure. The result must pickle, with tensors on the CPU.
         num_ranks: At least 1. A single rank gets a process group too.
         args: Arguments of `fn`.
-        device: "cpu" for gloo, "cuda" for NCCL with one GPU per rank.
+        device: "cpu" for gloo, "cuda" for NCCL.
         backend: Backend of the process group, in torch's spelling ("cpu:gloo,cuda:nccl" for both). None: gloo or NCCL.
         timeout_s: Limit in seconds for all ranks together, start included.
 
@@ -147,12 +155,17 @@ def _check_gpus(num_ranks: int) -> None:
             "Expected a parent process that has not used CUDA, got a process that has: forked ranks cannot use CUDA. "
             "Move the GPU work of the parent into `run_ranks(..., num_ranks=1, device='cuda')`."
         )
-    num_gpus = _num_visible_gpus()
-    if num_gpus < num_ranks:
+    num_gpus, ranks_per_gpu = _num_visible_gpus(), _ranks_per_gpu()
+    if num_gpus * ranks_per_gpu < num_ranks:
         raise RuntimeError(
-            f"Expected at least {num_ranks} visible GPUs (one a rank), got {num_gpus}. "
-            "Run the test on a host with enough GPUs, or deselect the test by its marker."
+            f"Expected at least {-(-num_ranks // ranks_per_gpu)} visible GPUs for {num_ranks} ranks with "
+            f"{ranks_per_gpu} a GPU, got {num_gpus}. Run the test on a host with enough GPUs, deselect the test by its "
+            f"marker, or set {RANKS_PER_GPU} for ranks that share GPUs."
         )
+
+
+def _ranks_per_gpu() -> int:
+    return int(os.environ.get(RANKS_PER_GPU, "1"))
 
 
 def _num_visible_gpus() -> int:
@@ -206,14 +219,17 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
     """Initialise the default process group and this process's device. Effects: collective over all ranks."""
     torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork: with more threads the child would hang.
+    index = rank // (shared := _ranks_per_gpu())
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(index)
+        if shared > 1:
+            os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     dist.init_process_group(
         backend or ("nccl" if device == "cuda" else "gloo"),
         init_method=f"file://{directory / 'store'}",
         rank=rank,
         world_size=num_ranks,
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        device_id=torch.device("cuda", index) if device == "cuda" else None,
     )
 
 

@@ -24,7 +24,7 @@ class Team:
 
     Args:
         num_ranks: At least 1.
-        device: "cpu" for gloo, "cuda" for NCCL with one GPU per rank.
+        device: "cpu" for gloo, "cuda" for NCCL.
     """
 
     def __init__(self, num_ranks: int, *, device: Device = "cpu") -> None:

@@ -57,6 +57,7 @@ def make_model(ddp: dict[str, Any], *, device: str = "cpu", **fields: Any) -> Sh
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
     torch.manual_seed(0)
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
     config = tiny_config(bf16=True, params_dtype=BF16, **fields)
     return ShardedModel(config, ddp_config(**ddp), tiny_gpt(config).to(device, BF16))
 
