@@ -126,6 +126,7 @@ def test_every_recipe_trains_near_bf16(device: Device, num_ranks: int, name: str
 @DEVICES
 @pytest.mark.parametrize("name", ["tensor", "row"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
 def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: int, name: str) -> None:
     recipe = RECIPES[name]
     assert isinstance(recipe, Float8Recipe)
