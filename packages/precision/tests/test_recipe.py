@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ class _Coarse(PlainRecipe):
 class _Local(Float8Recipe):
     """Measures each shard alone, and forgets the rows before."""
 
-    def measure_columns(self, shards: Columns, parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
+    def measure_columns(self, shards: Columns, parts: Sequence[Part]) -> tuple[Sequence[Any]]:
         moved = [part._replace(first_row=0) for part in parts]
         return super().measure_columns(shards, moved)
 

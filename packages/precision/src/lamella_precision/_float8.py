@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
+from typing import Any
 
 import torch
 
 from lamella_precision._quantized import QuantizedWeight
 from lamella_precision._recipe import Direction, Part, PayloadFormat
-from lamella_precision._tiles import Block, grid_of, tiles_of
+from lamella_precision._tiles import Block, Cut, grid_of, tiles_of
 
 _SMALLEST_SCALE = 2.0**-126  # no subnormal scale: its reciprocal overflows, and kernels may flush it to zero
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -77,28 +81,25 @@ class Float8Recipe:
 
     def columns(
         self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
-    ) -> tuple[Sequence[object] | None, ...]:
-        """Views of equal blocks: sources, destinations and scales of each weight."""
+    ) -> tuple[Sequence[Cut] | None]:
+        """For each weight the views of equal blocks: sources, destinations and scales."""
         (destinations,) = payloads
         if destinations is None:
-            return None, None, None
-        sources, into, scales = [], [], []
-        for shard, destination, part in zip(shards, destinations, parts, strict=True):
-            tiles = tiles_of(shard.shape, part.shape, part.first_row, self.block)
-            of_tiles = [tile.of(shard) for tile in tiles]
-            sources.append(of_tiles)
-            into.append([tile.of(destination) for tile in tiles])
-            assert part.scales is not None
-            scales.append([tile.cells(part.scales, len(each)) for tile, each in zip(tiles, of_tiles, strict=True)])
-        return sources, into, scales
+            return (None,)
+        return ([self._cut(*each) for each in zip(shards, destinations, parts, strict=True)],)
 
-    def encode(self, *columns: Sequence[Tiles] | None) -> None:
-        """Divide by the scales, saturate, and round to the format: four multi-tensor calls for all weights.
+    def encode(self, *columns: Sequence[Cut] | None) -> None:
+        """Divide by the scales, saturate, and round to the format: one kernel for all weights, or multi-tensor calls.
 
-        Effects: a temporary fp32 copy of the shards.
+        Effects: a temporary fp32 copy of the shards, where Triton does not run.
         """
-        sources, into, scales = (list(chain.from_iterable(column or ())) for column in columns)
-        if sources:
+        (cuts,) = columns
+        if not cuts:
+            return
+        if fused := _kernels_for(cuts):
+            fused.encode(cuts, self.largest)
+        else:
+            sources, into, scales = _tensors(cuts)
             round_to(into, torch._foreach_div(as_float(sources), scales), self.largest)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -110,30 +111,33 @@ class Float8Recipe:
         """The earlier measurements that the next scales depend on."""
         return self.num_past_amaxes
 
-    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
-        """Views of equal blocks, and of their amaxes."""
-        tiles, cells = [], []
-        for shard, part in zip(shards, parts, strict=True):
-            assert part.scales is not None
-            for tile in tiles_of(shard.shape, part.shape, part.first_row, self.block):
-                tiles.append(tile.of(shard))
-                cells.append(tile.cells(part.scales, len(tiles[-1])))
-        return tiles, cells
+    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
+        """For each weight the views of equal blocks, and of their amaxes."""
+        return ([self._cut(shard, shard, part) for shard, part in zip(shards, parts, strict=True)],)
 
-    def measure(self, *columns: Tiles) -> None:
+    def measure(self, *columns: Sequence[Cut]) -> None:
         """Write the largest magnitude of each block's part on this rank.
 
-        Effects: two multi-tensor calls for scales of whole matrices; else a kernel for each run of equal blocks too.
+        Effects: a kernel for all weights; where Triton does not run, two multi-tensor calls, and with several scales a
+            matrix a kernel for each run of equal blocks too.
         """
-        tiles, cells = columns
-        if not tiles:
+        (cuts,) = columns
+        if not cuts:
             return
+        if fused := _kernels_for(cuts):
+            fused.measure(cuts)
+            return
+        tiles, _, cells = _tensors(cuts)
         if all(cell.numel() == 1 for cell in cells):
-            norms = torch._foreach_norm(list(tiles), float("inf"))
+            norms = torch._foreach_norm(tiles, float("inf"))
             found = [norm.view(cell.shape) for norm, cell in zip(norms, cells, strict=True)]
         else:
             found = [torch.linalg.vector_norm(tile, float("inf"), (2, 4), True) for tile in tiles]
-        torch._foreach_copy_(list(cells), found)
+        torch._foreach_copy_(cells, found)
+
+    def _cut(self, shard: torch.Tensor, into: torch.Tensor, part: Part) -> Cut:
+        assert part.scales is not None
+        return Cut(tiles_of(shard.shape, part.shape, part.first_row, self.block), shard, into, part.scales)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
         """Compute the scales of all blocks of a group from amaxes of whole blocks, and note the amaxes.
@@ -168,6 +172,32 @@ class Float8Recipe:
         (data,) = payloads
         assert scales is not None
         return times_scales(data, scales, shape, self.block, self.compute_dtype)
+
+
+def _kernels_for(cuts: Sequence[Cut]) -> Any:
+    """The module of Triton's kernels, or None on devices without."""
+    device = cuts[0].beginnings[0].device
+    return _fused() if device.type == "cuda" and has_float8(device.index) else None
+
+
+@cache
+def _fused() -> Any:
+    return import_module("lamella_precision._fused") if find_spec("triton") else None
+
+
+@cache
+def has_float8(index: int) -> bool:
+    """Whether a CUDA device converts and multiplies float8: compute capability 8.9 and above."""
+    return torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def _tensors(cuts: Sequence[Cut]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Sources, destinations and cells of all cuts."""
+    return (
+        list(chain.from_iterable([cut.sources for cut in cuts])),
+        list(chain.from_iterable([cut.into for cut in cuts])),
+        list(chain.from_iterable([cut.cells for cut in cuts])),
+    )
 
 
 def as_float(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:

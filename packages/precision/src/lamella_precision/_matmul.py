@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from lamella_precision._float8 import Float8Recipe, scale_for
+from lamella_precision._float8 import Float8Recipe, has_float8, scale_for
 from lamella_precision._quantized import QuantizedWeight
 from lamella_precision._recipe import Direction
 
@@ -189,5 +189,4 @@ def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_fast: bool = F
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels(index: int) -> bool:
-    """Whether a CUDA device multiplies float8: compute capability 8.9 and above."""
-    return torch.cuda.get_device_capability(index) >= (8, 9)
+    return has_float8(index)

@@ -1,0 +1,169 @@
+"""Encoding and measuring in blocks as one Triton kernel for all weights of a call.
+
+A program serves a chunk of one block, so that its scale is a single number:
+
+    lines    one for each run of equal blocks: where source, destination and cells begin, sizes, strides
+    program  its line, its block within the line, its chunk within the block
+
+Lines hold offsets from the beginning of a storage, never addresses: they are made once, and stay true when memory that
+was given back is taken again elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from lamella_precision._tiles import Cut
+
+_ELEMENTS = 4096  # of a chunk
+_ALIGNMENT = 16  # elements: with every offset a multiple, a thread reads and writes whole vectors
+_CACHED = 1 << 14  # lists of lines: one or two a unit and direction, a few hundred bytes each
+
+
+class _Launch(NamedTuple):
+    """A kernel's arguments for tensors in the same three storages.
+
+    Attributes:
+        lines: (lines, fields), int64: a line's first program, its fields as `Cut.lines` has them, and its chunks along
+            a block's columns.
+        line_of: (programs,), int32: each program's line.
+        sizes: Of a chunk; and what all offsets are multiples of.
+    """
+
+    lines: torch.Tensor
+    line_of: torch.Tensor
+    sizes: dict[str, int]
+
+
+def encode(cuts: Sequence[Cut], largest: float) -> None:
+    """Divide every block by its scale, saturate, and round into the destination's float8 format.
+
+    Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync. The
+    first call with new shapes copies their lines to the device.
+    """
+    for (source, into, cells), launch in _launches(cuts):
+        arguments = source, into, cells, launch.lines, launch.line_of, largest
+        _encode[(len(launch.line_of),)](*arguments, **launch.sizes)
+
+
+def measure(cuts: Sequence[Cut]) -> None:
+    """Raise every block's cell to the largest magnitude of the block; a NaN is largest.
+
+    Effects: as `encode`'s.
+    """
+    for (source, _, cells), launch in _launches(cuts):
+        arguments = source, cells.view(torch.int32), launch.lines, launch.line_of
+        _measure[(len(launch.line_of),)](*arguments, **launch.sizes)
+
+
+def _launches(cuts: Sequence[Cut]) -> list[tuple[tuple[torch.Tensor, ...], _Launch]]:
+    by_storages: dict[tuple[int, ...], list[Cut]] = {}
+    for cut in cuts:
+        by_storages.setdefault(cut.storages, []).append(cut)
+    found = []
+    for same in by_storages.values():
+        launch = _launch(tuple([cut.lines for cut in same]), same[0].beginnings[0].device)
+        found.append((same[0].beginnings, launch))
+    return found
+
+
+@lru_cache(_CACHED)
+def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torch.device) -> _Launch:
+    lines = [line for lines in lines_of_cuts for line in lines]
+    columns = min(_ELEMENTS, triton.next_power_of_2(max(line[7] for line in lines)))
+    rows = min(_ELEMENTS // columns, triton.next_power_of_2(max(line[6] for line in lines)))
+    whole, numbers, first = [], [], 0
+    for line in lines:
+        matrices, grid_rows, grid_columns, num_rows, num_columns = line[3:8]
+        chunks = -(-num_columns // columns)
+        whole.append((first, *line, chunks))
+        numbers.append(matrices * grid_rows * grid_columns * -(-num_rows // rows) * chunks)
+        first += numbers[-1]
+    is_aligned = all(each % _ALIGNMENT == 0 for line in lines for each in (*line[:2], *line[7:10]))
+    return _Launch(
+        torch.tensor(whole, device=device),
+        torch.arange(len(lines), dtype=torch.int32).repeat_interleave(torch.tensor(numbers)).to(device),
+        {"chunk_rows": rows, "chunk_columns": columns, "alignment": _ALIGNMENT if is_aligned else 1},
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr, alignment: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's offsets into source and destination, the elements of them that exist, and the cell's offset."""
+    program = tl.program_id(0)
+    line = lines + tl.load(line_of + program) * 15
+    source, into, cell = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
+    grid_rows, grid_columns = tl.load(line + 5), tl.load(line + 6)
+    num_rows, num_columns = tl.load(line + 7), tl.load(line + 8)
+    of_row, of_matrix = tl.load(line + 9), tl.load(line + 10)
+    chunks = tl.load(line + 14)
+
+    left = program - tl.load(line)
+    chunk_column, left = left % chunks, left // chunks
+    row_chunks = (num_rows + chunk_rows - 1) // chunk_rows
+    chunk_row, left = left % row_chunks, left // row_chunks
+    grid_column, left = left % grid_columns, left // grid_columns
+    grid_row, matrix = left % grid_rows, left // grid_rows
+    cell += matrix * tl.load(line + 11) + grid_row * tl.load(line + 12) + grid_column * tl.load(line + 13)
+
+    begin = matrix * of_matrix + (grid_row * num_rows + chunk_row * chunk_rows) * of_row
+    begin = tl.multiple_of(begin + grid_column * num_columns + chunk_column * chunk_columns, alignment)
+    # Within a chunk 32 bits suffice, and arithmetic on vectors of 64 bits would take longer than the memory.
+    rows, columns = tl.arange(0, chunk_rows), tl.arange(0, chunk_columns)
+    within = rows[:, None] * tl.multiple_of(of_row.to(tl.int32), alignment) + columns[None, :]
+    rows_left = (num_rows - chunk_row * chunk_rows).to(tl.int32)
+    columns_left = (num_columns - chunk_column * chunk_columns).to(tl.int32)
+    exists = (rows < rows_left)[:, None] & (columns < tl.multiple_of(columns_left, alignment))[None, :]
+    source = tl.multiple_of(source, alignment) + begin + within
+    into = tl.multiple_of(into, alignment) + begin + within
+    return source, into, exists, cell
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode(  # type: ignore[no-untyped-def]
+    source,
+    into,
+    cells,
+    lines,
+    line_of,
+    largest,
+    chunk_rows: tl.constexpr,
+    chunk_columns: tl.constexpr,
+    alignment: tl.constexpr,
+):
+    of_source, of_into, exists, cell = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
+    values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    # Rounded as the division of the other devices: an approximate one may round an element to its neighbour.
+    values = tl.div_rn(values, tl.load(cells + cell))
+    # Comparisons keep NaN, where a minimum and a maximum would drop it.
+    values = tl.where(values > largest, largest, values)
+    values = tl.where(values < -largest, -largest, values)
+    tl.store(into + of_into, values.to(into.dtype.element_ty), mask=exists)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _measure(  # type: ignore[no-untyped-def]
+    source,
+    cells,
+    lines,
+    line_of,
+    chunk_rows: tl.constexpr,
+    chunk_columns: tl.constexpr,
+    alignment: tl.constexpr,
+):
+    of_source, _, exists, cell = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
+    values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    # Bits of numbers that are not negative are ordered as the numbers are, and those of NaN come after infinity.
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(cells + cell, tl.reduce(bits, None, _larger))
+
+
+@triton.jit
+def _larger(one, other):  # type: ignore[no-untyped-def]
+    return tl.maximum(one, other)
