@@ -84,6 +84,10 @@ _REFUSED_OF_MODELS = {
     "cuda_graph_impl": ("none", "Capture the step by lamella_optim.capture_step."),
     "defer_embedding_wgrad_compute": (False, "Gradients of the output layer come in backward."),
     "delay_wgrad_compute": (False, "Set overlap_moe_expert_parallel_comm too: its schedule calls backward_dw."),
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        False,
+        "No unit waits for its stream. Set overlap_moe_expert_parallel_comm and delay_wgrad_compute in its place.",
+    ),
 }
 
 

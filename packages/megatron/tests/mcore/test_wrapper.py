@@ -398,6 +398,7 @@ def test_sums_are_in_the_dtype_of_the_options(fields: dict[str, Any], dtype: tor
     [
         ("cuda_graph_impl", "local"),
         ("defer_embedding_wgrad_compute", True),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
         ("delay_wgrad_compute", True),
     ],
 )
