@@ -27,6 +27,7 @@ from traces import (
     REDUCE,
     REDUCE_SCATTER,
     TraceMaker,
+    two_microbatches_of_two_layers,
     two_units_in_two_steps,
 )
 
@@ -47,6 +48,7 @@ from lamella.overlap import (
 from lamella.overlap._html import NUM_COLUMNS
 from lamella.overlap._intervals import gaps, intersect, length, union
 from lamella_engine import fully_shard
+from lamella_schedule import Chunk, LayerSlots, Splits, exchange, run
 from lamella_testing import run_ranks
 
 
@@ -97,6 +99,26 @@ def test_rates_come_from_what_nccl_says_of_a_message() -> None:
     assert traffic[Role.FORWARD_GATHER].gb_per_s == pytest.approx(600_000 / 100e-6 / 1e9)
     assert traffic[Role.REDUCE].sent_nbytes is None
     assert first.whole.traffic[Role.FORWARD_GATHER].sent_nbytes is None  # of b's gather nothing is said
+
+
+def test_exchanges_of_tokens_belong_to_their_layer_and_node() -> None:
+    report = overlap_report(two_microbatches_of_two_layers())
+    found = {(each.layer, each.node): each.traffic for each in report.total.nodes}
+    assert list(found) == [("layer 0", "dispatch forward"), ("layer 1", "combine backward")]
+    for key, (num, duration, exposed) in zip(found, [(2, 90, 70), (1, 40, 30)], strict=True):
+        traffic = found[key]
+        assert traffic.exposed is not None
+        assert (traffic.num, 1000 * traffic.duration, 1000 * traffic.exposed) == pytest.approx((num, duration, exposed))
+    assert _times(report.total.whole, Role.EXCHANGE) == (3, 130, 100)
+    # A unit's gather inside a node's range stays the unit's.
+    assert _times(_unit(report.total, "b"), Role.FORWARD_GATHER) == (1, 10, 10)
+    assert not any(unit.traffic[Role.EXCHANGE].num for unit in report.total.units)
+    lines = as_text(report).splitlines()
+    rows = {line.split("  ")[0]: line.split() for line in lines if line.startswith(("layer", "node"))}
+    assert " ".join(rows["node"]) == "node dispatch forward exposed combine backward exposed"
+    assert rows["layer 0"][2:] == ["0.09", "0.07"]
+    assert "layer 1" in as_html(report)
+    assert [each["node"] for each in json.loads(as_json(report))["total"]["nodes"]] == [node for _, node in found]
 
 
 def test_the_total_is_that_of_all_steps() -> None:
@@ -294,6 +316,7 @@ def _report(
         (_report(exposed=Role.BACKWARD_GATHER), "exposed gathers in backward", "keep_budget"),
         (_report(exposed=Role.REDUCE), "exposed reductions", "set_reduce_scatter_max_input_buffers"),
         (_report(exposed=Role.REDUCE, collectives=90.0), "exposed reductions", "bfloat16"),
+        (_report(exposed=Role.EXCHANGE), "exposed exchanges of tokens", "more microbatches"),
         (_report(host_gaps=20.0), "waits for the host", "CUDA graph"),
         (_report(latencies=20.0), "idleness that is not the host's", "had been launched"),
         (_report(lone_copies=20.0), "copies of units that nothing else runs beside", "divides by the number of ranks"),
@@ -500,6 +523,29 @@ def test_recorded_steps_of_lamella_and_of_fsdp2_are_read_alike(shard: Callable[.
         assert traffic[Role.BACKWARD_GATHER].num == 2 or name == "2"
     for step in report.steps:
         assert step.compute + step.exposed + step.idle == pytest.approx(step.span)
+
+
+def test_a_recorded_schedule_has_each_layers_exchanges(tmp_path: Path) -> None:
+    def record() -> None:
+        def exchanged(values: torch.Tensor) -> torch.Tensor:
+            return exchange(values, Splits((2, 2), (2, 2), None))
+
+        def chunk() -> Chunk:
+            x = torch.ones(4, 8, requires_grad=True)
+            layer = LayerSlots(pre=linear, dispatch=exchanged, experts=linear, combine=exchanged)
+            return Chunk(lambda: x * 1, [layer, layer], lambda y: y.sum())
+
+        linear = nn.Linear(8, 8)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            run([chunk(), chunk(), chunk()])
+        profiler.export_chrome_trace(str(tmp_path / f"trace-{dist.get_rank()}.json.gz"))
+
+    run_ranks(record, 2)
+    report = overlap_report(read_trace(tmp_path / "trace-1.json.gz"))
+    found = {(each.layer, each.node): each.traffic.num for each in report.total.nodes}
+    nodes = [f"{slot} {kind}" for slot in ("dispatch", "combine") for kind in ("forward", "backward")]
+    assert found == {(f"layer {i}", node): 3 for i in range(2) for node in nodes}
+    assert "exposed" not in as_text(report).split("No GPU")[0]
 
 
 def test_without_a_gpu_nothing_is_said_of_exposure() -> None:

@@ -10,6 +10,7 @@ COMPUTE, GATHER, REDUCE = 7, 13, 17
 MATMUL = "nvjet_tst_256x128"
 CAST = "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda>"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL"
+ALL_TO_ALL = "ncclDevKernel_SendRecv"
 REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
 PUSH = "Memcpy PtoP (Device -> Device)"
 ADAM = "void multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
@@ -93,4 +94,28 @@ def two_units_in_two_steps(a: str = "a", b: str = "b") -> Event:
     made.host(f"FSDP::all_gather ({a})", 1005, 1015)
     made.kernel(ALL_GATHER, 1020.5, 1120, GATHER, 1010, **said)
     made.kernel(MATMUL, 1120, 1220.25, COMPUTE, 1030)
+    return made.trace()
+
+
+def two_microbatches_of_two_layers() -> Event:
+    """A schedule's forward alone, then a forward beside a backward, each with one exchange of tokens.
+
+    stream 7   0000          00000000            0000
+    stream 13      dddddddd      dddddddd  aaaa      cccccccc
+    """
+    made = TraceMaker()
+    made.host("schedule::pre forward (layer 0)", 0, 10)
+    made.kernel(MATMUL, 20, 40, COMPUTE, 5)
+    made.host("schedule::dispatch forward (layer 0)", 10, 20)
+    made.kernel(ALL_TO_ALL, 40, 80, GATHER, 12)
+    made.kernel(ALL_TO_ALL, 90, 100, GATHER, 15)
+    made.host("schedule::pre forward (layer 0)", 20, 30)
+    made.kernel(MATMUL, 100, 140, COMPUTE, 25)
+    made.host("schedule::dispatch forward (layer 0)", 30, 50)
+    made.kernel(ALL_TO_ALL, 120, 160, GATHER, 35)
+    made.host("FSDP::all_gather (b)", 40, 45)
+    made.kernel(ALL_GATHER, 170, 180, GATHER, 42)
+    made.host("schedule::combine backward (layer 1)", 50, 70)
+    made.kernel(ALL_TO_ALL, 200, 240, GATHER, 60, AUTOGRAD)  # autograd's thread has no range of its own
+    made.kernel(MATMUL, 190, 210, COMPUTE, 62)
     return made.trace()

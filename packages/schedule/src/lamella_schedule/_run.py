@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, cast
 
 import torch
+from torch.profiler import record_function
 
 from lamella_schedule._events import Action, Event, Kind, LayerPlan, Phase, ResidenceEvent, Slot
 from lamella_schedule._lanes import Chain, Lanes
@@ -16,6 +17,9 @@ from lamella_schedule._nodes import Gradients, Node, SlotFunction, Values
 from lamella_schedule._order import order
 
 Around: TypeAlias = Callable[[Event], AbstractContextManager[object]]
+
+_is_profiled = torch._C._autograd._profiler_enabled
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +200,8 @@ class Flight:
         """Run one event on its lane."""
         # Delayed weight gradients are outside the chain: Note [Waits].
         is_delayed = event.kind is Kind.WEIGHT_GRADIENT
-        with self.lanes.on(event.lane) if is_delayed else self._chain.on(event.lane), around(event):
+        on_lane = self.lanes.on(event.lane) if is_delayed else self._chain.on(event.lane)
+        with on_lane, _label(event), around(event):
             if is_delayed:
                 self._delayed[event.layer, event.slot]()
             elif event.kind is Kind.FORWARD:
@@ -234,6 +239,8 @@ def run(
         ahead: As in `order`.
         device: The device of the tensors; None for the current accelerator, or the CPU without one.
         around: Called with each event; the event runs inside the returned context, on the event's stream.
+
+    Under a profiler each event leaves a range `schedule::dispatch forward (layer 0)`.
 
     Returns:
         The losses, 0-D, detached, one for each microbatch.
@@ -359,7 +366,15 @@ class _Stays:
 
 
 def _nothing_around(event: Event) -> AbstractContextManager[object]:
-    return nullcontext()
+    return _NOTHING
+
+
+def _label(event: Event) -> AbstractContextManager[object]:
+    """A range of the profiler's, by which a report finds the exchanges of each layer; nothing without a profiler."""
+    if not _is_profiled():
+        return _NOTHING
+    layer = "around the layers" if event.layer is None else f"layer {event.layer}"
+    return record_function(f"schedule::{event.slot} {event.kind} ({layer})")
 
 
 def _of_layer(layer: int | None) -> str:

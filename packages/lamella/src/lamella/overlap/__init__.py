@@ -8,6 +8,7 @@
 
 from lamella.overlap._html import as_html as as_html
 from lamella.overlap._report import HostGap as HostGap
+from lamella.overlap._report import NodeReport as NodeReport
 from lamella.overlap._report import OverlapReport as OverlapReport
 from lamella.overlap._report import Role as Role
 from lamella.overlap._report import StepReport as StepReport

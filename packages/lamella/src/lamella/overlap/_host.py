@@ -1,5 +1,6 @@
 """The host's work for each unit: the named ranges of lamella and FSDP2 in a profile."""
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -16,6 +17,7 @@ NO_UNIT = "(no unit)"
 GATHER, REDUCE = "all_gather", "post_backward_reduce"
 STEP = "step"
 
+_NODE = re.compile(r"schedule::(?P<node>(?:dispatch|combine) \w+) \((?P<layer>.*)\)")
 _NAME = re.compile(r"FSDP::(?P<phase>\w+)(?: for (?P<target>.*)| \((?P<unit>.*)\))?")
 # Without a unit's name, ranges of these phases belong to the outermost unit; ranges of other phases to no unit.
 _OF_A_UNIT = {
@@ -47,8 +49,16 @@ class Host:
         self._threads: dict[int, _Nest] = defaultdict(_Nest)
         self._streams: dict[int, _Nest] = defaultdict(_Nest)
         self._turns: list[tuple[float, bool]] = []
+        self._nodes = _Nest()
         by_number: dict[object, HostRange] = {}
         for event in _in_order(events_of(trace, "user_annotation")):
+            if (node := _NODE.fullmatch(event["name"])) is not None:
+                start, end = _times(event)
+                place = HostRange(
+                    phase=node["node"], unit=node["layer"], thread=event["tid"], start_us=start, end_us=end
+                )
+                self._nodes.add(start, end, place)
+                continue
             phase, unit = _parse(event["name"])
             if phase in _TURNS:
                 self._turns.append((float(event["ts"]), _TURNS[phase]))
@@ -75,6 +85,24 @@ class Host:
         if kernel.thread is None or kernel.launched_us is None:
             return self._streams[kernel.stream].at(kernel.start_us)
         return self._threads[kernel.thread].at(kernel.launched_us)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether a schedule's dispatches and combines were recorded."""
+        return self._nodes.after(-math.inf) is not None
+
+    def node_about(self, kernel: Kernel, found: HostRange | None) -> HostRange | None:
+        """Return the dispatch or combine of a schedule in which a kernel was launched, outside of ranges of units.
+
+        By time alone: autograd launches the kernels of a backward on a thread of its own, while the schedule's thread
+        waits inside the range.
+
+        Args:
+            kernel: The kernel.
+            found: The unit's range around the launch.
+        """
+        node = self._nodes.at(kernel.start_us if kernel.launched_us is None else kernel.launched_us)
+        return None if node is None or (found is not None and found.start_us >= node.start_us) else node
 
     def unit_about(self, kernel: Kernel) -> str:
         """Return the unit of the range around a kernel's launch, or of the next range on the launching thread.

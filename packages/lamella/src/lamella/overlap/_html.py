@@ -8,7 +8,7 @@ from html import escape
 
 from lamella.overlap._intervals import Interval, intersect
 from lamella.overlap._report import OverlapReport, Timeline
-from lamella.overlap._tables import Row, headline, step_table, unit_caption, unit_table
+from lamella.overlap._tables import NODE_CAPTION, Row, headline, node_table, step_table, unit_caption, unit_table
 from lamella.overlap._verdict import verdict
 
 NUM_COLUMNS = 8000  # Columns per step. Bars narrower than a column share a column.
@@ -102,9 +102,14 @@ svg {{ display: block; width: 100%; height: {_LANE_HEIGHT * len(lanes)}px }}
 </div></div></div>
 <p>{escape(unit_caption(report))}</p>
 {_table(unit_table(report))}
+{_nodes(report)}
 </body>
 </html>
 """
+
+
+def _nodes(report: OverlapReport) -> str:
+    return f"<p>{escape(NODE_CAPTION)}</p>\n{_table(node_table(report))}" if report.total.nodes else ""
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -30,6 +30,8 @@ class Role(StrEnum):
     FORWARD_GATHER = "forward_gathers"
     BACKWARD_GATHER = "backward_gathers"
     REDUCE = "reduces"
+    EXCHANGE = "exchanges"
+    """Of tokens: dispatch and combine of a schedule's layers."""
     OTHER = "other_collectives"
 
 
@@ -109,6 +111,21 @@ class UnitReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """The exchanges of one node of a schedule.
+
+    Attributes:
+        layer: Such as `layer 0`.
+        node: `dispatch` or `combine`, and `forward` or `backward`.
+        traffic: The node's collectives; `num` counts the node's runs.
+    """
+
+    layer: str
+    node: str
+    traffic: Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostGap:
     """Time in which the GPU was idle because the host had not launched the next kernel. `unit` is the kernel's."""
 
@@ -137,6 +154,7 @@ class StepReport:
         lone_copies: Copies of units ran without any other compute.
         whole: All kernels together, of units and of none.
         units: Units with traffic, copies or host gaps.
+        nodes: Nodes of a schedule with exchanges, in the order of their first.
     """
 
     name: str
@@ -150,6 +168,7 @@ class StepReport:
     lone_copies: float
     whole: UnitReport
     units: tuple[UnitReport, ...]
+    nodes: tuple[NodeReport, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +229,7 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
     on_gpu = bool(kernels)
     kernels = kernels or _stand_ins(trace, source)
     host = Host(trace)
-    if not any(found.unit != OPTIMIZER for found in host.ranges):
+    if not host.has_nodes and not any(found.unit != OPTIMIZER for found in host.ranges):
         raise TraceError(
             f"Expected ranges of sharded units (FSDP::...) in {source!r}, got none. Record with ProfilerActivity.CPU "
             "steps of a model under fully_shard, without replays of a CUDA graph."
@@ -253,6 +272,9 @@ def _place(kernel: Kernel, host: Host) -> Placed:
     found = host.launching(kernel)
     if found is not None and kernel.launched_us is None:  # The range's start is the earliest possible launch.
         kernel = replace(kernel, thread=found.thread, launched_us=found.start_us)
+    node = host.node_about(kernel, found) if kernel.kind.is_collective else None
+    if node is not None:
+        return Placed(kernel=kernel, range=node, role=Role.EXCHANGE)
     return Placed(kernel=kernel, range=found, role=_role(kernel, found, host))
 
 
@@ -326,7 +348,11 @@ def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> Step
     found = breakdown([each.kernel for each in placed], window)
     uncovered = _uncovered(placed, window) if on_gpu else None
     by_unit: dict[str, list[Placed]] = {}
+    by_node: dict[tuple[str, str], list[Placed]] = {}
     for each in placed:
+        if each.role is Role.EXCHANGE and each.range is not None:
+            by_node.setdefault((each.range.unit, each.range.phase), []).append(each)
+            continue
         by_unit.setdefault(each.unit, []).append(each)
     for gap in waits:
         by_unit.setdefault(gap.unit, [])
@@ -344,6 +370,10 @@ def _step(name: str, window: Interval, timeline: Timeline, on_gpu: bool) -> Step
         lone_copies=_ms((each for each in placed if each.is_copy), gaps(others, *window)),
         whole=_unit("all", placed, waits, uncovered),
         units=tuple(unit for unit in units if unit.is_worth_a_line),
+        nodes=tuple(
+            NodeReport(layer=layer, node=node, traffic=_traffic(mine, uncovered))
+            for (layer, node), mine in by_node.items()
+        ),
     )
 
 
@@ -386,7 +416,11 @@ def _unit(
 
 def _traffic(placed: Sequence[Placed], uncovered: Sequence[Interval] | None) -> Traffic:
     begun = [each for each in placed if not each.is_rest]
-    calls = {id(each.range) for each in begun if each.range is not None and each.range.phase in (GATHER, REDUCE)}
+    calls = {
+        id(each.range)
+        for each in begun
+        if each.range is not None and (each.range.phase in (GATHER, REDUCE) or each.role is Role.EXCHANGE)
+    }
     # An operator may launch several kernels, each with the byte count of the whole operator: count one of them.
     sent = {each.kernel.operator or each.kernel.start_us: each.kernel.sent_nbytes for each in begun}
     known = [nbytes for nbytes in sent.values() if nbytes is not None]

@@ -36,12 +36,33 @@ def _step_row(step: StepReport) -> Row:
 
 def unit_table(report: OverlapReport) -> list[Row]:
     """Return a header and a row per unit, the mean over steps. Columns without values are omitted."""
-    roles = ["forward", "backward", "reduced", "other"]
+    roles = ["forward", "backward", "reduced", "exchanged", "other"]
     header = ["unit", *(cell for role in roles for cell in (role, "ms", "exposed", "GB/s")), "copies", "host gaps"]
     num_steps = len(report.steps)
-    rows = [_unit_row(unit, num_steps) for unit in (*report.total.units, report.total.whole)]
+    return _known(header, [_unit_row(unit, num_steps) for unit in (*report.total.units, report.total.whole)])
+
+
+def _known(header: Row, rows: Sequence[Row]) -> list[Row]:
+    """The table without columns that have no values."""
     columns = zip(header, *rows, strict=True)
     return list(zip(*(column for column in columns if any(cell not in ("", "-") for cell in column[1:])), strict=True))
+
+
+def node_table(report: OverlapReport) -> list[Row]:
+    """Return a header and a row per layer of a schedule, the mean over steps: each node's time, and the exposed part.
+
+    Empty for a report without nodes.
+    """
+    nodes = list(dict.fromkeys(each.node for each in report.total.nodes))
+    layers = list(dict.fromkeys(each.layer for each in report.total.nodes))
+    found = {(each.layer, each.node): each.traffic for each in report.total.nodes}
+    cells = {key: _traffic_cells(traffic, len(report.steps))[1:3] for key, traffic in found.items()}
+    header = ["node", *(cell for node in nodes for cell in (node, "exposed"))]
+    rows = [[layer, *(cell for node in nodes for cell in cells.get((layer, node), ("", "")))] for layer in layers]
+    return _known(header, rows)
+
+
+NODE_CAPTION = "Mean per step: milliseconds of each layer's exchanges of tokens."
 
 
 def unit_caption(report: OverlapReport) -> str:
@@ -71,7 +92,8 @@ def _ms(value: float | None, num_steps: int = 1) -> str:
 def as_text(report: OverlapReport) -> str:
     """Return the report for a terminal."""
     caption, conclusion = (textwrap.fill(text, _WIDTH) for text in (unit_caption(report), verdict(report)))
-    parts = [headline(report), _aligned(step_table(report)), caption, _aligned(unit_table(report)), conclusion]
+    nodes = [NODE_CAPTION, _aligned(node_table(report))] if report.total.nodes else []
+    parts = [headline(report), _aligned(step_table(report)), caption, _aligned(unit_table(report)), *nodes, conclusion]
     return "\n\n".join(parts)
 
 

@@ -28,6 +28,7 @@ def losses(report: OverlapReport) -> list[Loss]:
             (Role.FORWARD_GATHER, "exposed gathers in forward"),
             (Role.BACKWARD_GATHER, "exposed gathers in backward"),
             (Role.REDUCE, "exposed reductions"),
+            (Role.EXCHANGE, "exposed exchanges of tokens"),
             (Role.OTHER, "exposed collectives that are no unit's"),
         )
     ]
@@ -67,6 +68,11 @@ _COPIES = (
     "Parameters whose dim divides by the number of ranks are gathered and reduced in place; casts between main weights "
     "and another communication dtype remain."
 )
+_EXCHANGES = (
+    "The first forward and the last backward of a step have no compute of another microbatch beside: let a step have "
+    "more microbatches. In between the compute beside is too short: let a microbatch have more tokens, or delay weight "
+    "gradients (LayerSlots.delayed)."
+)
 _FEWER_BYTES = {
     Role.FORWARD_GATHER: "let a step have more tokens",
     Role.BACKWARD_GATHER: "keep units unsharded for backward, as many as memory allows (set_options(keep_budget=...))",
@@ -91,6 +97,8 @@ _LATE = {
 def _advice(total: StepReport, role: Role) -> str:
     if role is Role.OTHER:
         return "They are norms, losses or the model's own: make fewer, or overlap them by hand."
+    if role is Role.EXCHANGE:
+        return _EXCHANGES
     if total.collectives > total.compute:
         return f"Collectives take longer than all compute, so they cannot hide: {_FEWER_BYTES[role]}."
     exposed = _exposed(total, role)
