@@ -23,6 +23,8 @@ from lamella_engine._inspect.numerics import Spike as Spike
 from lamella_engine._inspect.numerics import SpikeWatch as SpikeWatch
 from lamella_engine._inspect.numerics import find_nonfinite as find_nonfinite
 from lamella_engine._inspect.numerics import parameter_norms as parameter_norms
+from lamella_engine._inspect.quantization import QuantizationError as QuantizationError
+from lamella_engine._inspect.quantization import quantization_errors as quantization_errors
 from lamella_engine._modules.handles import GradientReductionHandle as GradientReductionHandle
 from lamella_engine._modules.handles import Hold as Hold
 from lamella_engine._modules.handles import UnshardHandle as UnshardHandle

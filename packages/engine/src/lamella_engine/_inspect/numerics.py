@@ -75,11 +75,11 @@ def parameter_norms(model: nn.Module, *, of: Literal["gradient", "weight"] = "gr
     """
     _check_of(of, "gradient", "weight")
     finish_left()
-    shards = list(_shards(model))
+    shards = list(named_shards(model))
     if not shards:
         return {}
     sharers = [_sharers(name, parameter, of) for name, parameter in shards]
-    rows = _sum_over_ranks(_local_squares([parameter for _, parameter in shards], of), sharers)
+    rows = sum_over_ranks(_local_squares([parameter for _, parameter in shards], of), sharers)
     named = zip(shards, rows.tolist(), strict=True)
     return {name: math.sqrt(square) for (name, _), (square, num_present) in named if num_present}
 
@@ -172,7 +172,7 @@ def _sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
             yield from (parameter for group in state.unit.parameters.groups for parameter in group.parameters)
 
 
-def _shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Named parameters, in the sharded form even while a unit is unsharded."""
     sharded = {id(parameter.unsharded): parameter.sharded for parameter in _sharded_parameters(model)}
     for name, parameter in model.named_parameters():
@@ -191,7 +191,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _named_locals(model: nn.Module, of: str) -> Iterator[tuple[str, torch.Tensor]]:
     finish_left()
-    for name, parameter in _shards(model):
+    for name, parameter in named_shards(model):
         if (tensor := _tensor(parameter, of)) is not None:
             yield name, _local(tensor)
 
@@ -227,7 +227,7 @@ def _local_squares(parameters: list[nn.Parameter], of: str) -> torch.Tensor:
     return torch.stack([torch.stack(squares), torch.stack(present)], dim=1)
 
 
-def _sum_over_ranks(rows: torch.Tensor, sharers: list[list[dist.ProcessGroup]]) -> torch.Tensor:
+def sum_over_ranks(rows: torch.Tensor, sharers: list[list[dist.ProcessGroup]]) -> torch.Tensor:
     """Sum each row over the groups that share the row's parameter: all rows of a group in one call."""
     members: dict[dist.ProcessGroup, list[int]] = {}
     for i, groups in enumerate(sharers):
