@@ -71,7 +71,7 @@ def save_checkpoint(
     Raises:
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
-        NotImplementedError: The model has several pipeline stages.
+        NotImplementedError: The model is one of several chunks, of virtual pipeline stages.
         TypeError: `optimizer` is no `torch.optim.Optimizer`, such as a `ShardedOptimizer`.
         ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, or a
             parameter of the optimizer is not the model's.
@@ -83,7 +83,7 @@ def save_checkpoint(
     _check_optimizer(optimizer)
     if format not in get_args(_Format):
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
-    whole = WholeModel(model, groups)
+    whole = WholeModel(model, groups, has_copies=False)
     num_tp = whole.ranks.tp.size()
     told = {**_plain_options(model), "tensor_model_parallel_size": num_tp} if args is None else vars(args)
     _check_told(told, num_tp)
@@ -164,7 +164,7 @@ def load_checkpoint(
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         CheckpointMismatch: Names or shapes differ.
         FileNotFoundError: No checkpoint at the path.
-        NotImplementedError: The model has several pipeline stages.
+        NotImplementedError: As for `save_checkpoint`.
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
         TypeError: `optimizer` is no `torch.optim.Optimizer`.
         ValueError: The model is not sharded, a group is missing, `tensor_parallel_size` differs from the checkpoint's
@@ -195,7 +195,8 @@ def load_checkpoint(
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
 
     def translate(source: Source) -> Source:
-        return to_megatron_model(rename(source, partial(_spelled, spelling)), parts)
+        own = whole.stage.select(rename(source, partial(_spelled, spelling)), whole.shapes)
+        return to_megatron_model(own, parts)
 
     loaded: dict[str, Any] | PartialLoad
     if strict:

@@ -13,7 +13,8 @@ from torch import nn
 from lamella_convert import StoredPart, canonical_name
 from lamella_layout import Chunk
 from lamella_megatron._model import innermost
-from lamella_megatron._whole import WholeModel, unwrapped
+from lamella_megatron._stages import unwrapped
+from lamella_megatron._whole import WholeModel
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Places:
                 if mapping.is_main_replica(value.replica_id):
                     objects[value.unique_key] = value.data
                 continue
-            own = unwrapped(name)
+            own = whole.names.get(unwrapped(name))
+            if own is None:
+                continue
             held = whole.part_of(own)
             base = torch.empty(held.sizes, device="meta")
             parts[own] = [_part(held, base, each) for each in _tensors(value, base)]

@@ -33,6 +33,7 @@ from lamella_checkpoint.sources import whole_box
 from lamella_engine.extending import held_by
 from lamella_layout import Chunk
 from lamella_megatron._placement import expert_parameters
+from lamella_megatron._stages import Stage, unwrapped
 
 _EXTRA_STATE = "_extra_state"
 
@@ -45,35 +46,31 @@ class Ranks:
         tp: Tensor-parallel ranks.
         expt_tp: Tensor-parallel ranks of experts; None for a model without experts.
         ep: Expert-parallel ranks; None for a model without experts.
+        pp: Ranks with the other pipeline stages; None for a single stage.
     """
 
     tp: dist.ProcessGroup
     expt_tp: dist.ProcessGroup | None
     ep: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, groups: Any) -> Ranks:
         """The groups of a `ProcessGroupCollection`; None takes those of `parallel_state`.
 
         Raises:
-            NotImplementedError: The model has several pipeline stages.
             ValueError: `tp` is missing.
         """
         if groups is None:
             config = importlib.import_module("megatron.core.process_groups_config")
             groups = config.ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "ep", "expt_tp"])
-        tp, pp = getattr(groups, "tp", None), getattr(groups, "pp", None)
+        tp = getattr(groups, "tp", None)
         if tp is None:
             raise ValueError(
                 "Expected `groups` with the process group `tp`, got none. Call "
                 "parallel_state.initialize_model_parallel() first, or pass a ProcessGroupCollection that has it."
             )
-        if pp is not None and pp.size() > 1:
-            raise NotImplementedError(
-                f"Expected one pipeline stage, got {pp.size()}: each stage counts its layers from 0, and checkpoints "
-                "number all layers. Save with pipeline_model_parallel_size=1."
-            )
-        return cls(tp, getattr(groups, "expt_tp", None), getattr(groups, "ep", None))
+        return cls(tp, *(getattr(groups, name, None) for name in ("expt_tp", "ep", "pp")))
 
     def first_expert(self, num_experts: int | None) -> int:
         """The global number of this rank's first expert."""
@@ -85,30 +82,41 @@ class Ranks:
 class WholeModel(nn.Module):
     """A sharded megatron-core model for `lamella_checkpoint`: names, and tensors of global shapes over the same memory.
 
-    `state_dict` leaves out `_extra_state`, the wrappers' `module.` and nothing else. `load_state_dict` tells the
-    sharded model that its weights are new.
+    `state_dict` leaves out `_extra_state` and the wrappers' `module.`, and names the tensors of a pipeline stage as a
+    model of one stage does. `load_state_dict` tells the sharded model that its weights are new.
 
     Args:
         model: Sharded by `fully_shard_model`, or a wrapper around it.
         groups: As for `fully_shard_model`.
+        has_copies: With a last pipeline stage's copy of the embedding, which loads and is not saved again.
+
+    Attributes:
+        ranks: Of the parts.
+        stage: Of the pipeline.
+        copies: The parameters that are left out, by `id`.
+        names: Of the tensors here, by the sharded model's names without the wrappers' `module.`.
 
     Raises:
-        NotImplementedError: The model has several pipeline stages, or parameters are placed by others than `Shard` and
-            `Replicate`.
+        NotImplementedError: Parameters are placed by others than `Shard` and `Replicate`, or the model is a chunk of a
+            rank's several virtual pipeline stages.
         ValueError: A group is missing, or a parameter is not sharded.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
         state-dict hooks, which reshard it.
     """
 
-    def __init__(self, model: nn.Module, groups: Any = None) -> None:
+    def __init__(self, model: nn.Module, groups: Any = None, *, has_copies: bool = True) -> None:
         super().__init__()
         self.ranks = Ranks.of(groups)
+        self.stage = Stage(model, self.ranks.pp)
         self._wholes = _Wholes(self.ranks)
         self._sharded = [model]  # In a list: a registered module would add its own names.
-        self._own = {
+        held = {
             name: value for name, value in model.state_dict(keep_vars=True).items() if not name.endswith(_EXTRA_STATE)
         }
+        copies = {name for name, value in held.items() if not has_copies and self.stage.is_copy(name, value)}
+        self.copies = {id(held[name]) for name in copies}
+        self._own = {name: value for name, value in held.items() if name not in copies}
         parameters = dict(model.named_parameters())
         experts = {id(parameters[name]) for name in expert_parameters(model)}
         self._of: dict[int, torch.Tensor] = {}
@@ -116,7 +124,8 @@ class WholeModel(nn.Module):
             for name, value in self._own.items():
                 if isinstance(value, nn.Parameter):
                     self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
-        self._by_name = {unwrapped(name): value for name, value in self._own.items()}
+        self.names = {unwrapped(name): self.stage.name(name, value) for name, value in self._own.items()}
+        self._by_name = dict(zip(self.names.values(), self._own.values(), strict=True))
         self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
 
     def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,15 +169,18 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: WholeModel) -> None:
         self._sharded, self.defaults = optimizer, optimizer.defaults
-        self._parameters = {
-            id(model.whole_of(each)): each for group in optimizer.param_groups for each in group["params"]
-        }
+        left_out = model.copies
+        held = [[each for each in group["params"] if id(each) not in left_out] for group in optimizer.param_groups]
+        self._parameters = {id(model.whole_of(each)): each for parameters in held for each in parameters}
         self._slots: dict[int, torch.Tensor] = {}
         self.param_groups = [
-            {**group, "params": [model.whole_of(each) for each in group["params"]]} for group in optimizer.param_groups
+            {**group, "params": [model.whole_of(each) for each in parameters]}
+            for group, parameters in zip(optimizer.param_groups, held, strict=True)
         ]
         self.state = defaultdict(dict)
         for parameter, slots in _state_of(optimizer).items():
+            if id(parameter) in left_out:
+                continue
             whole = model.whole_of(parameter)
             self.state[whole] = {slot: self._whole_slot(parameter, whole, value) for slot, value in slots.items()}
 
@@ -307,10 +319,3 @@ def _is_alike(slot: object, parameter: torch.Tensor) -> bool:
         and (slot.device_mesh, slot.placements, slot.shape)
         == (parameter.device_mesh, parameter.placements, parameter.shape)
     )
-
-
-def unwrapped(name: str) -> str:
-    """A name without the `module.` of Megatron's wrappers."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name

@@ -26,10 +26,11 @@ class World:
     tp: int = 1
     ep: int = 1
     etp: int | None = None
+    pp: int = 1
 
     def __str__(self) -> str:
         expert = "" if self.ep == 1 and self.etp is None else f"-ep{self.ep}-etp{self.etp}"
-        return f"{self.num_ranks}ranks-tp{self.tp}{expert}"
+        return f"{self.num_ranks}ranks-tp{self.tp}{expert}{f'-pp{self.pp}' if self.pp > 1 else ''}"
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
