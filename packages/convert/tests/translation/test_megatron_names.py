@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lamella_checkpoint import Source
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
-from lamella_convert._translation.hybrid_stack import layer_symbols, logical_name, nested_names
+from lamella_convert._translation.hybrid_stack import layer_symbols, logical_name, logical_names, nested_names
 from lamella_convert._translation.megatron import (
     BRIDGE,
     RELEASE_0_19,
@@ -433,6 +433,23 @@ class TestGroupedHybridStacks:
         assert tuple(map(logical_name, self.nested)) == self.names
         found = nested_names(self.names, self.pattern)
         assert tuple(found.get(name, name) for name in self.names) == self.nested
+
+    def test_layers_of_a_flat_stack_have_logical_names(self) -> None:
+        flat = (
+            "decoder.layers.0.mixer.A_log",
+            "decoder.layers.1.mixer.A_log",
+            "decoder.layers.1.norm.weight",
+            "decoder.layers.2.self_attention.linear_qkv.weight",
+            "decoder.layers.3.mlp.linear_fc2.weight",
+            "decoder.layers.5.mlp.linear_fc2.weight",
+            "decoder.final_norm.weight",
+        )
+        assert tuple(logical_names(flat, self.pattern).values()) == self.names
+        assert logical_names(flat, "MM*-*-") == {name: name for name in flat}
+        with pytest.raises(ValueError, match=r"got 'decoder.layers.5.mlp.linear_fc2.weight'"):
+            logical_names(flat, "M[M*]-")
+        with pytest.raises(ValueError, match="one layer of a kind, got 'decoder.layers.0.mixer.A_log' and"):
+            logical_names(flat, "[MM]*-*-")
 
     def test_checkpoints_are_written_nested_and_read_back(self) -> None:
         tensors, objects = checkpoint(dict.fromkeys(self.names, (2, 2)))

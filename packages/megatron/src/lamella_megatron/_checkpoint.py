@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -19,6 +20,7 @@ from torch import nn
 from lamella_checkpoint import PartialLoad, Source, load
 from lamella_checkpoint.sources import MODEL, in_model, longest_known, rename, split_section
 from lamella_convert import (
+    RELEASE_0_19,
     Format,
     OpenCheckpoint,
     from_megatron_model,
@@ -44,6 +46,7 @@ def save_checkpoint(
     iteration: int = 0,
     args: Namespace | None = None,
     objects: Mapping[str, object] | None = None,
+    layer_groups: str | None = None,
     groups: Any = None,
 ) -> Path:
     """Write a model sharded by `fully_shard_model` in a format of megatron-core 0.19.
@@ -63,6 +66,8 @@ def save_checkpoint(
         args: Megatron's. None takes the plain values of the model's `config`.
         objects: Further entries by name, plain data: `opt_param_scheduler`, `num_floating_point_operations_so_far`.
             Rank 0's count.
+        layer_groups: The pattern of all layers of a HybridModel, with brackets, for readers with a stack for each group
+            in brackets ("[*E][*E]"). The groups of the units may be others. None numbers each layer.
         groups: As for `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with experts.
 
     Returns:
@@ -83,7 +88,7 @@ def save_checkpoint(
     _check_optimizer(optimizer)
     if format not in get_args(_Format):
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
-    whole = WholeModel(model, groups, has_copies=False)
+    whole = WholeModel(model, groups, has_copies=False, layer_groups=layer_groups)
     num_tp = whole.ranks.tp.size()
     told = {**_plain_options(model), "tensor_model_parallel_size": num_tp} if args is None else vars(args)
     _check_told(told, num_tp)
@@ -100,6 +105,7 @@ def save_checkpoint(
         optimizer=of_optimizer,
         sizes=_sizes(model, whole),
         first_expert=whole.ranks.first_expert(_config(model).num_moe_experts),
+        dialect=replace(RELEASE_0_19, hybrid_pattern=layer_groups),
         objects=beside,
     )
 
@@ -114,6 +120,7 @@ def load_checkpoint(
     strict: Literal[True] = True,
     trust: bool = False,
     verify: bool = True,
+    layer_groups: str | None = None,
     groups: Any = None,
 ) -> dict[str, Any]: ...
 @overload
@@ -126,6 +133,7 @@ def load_checkpoint(
     strict: Literal[False],
     trust: bool = False,
     verify: bool = True,
+    layer_groups: str | None = None,
     groups: Any = None,
 ) -> PartialLoad: ...
 def load_checkpoint(
@@ -137,6 +145,7 @@ def load_checkpoint(
     strict: bool = True,
     trust: bool = False,
     verify: bool = True,
+    layer_groups: str | None = None,
     groups: Any = None,
 ) -> dict[str, Any] | PartialLoad:
     """Read a checkpoint of Megatron into a model sharded by `fully_shard_model`, whatever ranks wrote it.
@@ -154,6 +163,7 @@ def load_checkpoint(
         strict: False loads every match, and returns the rest.
         trust: Allow unpickling of types beyond plain data. **Unsafe: can execute code.**
         verify: Verify checksums while reading.
+        layer_groups: As for `save_checkpoint`, of the model that wrote the checkpoint.
         groups: As for `save_checkpoint`.
 
     Returns:
@@ -174,7 +184,7 @@ def load_checkpoint(
         rank reads its own parts; allocates missing optimizer state.
     """
     _check_optimizer(optimizer)
-    whole = WholeModel(model, groups)
+    whole = WholeModel(model, groups, layer_groups=layer_groups)
     config = _config(model)
     sizes = _sizes(model, whole)
     parts = from_megatron_model(

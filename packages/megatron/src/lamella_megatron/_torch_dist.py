@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,9 @@ class Places:
                 continue
             held = whole.part_of(own)
             base = torch.empty(held.sizes, device="meta")
-            parts[own] = [_part(held, base, each) for each in _tensors(value, base)]
+            told_parts = [_part(held, base, each) for each in _tensors(value, base)]
+            spelled = whole.spelled([part.key for part in told_parts])
+            parts[own] = [replace(part, key=spelled[part.key]) for part in told_parts]
         return cls(parts, objects)
 
     def spelling(self) -> dict[str, str]:

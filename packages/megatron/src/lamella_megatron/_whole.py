@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamella_checkpoint.live import on_device_of
 from lamella_checkpoint.sources import whole_box
+from lamella_convert import logical_names
 from lamella_engine.extending import held_by
 from lamella_layout import Chunk
 from lamella_megatron._placement import expert_parameters
@@ -89,6 +90,8 @@ class WholeModel(nn.Module):
         model: Sharded by `fully_shard_model`, or a wrapper around it.
         groups: As for `fully_shard_model`.
         has_copies: With a last pipeline stage's copy of the embedding, which loads and is not saved again.
+        layer_groups: The pattern of all layers of a HybridModel, with brackets: a group's layers have one number, as in
+            checkpoints of stacks of stacks. None: each layer has its own.
 
     Attributes:
         ranks: Of the parts.
@@ -99,13 +102,16 @@ class WholeModel(nn.Module):
     Raises:
         NotImplementedError: Parameters are placed by others than `Shard` and `Replicate`, or the model is a chunk of a
             rank's several virtual pipeline stages.
-        ValueError: A group is missing, or a parameter is not sharded.
+        ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers or
+            has two layers of a kind in a group.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
         state-dict hooks, which reshard it.
     """
 
-    def __init__(self, model: nn.Module, groups: Any = None, *, has_copies: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Any = None, *, has_copies: bool = True, layer_groups: str | None = None
+    ) -> None:
         super().__init__()
         self.ranks = Ranks.of(groups)
         self.stage = Stage(model, self.ranks.pp)
@@ -124,9 +130,18 @@ class WholeModel(nn.Module):
             for name, value in self._own.items():
                 if isinstance(value, nn.Parameter):
                     self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
-        self.names = {unwrapped(name): self.stage.name(name, value) for name, value in self._own.items()}
+        self._layer_groups = layer_groups
+        flat = {name: self.stage.name(name, value) for name, value in self._own.items()}
+        spelled = self.spelled(flat.values())
+        self.names = {unwrapped(name): spelled[of_all] for name, of_all in flat.items()}
         self._by_name = dict(zip(self.names.values(), self._own.values(), strict=True))
         self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
+
+    def spelled(self, names: Iterable[str]) -> dict[str, str]:
+        """The names here, by names in a flat stack of all layers."""
+        return (
+            {name: name for name in names} if self._layer_groups is None else logical_names(names, self._layer_groups)
+        )
 
     def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter; a buffer itself."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
 
+from lamella_convert import open_checkpoint
 from lamella_engine import FSDPModule
 from lamella_engine.extending import unit_of
-from lamella_megatron import fully_shard_model, sharding_units
+from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint, sharding_units
+from lamella_megatron._patterns import parse_pattern
 from lamella_testing import run_ranks
 from lamella_testing.megatron import token_losses
 from lamella_testing.megatron_parity import BATCH, Layout, assert_trains_as_on_one_rank, make_model
+
+Form = Literal["fsdp_dtensor", "torch_dist"]
 
 
 @pytest.mark.parametrize("groups", ["[*E][*E]", "*[E]*E", "*E[*E]", "[*E]*E"])
@@ -58,6 +67,66 @@ def _weights_after_three_steps(groups: str | None) -> list[torch.Tensor]:
 def test_bits_are_those_of_a_unit_a_layer(groups: str) -> None:
     alone, together = (run_ranks(_weights_after_three_steps, 2, each)[0] for each in (None, groups))
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+
+
+def _sharded(layout: Layout, kind: str, groups: str | None) -> nn.Module:
+    return fully_shard_model(make_model(kind, layout), layer_groups=groups)
+
+
+def _saved(kind: str, path: Path, groups: str, form: Form) -> dict[str, torch.Tensor]:
+    """A checkpoint of a model with units of other groups; and the weights."""
+    model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(100 * parameter.detach())
+    optimizer.step()
+    save_checkpoint(path, model=model, optimizer=optimizer, format=form, layer_groups=groups)
+    return {name: p.to_local().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
+def _loaded(kind: str, path: Path, groups: str, of_units: str) -> dict[str, torch.Tensor]:
+    model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, of_units)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), layer_groups=groups)
+    return {name: p.to_local().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
+@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize(("kind", "groups", "of_units"), [("*E*E", "[*E][*E]", "*E[*E]"), ("M*M*", "M[*M]*", "[M*]M*")])
+def test_checkpoints_have_a_number_a_group_and_load_into_units_of_any_groups(
+    tmp_path: Path, form: Form, kind: str, groups: str, of_units: str
+) -> None:
+    expected = run_ranks(_saved, 2, kind, tmp_path / "saved", groups, form)
+    found = run_ranks(_loaded, 2, kind, tmp_path / "saved", groups, of_units)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    stored = open_checkpoint(tmp_path / "saved").tensors
+    numbers = {int(match[1]) for name in stored if (match := re.search(r"decoder\.layers\.(\d+)\.", name))}
+    assert numbers == set(range(len(parse_pattern(groups).items)))
+
+
+def test_checkpoints_for_stacks_of_stacks_have_their_names(tmp_path: Path) -> None:
+    run_ranks(_saved, 2, "*E*E", tmp_path / "nested", "[*E][*E]", "fsdp_dtensor")
+    metadata = FileSystemReader(str(tmp_path / "nested")).read_metadata()
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    assert any(".decoder.layers.1.layers.0.self_attention." in name for name in names)
+    assert any(".decoder.layers.1.layers.1.mlp." in name for name in names)
+    assert not any(re.search(r"decoder\.layers\.[23]\.", name) for name in names)
+
+
+def test_two_layers_of_a_kind_in_a_group_have_no_name_in_a_checkpoint(tmp_path: Path) -> None:
+    def on_each_rank() -> None:
+        model = _sharded(Layout(num_ranks=1), "M*M*", None)
+        with pytest.raises(ValueError, match="groups with one layer of a kind"):
+            save_checkpoint(tmp_path / "no", model=model, layer_groups="[M*M]*")
+        with pytest.raises(ValueError, match=r"the 3 layers of 'M\*M', got"):
+            save_checkpoint(tmp_path / "no", model=model, layer_groups="M*M")
+
+    run_ranks(on_each_rank, 1)
+    assert not any(tmp_path.iterdir())
 
 
 class _Group(nn.Sequential):

@@ -11,6 +11,7 @@ from typing import Final
 
 _NESTED: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.\d+)\.layers\.\d+\.")
 _LOGICAL: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.(\d+)\.((\w+)\..+)$")
+_FLAT: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.)(\d+)(?=\.)")
 _FINAL_NORM: Final = re.compile(r"(^|\.)decoder\.final_norm\.")
 
 _MODULES: Final = {
@@ -28,6 +29,37 @@ _MODULES: Final = {
 def logical_name(name: str) -> str:
     """A nested layer's parameter under its logical name; any other name unchanged."""
     return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(r"\1.", name))
+
+
+def logical_names(names: Iterable[str], pattern: str) -> dict[str, str]:
+    """Logical names, by name, of parameters in a flat stack: each layer has a number of its own.
+
+    Args:
+        names: Of parameters.
+        pattern: Of the main stack, with the groups that the checkpoint is to have.
+
+    Raises:
+        ValueError: The pattern is malformed, differs from the names, or has a group with two layers of a kind.
+    """
+    layers = layer_symbols(pattern)
+    group_of = [number for number, symbols in enumerate(layers) for _ in symbols.strip("[]")]
+    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    for name in names:
+        match = _FLAT.match(name)
+        if match is None:
+            found[name] = logical_name(name) if len(group_of) > len(layers) else name
+            continue
+        if int(match[2]) >= len(group_of):
+            raise ValueError(f"Expected the {len(group_of)} layers of {pattern!r}, got {name!r}.")
+        new = f"{match[1]}{group_of[int(match[2])]}{name[match.end() :]}"
+        if (other := origins.setdefault(new, name)) != name:
+            raise ValueError(
+                f"Expected groups with one layer of a kind, got {other!r} and {name!r} in one group of {pattern!r}, "
+                f"both named {new!r} there. Save without groups."
+            )
+        found[name] = new
+    return found
 
 
 def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
