@@ -66,6 +66,11 @@ class _Straight(torch.autograd.Function):
         return gradients[0], None
 
 
+def quantised_straight(weight: torch.Tensor, recipe: AnyRecipe) -> torch.Tensor:
+    """The values of forward, and the gradient of the weight itself."""
+    return cast(torch.Tensor, _Straight.apply(weight, recipe))  # type: ignore[no-untyped-call]
+
+
 class Linear(nn.Linear):
     """Without bias; with a `recipe`, an oracle."""
 
@@ -102,7 +107,7 @@ class Experts(nn.Module):
     def _values(self, weight: torch.Tensor) -> torch.Tensor:
         if self.recipe is None or isinstance(self.recipe, MXFP8Recipe):
             return weight
-        return cast(torch.Tensor, _Straight.apply(weight, self.recipe))  # type: ignore[no-untyped-call]
+        return quantised_straight(weight, self.recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chances, chosen = self.router(x).softmax(-1).topk(2)

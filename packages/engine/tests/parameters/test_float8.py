@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from engine_models import assert_weights_equal, descend, mesh_of, record, units
-from float8_models import AnyRecipe, Decoder, Layer, as_oracle, decoder, loss_of, train
+from float8_models import AnyRecipe, Decoder, Layer, as_oracle, decoder, loss_of, quantised_straight, train
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +69,40 @@ def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name
 
     def check() -> None:
         _assert_trains_as_oracle(decoder(*sizes), decoder(*sizes), RECIPES[name])
+
+    run_ranks(check, num_ranks)
+
+
+class _Tied(nn.Module):
+    """An embedding that is the head's weight too; with a `recipe`, an oracle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(23, 16)
+        self.head = nn.Linear(16, 23, bias=False)
+        self.head.weight = self.embedding.weight
+        self.recipe: AnyRecipe | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.recipe is None:
+            return cast(torch.Tensor, self.head(torch.tanh(self.embedding(tokens))))
+        weight = quantised_straight(self.embedding.weight, self.recipe)
+        return F.linear(torch.tanh(F.embedding(tokens, weight)), weight)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "cut-block"])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_tied_weight_is_quantised_for_the_embedding_and_the_head(name: str, num_ranks: int) -> None:
+    def check() -> None:
+        model, oracle = _Tied(), _Tied()
+        oracle.recipe = RECIPES[name]
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=RECIPES[name]))  # `matrices_of` leaves tables out
+        for _, unit in units(model):
+            for group in unit.parameters.groups:
+                group.divisor = 1.0
+        assert train(model) == pytest.approx(train(oracle), rel=1e-6)
+        assert_weights_equal(oracle, model, rtol=1e-6, atol=1e-7)
 
     run_ranks(check, num_ranks)
 
