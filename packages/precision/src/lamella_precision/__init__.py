@@ -2,12 +2,14 @@
 
 from lamella_precision._choice import matrices_of as matrices_of
 from lamella_precision._float8 import Float8Recipe as Float8Recipe
+from lamella_precision._foreign import refuse_quantized as refuse_quantized
 from lamella_precision._matmul import Float8Linear as Float8Linear
 from lamella_precision._matmul import drop_float8_matmul as drop_float8_matmul
 from lamella_precision._matmul import use_float8_matmul as use_float8_matmul
 from lamella_precision._mxfp8 import MXFP8Recipe as MXFP8Recipe
 from lamella_precision._policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from lamella_precision._quantized import QuantizedWeight as QuantizedWeight
+from lamella_precision._recipe import CachingRecipe as CachingRecipe
 from lamella_precision._recipe import Direction as Direction
 from lamella_precision._recipe import Part as Part
 from lamella_precision._recipe import PayloadFormat as PayloadFormat

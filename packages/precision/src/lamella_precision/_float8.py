@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -149,15 +149,10 @@ class Float8Recipe:
 
         Effects: a few kernels on the current stream, no host sync.
         """
-        made = scale_for(amaxes, self.largest, power_of_two=self.power_of_two)
-        if self.num_past_amaxes:
-            before = past.amax(0)
-            delayed = scale_for(before, self.largest, power_of_two=self.power_of_two)
-            is_first, is_new = before < 0, amaxes != past[0]
-            made = torch.where(is_first, made, torch.where(is_new, delayed, scales))
-            # An unchanged weight (a second microbatch, an evaluation) is not measured twice.
-            past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
-        scales.copy_(made)
+        scales.copy_(newest_scales(amaxes, scales, past, self._scale))
+
+    def _scale(self, amaxes: torch.Tensor) -> torch.Tensor:
+        return scale_for(amaxes, self.largest, power_of_two=self.power_of_two)
 
     def decode(
         self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
@@ -219,6 +214,28 @@ def scale_for(amaxes: torch.Tensor, largest: float, *, power_of_two: bool) -> to
     if not power_of_two:
         return scales
     return power_of(exponents_for(scales))
+
+
+def newest_scales(
+    amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The scales of measured amaxes (current scaling), or of the largest of earlier amaxes (delayed scaling).
+
+    Args:
+        amaxes: (n,), fp32.
+        scales: (n,), fp32: the scales before.
+        past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured. Written. No rows:
+            current scaling.
+        scale: A scale for each of some amaxes.
+    """
+    made = scale(amaxes)
+    if len(past):
+        before = past.amax(0)
+        is_first, is_new = before < 0, amaxes != past[0]
+        made = torch.where(is_first, made, torch.where(is_new, scale(before), scales))
+        # An unchanged weight (a second microbatch, an evaluation) is not measured twice.
+        past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
+    return made
 
 
 def exponents_for(scales: torch.Tensor) -> torch.Tensor:

@@ -190,6 +190,21 @@ class ScaledRecipe(Recipe, Protocol):
         ...
 
 
+@runtime_checkable
+class CachingRecipe(Recipe, Protocol):
+    """A recipe of weights that cache tensors computed from the payloads, as a transpose for backward."""
+
+    def drop_caches(self, weights: Sequence[torch.Tensor]) -> None:
+        """Drop the caches: the payloads lose their bytes, or get new values before the next use.
+
+        Args:
+            weights: From `decode`, as modules hold the weights: detached, as parameters.
+
+        Effects: frees memory; no kernel, no host sync; not a collective.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class PlainRecipe:
     """A single payload for both directions: the weight itself, cast to `compute_dtype` (None: not cast)."""

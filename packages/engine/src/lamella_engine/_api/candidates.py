@@ -18,7 +18,7 @@ from lamella_engine._parameters.group import dtypes_of
 from lamella_engine._parameters.sharded_parameter import Candidate, Owner, is_sharded, name_of_sharded_original
 from lamella_engine._parameters.sharding import DataAxes, PlacementFn, Sharding, local_of, sharding_of
 from lamella_layout import Rows
-from lamella_precision import MixedPrecisionPolicy, PlainRecipe, Recipe
+from lamella_precision import MixedPrecisionPolicy, PlainRecipe, Recipe, refuse_quantized
 
 
 def own_modules(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -146,6 +146,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"Expected {name!r} to have at least one dim, got a 0-D parameter: fully_shard doesn't support scalar "
             f"parameters. Change {name} to a 1D tensor with numel equal to 1."
         )
+    refuse_quantized(name, local_of(parameter))
     # FSDP2 of torch 2.15 installs gradients in `grad_dtype`; earlier versions overlook the attribute.
     if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:
         raise NotImplementedError(

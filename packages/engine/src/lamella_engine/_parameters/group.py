@@ -38,7 +38,7 @@ from lamella_engine._parameters.sharded_parameter import (
 from lamella_engine._parameters.sharding import DataAxes, local_of
 from lamella_engine._parameters.unsharded_weight import PayloadLayouts, UnshardedWeight
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import Direction, MixedPrecisionPolicy, ScaledRecipe
+from lamella_precision import CachingRecipe, Direction, MixedPrecisionPolicy, ScaledRecipe
 
 MEAN, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -132,6 +132,7 @@ class ParameterGroup:
         self.buffers: tuple[UnshardedBuffer, ...] = ()
         self._held: tuple[int, ...] = ()  # indices of buffers with bytes
         self.scales: Scales | None = None
+        self._caches: CachingRecipe | None = None
         self.keeps_bytes = False
         self.computes_with_main = False
         self.is_meta = False
@@ -172,6 +173,7 @@ class ParameterGroup:
         recipe = formats.recipe
         if isinstance(recipe, ScaledRecipe):
             self.scales = Scales(recipe, self.layout.shapes, self.device)
+        self._caches = recipe if isinstance(recipe, CachingRecipe) else None
         layouts = self.layout, self.main_layout
         self._unsharded = UnshardedWeight(formats, *layouts, ranks, self.device, allocator, self.scales)
         self.buffers = self._unsharded.buffers
@@ -420,8 +422,12 @@ class ParameterGroup:
     def free_unsharded(self) -> None:
         """Give the unsharded buffers' bytes back, unless `keeps_bytes`. Nothing for buffers without bytes.
 
+        Tensors that the weights computed from the bytes go in any case: the next gather brings other values.
+
         Effects: on the current stream, which must have waited for the last reader.
         """
+        if self._caches is not None:
+            self._caches.drop_caches([parameter.unsharded for parameter in self.parameters])
         if not self.keeps_bytes:
             held, self._held = self._held, ()
             for p in held:

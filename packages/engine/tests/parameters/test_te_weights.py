@@ -1,0 +1,232 @@
+"""Layers that Transformer Engine built with quantised weights train sharded as on one rank, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_models import mesh_of, record, units
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamella_engine import (
+    HFSDP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    fully_shard,
+)
+from lamella_precision.te import replace_quantized_weights
+from lamella_testing import run_ranks
+from lamella_testing import te_weights as te
+
+QUANTIZERS: dict[str, Any] = {
+    "current": te.Float8CurrentScalingQuantizer(),
+    "squares": te.Float8BlockQuantizer(power_of_two=True),
+}
+NUM_STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, quantizer: Any, *, recomputes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = te.Linear(width, 37, quantizer), te.Linear(37, width, quantizer)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None) -> torch.Tensor:
+        if self.recomputes:
+            return x + cast(torch.Tensor, checkpoint(self._run, x, is_first_microbatch, use_reentrant=False))
+        return x + self._run(x, is_first_microbatch)
+
+    def _run(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        made = self.up(self.norm(x), is_first_microbatch=is_first_microbatch)
+        return cast(torch.Tensor, self.down(made.relu(), is_first_microbatch=is_first_microbatch))
+
+
+class Model(nn.Module):
+    def __init__(self, quantizer: Any, *, recomputes: bool = False, width: int = 20) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, quantizer, recomputes=recomputes) for _ in range(2))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, is_first_microbatch=is_first_microbatch)
+        return cast(torch.Tensor, self.head(x))
+
+
+def _model(name: str, **options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(QUANTIZERS[name], **options)
+
+
+def _sharded(model: Model, **options: Any) -> Model:
+    policy = MixedPrecisionPolicy(recipe=replace_quantized_weights(model, compute_dtype=torch.float32))
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, **options)
+    fully_shard(model, mp_policy=policy, **options)
+    for _, unit in units(model):
+        for group in unit.parameters.groups:
+            group.divisor = 1.0  # a sum, where all ranks but the first have gradients of zero
+    return model
+
+
+def _losses(model: nn.Module, step: int) -> Iterator[torch.Tensor]:
+    """The losses of two microbatches."""
+    for i in range(2):
+        x = torch.randn(6, 20, generator=torch.Generator().manual_seed(10 * step + i))
+        yield model(x, is_first_microbatch=i == 0).square().mean()
+
+
+def _train(model: Model) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for step in range(NUM_STEPS):
+        for loss in _losses(model, step):
+            ((0.0 if dist.get_rank() else 1.0) * loss).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _train_whole(model: Model) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The layers alone, with main weights beside, quantised anew after each step. Returns losses and main weights."""
+    main, quantizers = {}, {}
+    for name, parameter in model.named_parameters():
+        weight: Any = parameter
+        is_quantised = hasattr(weight, "get_high_precision_init_val")
+        values = weight.get_high_precision_init_val() if is_quantised else parameter.detach()
+        main[name] = nn.Parameter(values.clone())
+        quantizers[name] = weight._quantizer if is_quantised else torch.clone
+    optimizer = torch.optim.AdamW(main.values(), 1e-2)
+    losses = []
+    for step in range(NUM_STEPS):
+        for loss in _losses(model, step):
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            main[name].grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        with torch.no_grad():
+            for name, values in main.items():
+                path, _, own = name.rpartition(".")
+                setattr(model.get_submodule(path), own, nn.Parameter(quantizers[name](values.detach())))
+    return losses, {name: values.detach() for name, values in main.items()}
+
+
+def _assert_trains_as_whole(name: str, *, recomputes: bool = False, **options: Any) -> Model:
+    expected_losses, expected = _train_whole(_model(name, recomputes=recomputes))
+    model = _sharded(_model(name, recomputes=recomputes), **options)
+    assert _train(model) == expected_losses
+    for own, parameter in model.named_parameters():
+        assert torch.equal(cast(Any, parameter).full_tensor(), expected[own]), own
+    return model
+
+
+def _weights(model: Model) -> Iterator[Any]:
+    """The gathered forms of quantised weights."""
+    for _, unit in units(model):
+        for group in unit.parameters.groups:
+            yield from (p.unsharded for p in group.parameters if hasattr(p.unsharded, "get_metadata"))
+
+
+def _copies(model: Model) -> int:
+    """The weights with a copy for backward."""
+    names = ("data_transpose", "columnwise_data")
+    return sum(any(weight.get_metadata().get(name) is not None for name in names) for weight in _weights(model))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_layers_train_to_the_bit_as_with_quantised_weights_of_their_own(name: str, num_ranks: int) -> None:
+    def check() -> None:
+        model = _assert_trains_as_whole(name)
+        assert len(list(_weights(model))) == 4
+        assert _copies(model) == 0
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"options": ShardingOptions(placements=ZERO1)},
+        {"options": ShardingOptions(placements=ZERO2)},
+        {"reshard_after_forward": False},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"recomputes": True},
+    ],
+    ids=["zero1", "zero2", "stay", "offload", "recompute"],
+)
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_stages_residence_and_recomputation_change_no_bit(name: str, options: dict[str, Any]) -> None:
+    def check() -> None:
+        _assert_trains_as_whole(name, **options)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("placements", [(HFSDP, ZERO3), None], ids=["hfsdp", "hsdp"])
+def test_two_axes_quantise_whole_weights(placements: Any) -> None:
+    def check() -> None:
+        options: dict[str, Any] = {"mesh": mesh_of((2, 2)), "options": ShardingOptions(placements=placements)}
+        _assert_trains_as_whole("current", **options)
+
+    run_ranks(check, 4)
+
+
+def test_copies_for_backward_are_made_in_backward_and_go_when_the_unit_is_resharded() -> None:
+    def check() -> None:
+        model = _sharded(_model("current"))
+        found: list[int] = []
+
+        def in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+            output.register_hook(lambda _: found.append(_copies(model)))  # type: ignore[no-untyped-call]
+
+        for module in model.modules():
+            if isinstance(module, te.Linear):
+                module.register_forward_hook(in_backward)
+        loss = next(_losses(model, 0))
+        assert _copies(model) == 0
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert found == [0, 1, 0, 1]  # before each layer's backward: no copy of the other block is left
+        assert _copies(model) == 0
+
+    run_ranks(check, 2)
+
+
+def test_a_byte_an_element_travels_and_one_reduction_a_pass() -> None:
+    def check() -> None:
+        model = _sharded(_model("current"))
+        for _ in range(2):
+            next(_losses(model, 0)).backward()  # type: ignore[no-untyped-call]
+        log = record(model)
+        next(_losses(model, 0)).backward()  # type: ignore[no-untyped-call]
+        counted = [event for event in log.events if event.unit == "blocks.0"]
+        gathers = [event for event in counted if event.kind == "gather"]
+        assert len(gathers) == 2
+        num_elements, num_norm = 2 * 20 * 37, 2 * 20
+        assert gathers[0].nbytes >= num_elements + 4 * num_norm
+        assert gathers[0].nbytes < 2 * num_elements
+        assert [event.kind for event in log.events].count("all-reduce") == 1
+
+    run_ranks(check, 2)
+
+
+def test_a_quantised_weight_without_a_recipe_is_refused_with_its_name_and_the_way_out() -> None:
+    def check() -> None:
+        for name in QUANTIZERS:
+            model = _model(name)
+            with pytest.raises(TypeError, match=r"'up.weight' .*of transformer_engine.*te.replace_quantized_weights"):
+                fully_shard(model.blocks[0])
+            assert not [each for each in model.modules() if hasattr(each, "unshard")]
+
+    run_ranks(check, 1)

@@ -1,0 +1,317 @@
+"""Transformer Engine's quantised weights, with main weights in higher precision: gathers in 1 byte an element.
+
+                 the data that travels    the copy for backward (Hopper: the transpose)
+    gather       written                  -
+    forward      read                     -
+    backward     read                     made from the data by the layer
+    reshard      no bytes                 dropped
+
+The classes come from the parameters themselves: nothing here imports Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lamella_precision._float8 import Float8Recipe, Tiles, as_float, newest_scales, round_to
+from lamella_precision._foreign import is_quantized
+from lamella_precision._recipe import Part, PayloadFormat, Recipe
+from lamella_precision._tiles import Block, grid_of
+
+_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_SQUARES: Block = (128, 128)
+_MATRIX: Block = (None, None)
+_GRID_COLUMNS = 4  # cuBLAS reads rows of scales padded to a multiple
+# Attributes of a quantised parameter that keep its initial values alive, and itself.
+_INITIAL = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val", "_is_param")
+
+
+def replace_quantized_weights(
+    model: nn.Module, *, compute_dtype: torch.dtype = torch.bfloat16
+) -> Callable[[nn.Parameter], Recipe | None]:
+    """Replace a model's quantised weights by plain ones, and return their recipes, as `MixedPrecisionPolicy.recipe`.
+
+    For a model of Transformer Engine's layers built under `quantized_model_init` (`fp8_model_init`), before
+    `fully_shard` and before an optimizer. Layers then find the quantised class again in each pass: encoded
+    with Transformer Engine's scales, and gathered in 1 byte an element.
+
+    Args:
+        model: Changed in place. The new parameters have the values before quantisation, on the CPU, if the model was
+            built with `preserve_high_precision_init_val=True`; else the dequantised values, on the device.
+        compute_dtype: Dtype that the gathered weights stand for, and of their gradients: the policy's `param_dtype`.
+
+    Returns:
+        A function of a parameter: the recipe of a replaced weight, else None. The function keeps no parameter alive.
+
+    Raises:
+        ValueError: The model has no quantised weight, or has weights on the meta device.
+        NotImplementedError: A weight has a format without a recipe, as NVFP4.
+
+    Source: Transformer Engine 2.11, `pytorch/tensor` and `pytorch/quantization.py`.
+    """
+    found: dict[int, tuple[nn.Parameter, Recipe, list[tuple[nn.Module, str]]]] = {}
+    for prefix, module in model.named_modules():
+        for own_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            if parameter.is_meta and getattr(module, "primary_weights_in_fp8", False):
+                raise ValueError(
+                    f"Expected {name!r} on a device, as its layer quantises it there, got meta. Build the model "
+                    "without `device='meta'`."
+                )
+            if not is_quantized(parameter):
+                continue
+            if id(parameter) not in found:
+                found[id(parameter)] = parameter, _recipe_of(name, module, parameter, compute_dtype), []
+            found[id(parameter)][2].append((module, own_name))
+    if not found:
+        raise ValueError(
+            "Expected a model with quantised weights of Transformer Engine, got none. Build its layers under "
+            "`transformer_engine.pytorch.quantized_model_init(enabled=True)`, and call this before fully_shard."
+        )
+    recipes = WeakIdKeyDictionary()
+    for parameter, recipe, places in found.values():
+        plain = _plain(parameter)
+        recipes[plain] = recipe
+        for module, own_name in places:
+            module._parameters[own_name] = plain
+
+    def choose(parameter: nn.Parameter) -> Recipe | None:
+        chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]
+        return chosen
+
+    return choose
+
+
+@dataclass(frozen=True)
+class ScaledWeights:
+    """The recipe of `Float8Tensor` (a scale a tensor) and `Float8BlockwiseQTensor` (a scale for 128 x 128).
+
+    The amaxes are of all ranks' rows, and the arithmetic is Transformer Engine's: the gathered bytes are those of its
+    own quantisation of the whole weight (for 128 x 128: if scales are powers of two, its default).
+
+    Args:
+        kind: The class.
+        metadata: Arguments of the class, but shape, dtype and tensors. Not compared.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        block: Rows and columns with a common scale.
+        power_of_two: Round the factor down to a power of two.
+        epsilon: The smallest amax.
+        num_past_amaxes: As of `Float8Recipe`.
+        margin: Halve the factor so many times.
+        compute_dtype: Dtype that the weight stands for, and of its gradient.
+    """
+
+    kind: type[torch.Tensor]
+    metadata: Mapping[str, Any] = field(compare=False, repr=False)
+    dtype: torch.dtype
+    block: Block
+    power_of_two: bool
+    epsilon: float
+    num_past_amaxes: int
+    margin: int
+    compute_dtype: torch.dtype
+
+    @property
+    def block_rows(self) -> int:
+        """Cuts are allowed after any row: amaxes are of all ranks."""
+        return 1
+
+    @cached_property
+    def _tiling(self) -> Float8Recipe:
+        """Finds the blocks of shards, and their amaxes."""
+        return Float8Recipe(self.block, self.dtype)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.block == _MATRIX
+
+    def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> tuple[PayloadFormat, ...]:
+        """The data, for both directions.
+
+        Raises:
+            ValueError: The weight is no matrix.
+        """
+        _check_matrix(self.kind, shape)
+        return self._tiling.payloads(shape, main_dtype)
+
+    def columns(
+        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+    ) -> tuple[Sequence[object] | None, ...]:
+        """Views of equal blocks: sources, destinations and scales of each weight."""
+        return self._tiling.columns(shards, payloads, [self._with_cells(part, encodes=True) for part in parts])
+
+    def encode(self, *columns: Sequence[Tiles] | None) -> None:
+        """Scale, saturate, and round to the format.
+
+        Effects: a temporary fp32 copy of the shards.
+        """
+        sources, into, scales = (list(chain.from_iterable(column or ())) for column in columns)
+        if sources:
+            scaled = torch._foreach_mul if self._is_whole else torch._foreach_div
+            round_to(into, scaled(as_float(sources), scales), self._tiling.largest)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """(2,) for a matrix: the reciprocal of the factor, and the factor. For squares: reciprocals, rows padded."""
+        if self._is_whole:
+            return (2,)
+        num_rows, num_columns = grid_of(shape, self.block)
+        return num_rows, -(-num_columns // _GRID_COLUMNS) * _GRID_COLUMNS
+
+    @property
+    def num_past(self) -> int:
+        """The earlier measurements that the next scales depend on."""
+        return self.num_past_amaxes
+
+    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
+        """Views of equal blocks, and of their amaxes."""
+        return self._tiling.measure_columns(shards, [self._with_cells(part, encodes=False) for part in parts])
+
+    def measure(self, *columns: Tiles) -> None:
+        """Write the largest magnitude of each block's part on this rank.
+
+        Effects: as `Float8Recipe.measure`.
+        """
+        self._tiling.measure(*columns)
+
+    def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
+        """Compute the scales of all weights of a group from amaxes of whole blocks, and note the amaxes.
+
+        Args:
+            amaxes: (n,), fp32.
+            scales: (n,), fp32, written.
+            past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured.
+
+        Effects: a few kernels on the current stream, no host sync.
+        """
+        if not self._is_whole:
+            scales.copy_(self._factor(amaxes).reciprocal())
+            return
+        reciprocals, factors = scales[::2], scales[1::2]
+        factors.copy_(newest_scales(amaxes[::2], factors, past[:, ::2], self._factor))
+        reciprocals.copy_(factors.reciprocal())
+
+    def _factor(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """The numbers that weights are multiplied by; 1 for a block of zeros."""
+        # A tensor as dividend: `rdiv` of a number would round twice on CUDA.
+        made = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
+        made = made.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
+        if self.power_of_two:
+            made = (made.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return torch.where(torch.isfinite(amaxes) & (amaxes.clamp_min(self.epsilon) > 0), made, 1.0)
+
+    def _with_cells(self, part: Part, *, encodes: bool) -> Part:
+        """A part with the scales alone that the encoding reads, or a measurement writes."""
+        assert part.scales is not None
+        if self._is_whole:
+            return part._replace(scales=part.scales[1:] if encodes else part.scales[:1])
+        return part._replace(scales=part.scales[:, : grid_of(part.shape, self.block)[1]])
+
+    def decode(
+        self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A tensor of `kind` over data and scales."""
+        assert scales is not None
+        data = payloads[0].view(torch.uint8)
+        if self._is_whole:
+            tensors = {"data": data, "fp8_scale_inv": scales[:1], "data_transpose": None}
+        else:
+            tensors = {"rowwise_data": data, "rowwise_scale_inv": scales}
+            tensors |= {"columnwise_data": None, "columnwise_scale_inv": None}
+        return _make(self.kind, shape, self.compute_dtype, data.device, {**self.metadata, **tensors})
+
+    def drop_caches(self, weights: Sequence[torch.Tensor]) -> None:
+        """Drop transposed data, as for backward on Hopper."""
+        for weight in weights:
+            attributes = vars(weight)
+            if self._is_whole:
+                attributes["_transpose"], attributes["_transpose_invalid"] = None, True
+            else:
+                attributes["_columnwise_data"] = attributes["_columnwise_scale_inv"] = None
+
+
+class _Delayed(NamedTuple):
+    """Options of delayed scaling."""
+
+    num_past_amaxes: int = 0
+    margin: int = 0
+
+
+def _recipe_of(name: str, module: nn.Module, parameter: nn.Parameter, compute_dtype: torch.dtype) -> Recipe:
+    weight: Any = parameter
+    kind, quantizer = type(parameter), weight._quantizer
+    formats = kind.__name__, type(quantizer).__name__
+    metadata = {key: value for key, value in weight.get_metadata().items() if not isinstance(value, torch.Tensor)}
+    if quantizer is not None:
+        # Not the copy for backward: the layer makes it in backward, and forward would keep it for nothing.
+        metadata["quantizer"] = quantizer = quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=False)
+    match formats:
+        case "Float8Tensor", "Float8CurrentScalingQuantizer":
+            block, delayed = _MATRIX, _Delayed()
+            power_of_two, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
+        case "Float8Tensor", "Float8Quantizer":
+            block, delayed = _MATRIX, _delayed(name, module)
+            power_of_two, epsilon = False, 0.0
+        case "Float8BlockwiseQTensor", "Float8BlockQuantizer" if quantizer.block_scaling_dim == 2:
+            block, delayed = _SQUARES, _Delayed()
+            power_of_two, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
+        case _:
+            raise NotImplementedError(
+                f"Expected {name!r} as a Float8Tensor (current or delayed scaling), or as a Float8BlockwiseQTensor "
+                f"with squares of 128 x 128, got {formats[0]} of {formats[1]}. Build its layer under "
+                "`quantized_model_init` with another recipe, or in bf16 and choose MXFP8Recipe for gathers."
+            )
+    dtype = _DTYPES[weight._fp8_dtype.name]
+    return ScaledWeights(kind, metadata, dtype, block, power_of_two, epsilon, *delayed, compute_dtype)
+
+
+def _delayed(name: str, module: nn.Module) -> _Delayed:
+    """Options of the recipe that a layer was built with.
+
+    Raises:
+        NotImplementedError: The recipe computes scales by a function.
+    """
+    recipe: Any = getattr(module, "fp8_meta", {}).get("recipe")
+    lengths = {"max": getattr(recipe, "amax_history_len", 0), "most_recent": 1}
+    algorithm = getattr(recipe, "amax_compute_algo", None)
+    if algorithm not in lengths or recipe.scaling_factor_compute_algo is not None:
+        raise NotImplementedError(
+            f"Expected DelayedScaling of {name!r} with amax_compute_algo 'max' or 'most_recent' and no "
+            f"scaling_factor_compute_algo, got {recipe}. Use Float8CurrentScaling."
+        )
+    return _Delayed(lengths[algorithm], recipe.margin)
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter with the values before quantisation, or dequantised, and the marks of libraries."""
+    weight: Any = parameter
+    with torch.no_grad():
+        values = getattr(weight, "get_high_precision_init_val", lambda: None)()
+        values = weight.dequantize() if values is None else values
+    plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
+    own = vars(parameter.detach())  # the class's
+    vars(plain).update({key: mark for key, mark in vars(parameter).items() if key not in (*own, *_INITIAL)})
+    return plain
+
+
+def _check_matrix(kind: type[torch.Tensor], shape: Sequence[int]) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"Expected a matrix for {kind.__name__}, got shape {tuple(shape)}.")
+
+
+def _make(
+    kind: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device, given: Mapping[str, Any]
+) -> torch.Tensor:
+    make: Any = kind
+    made: torch.Tensor = make(shape=shape, dtype=dtype, device=device, requires_grad=False, **given)
+    return made
