@@ -41,14 +41,14 @@ def quantised(
     rows, columns = values.shape
     height, width = tile or rows, tile or columns
     data = torch.empty(values.shape, dtype=dtype)
-    scales = torch.zeros(-(-rows // height), -(-columns // width))
-    largest = torch.tensor(torch.finfo(dtype).max)
+    scales = torch.zeros(-(-rows // height), -(-columns // width), dtype=torch.float32)
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float32)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             square = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
             block = values[square].float()
             amax = block.abs().max()
-            factor = largest / amax if amax > 0 else torch.ones(())
+            factor = largest / amax if amax > 0 else torch.ones_like(largest)
             if power_of_two:
                 factor = torch.exp2(torch.log2(factor.double()).floor()).float()
             data[square] = (block * factor).clamp(-largest, largest).to(dtype)

@@ -22,6 +22,7 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
 )
+from lamella_precision import Float8Recipe
 from lamella_precision.te import replace_quantized_weights
 from lamella_testing import run_ranks
 from lamella_testing import te_weights as te
@@ -31,6 +32,7 @@ QUANTIZERS: dict[str, Any] = {
     "squares": te.Float8BlockQuantizer(power_of_two=True),
 }
 NUM_STEPS = 3
+WAY_OUT = r"'(up|0).weight' .* of transformer_engine, .*te\.replace_quantized_weights\(model\)"
 
 
 class Block(nn.Module):
@@ -225,8 +227,40 @@ def test_a_quantised_weight_without_a_recipe_is_refused_with_its_name_and_the_wa
     def check() -> None:
         for name in QUANTIZERS:
             model = _model(name)
-            with pytest.raises(TypeError, match=r"'up.weight' .*of transformer_engine.*te.replace_quantized_weights"):
+            with pytest.raises(TypeError, match=WAY_OUT):
                 fully_shard(model.blocks[0])
             assert not [each for each in model.modules() if hasattr(each, "unshard")]
+
+    run_ranks(check, 1)
+
+
+class _Extended(te.Float8Tensor):
+    """A class whose shards stay quantised, by FSDP2's two methods."""
+
+    __module__ = te.Float8Tensor.__module__
+
+    def fsdp_pre_all_gather(self, mesh: object) -> None:
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(self, *args: object) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(main_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(recipe=Float8Recipe(compute_dtype=torch.float32)),
+    ],
+    ids=["main-dtype", "recipe"],
+)
+def test_a_quantised_weight_with_methods_of_its_own_has_no_main_weights_but_by_replacement(
+    policy: MixedPrecisionPolicy,
+) -> None:
+    def check() -> None:
+        layer: Any = te.Linear(20, 37, QUANTIZERS["current"])
+        layer.weight = nn.Parameter(_Extended(shape=(37, 20), dtype=torch.float32, **layer.weight.get_metadata()))
+        with pytest.raises(TypeError, match=WAY_OUT):
+            fully_shard(nn.Sequential(layer), mp_policy=policy)
 
     run_ranks(check, 1)

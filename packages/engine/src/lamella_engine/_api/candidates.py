@@ -146,7 +146,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"Expected {name!r} to have at least one dim, got a 0-D parameter: fully_shard doesn't support scalar "
             f"parameters. Change {name} to a 1D tensor with numel equal to 1."
         )
-    refuse_quantized(name, local_of(parameter))
+    if not is_extended(local_of(parameter)):  # an extended class says itself what its shards are, and what travels
+        refuse_quantized(name, local_of(parameter))
     # FSDP2 of torch 2.15 installs gradients in `grad_dtype`; earlier versions overlook the attribute.
     if getattr(parameter, "_has_grad_dtype_override", False) and parameter.grad_dtype != parameter.dtype:
         raise NotImplementedError(

@@ -28,7 +28,7 @@ from lamella_engine._parameters.offload import Offload
 from lamella_engine._parameters.sharded_parameter import Candidate, ShardedParameter, put, sharded_parameter
 from lamella_engine._parameters.sharding import DataAxes, Sharding, local_of
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import Direction, MixedPrecisionPolicy
+from lamella_precision import Direction, MixedPrecisionPolicy, refuse_quantized
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -386,6 +386,8 @@ def _check_lies(name: str, sharding: Sharding, neighbours: Transport | None) -> 
 
 def _check_policy(candidate: Candidate) -> None:
     own, (wanted, _, _) = candidate.parameter.dtype, dtypes_of(candidate.parameter, candidate.policy)
+    if wanted != own or candidate.policy.recipe is not None:
+        refuse_quantized(candidate.name, local_of(candidate.parameter))
     if wanted != own:
         raise NotImplementedError(
             f"Expected `main_dtype` to be None or {own} for {candidate.name!r}, whose class defines {_PRE}, got "
