@@ -59,9 +59,7 @@ def replace_quantized_weights(
     """
     found: dict[int, tuple[nn.Parameter, Recipe, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
-        for own_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{own_name}" if prefix else own_name
             if parameter.is_meta and getattr(module, "primary_weights_in_fp8", False):
                 raise ValueError(
@@ -79,11 +77,12 @@ def replace_quantized_weights(
             "`transformer_engine.pytorch.quantized_model_init(enabled=True)`, and call this before fully_shard."
         )
     recipes = WeakIdKeyDictionary()
-    for parameter, recipe, places in found.values():
+    while found:  # an original's memory goes as soon as its values are copied
+        _, (parameter, recipe, places) = found.popitem()
         plain = _plain(parameter)
         recipes[plain] = recipe
         for module, own_name in places:
-            module._parameters[own_name] = plain
+            setattr(module, own_name, plain)
 
     def choose(parameter: nn.Parameter) -> Recipe | None:
         chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]
@@ -248,13 +247,12 @@ class _Delayed(NamedTuple):
 
 def _recipe_of(name: str, module: nn.Module, parameter: nn.Parameter, compute_dtype: torch.dtype) -> Recipe:
     weight: Any = parameter
-    kind, quantizer = type(parameter), weight._quantizer
-    formats = kind.__name__, type(quantizer).__name__
     metadata = {key: value for key, value in weight.get_metadata().items() if not isinstance(value, torch.Tensor)}
-    if quantizer is not None:
-        # Not the copy for backward: the layer makes it in backward, and forward would keep it for nothing.
-        metadata["quantizer"] = quantizer = quantizer.copy()
-        quantizer.set_usage(rowwise=True, columnwise=False)
+    kind, quantizer = type(parameter), metadata["quantizer"].copy()
+    # Not the copy for backward: the layer makes it in backward, and forward would keep it for nothing.
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    metadata["quantizer"] = quantizer
+    formats = kind.__name__, type(quantizer).__name__
     match formats:
         case "Float8Tensor", "Float8CurrentScalingQuantizer":
             block, delayed = _MATRIX, _Delayed()
@@ -271,7 +269,7 @@ def _recipe_of(name: str, module: nn.Module, parameter: nn.Parameter, compute_dt
                 f"with squares of 128 x 128, got {formats[0]} of {formats[1]}. Build its layer under "
                 "`quantized_model_init` with another recipe, or in bf16 and choose MXFP8Recipe for gathers."
             )
-    dtype = _DTYPES[weight._fp8_dtype.name]
+    dtype = _DTYPES[metadata["fp8_dtype"].name]
     return ScaledWeights(kind, metadata, dtype, block, power_of_two, epsilon, *delayed, compute_dtype)
 
 
