@@ -19,6 +19,8 @@ from triton.compiler import ASTSource
 
 import lamella_precision
 from lamella_precision import Float8Recipe, Part, _fused
+from lamella_precision.te import ScaledWeights
+from lamella_testing.te_weights import Float8Tensor
 
 SHAPES = [(70, 40), (3, 10, 24), (5, 7), (2, 300)]
 BLOCKS = [(None, None), (1, None), (16, 32), (None, 100)]
@@ -55,7 +57,9 @@ def _slots(shapes: Sequence[Sequence[int]], dtype: torch.dtype, gap: int) -> lis
     return [part[gap:].view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _run(recipe: Float8Recipe, weights: Sequence[torch.Tensor], gap: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(
+    recipe: Float8Recipe | ScaledWeights, weights: Sequence[torch.Tensor], gap: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The amaxes and the encoding of the last two thirds of each weight's rows, from one storage into another."""
     firsts = [len(weight) // 3 for weight in weights]
     cut = [weight[first:] for weight, first in zip(weights, firsts, strict=True)]
@@ -103,6 +107,20 @@ def test_kernels_write_the_bits_of_multi_tensor_calls(
         torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.parametrize("block", [(None, None), (128, 128)], ids=str)
+def test_kernels_write_the_bits_of_transformer_engines_scales_too(
+    monkeypatch: pytest.MonkeyPatch, interpreted: Any, block: tuple[int | None, int | None]
+) -> None:
+    """Multiplied by a factor beside its reciprocal; and divided by the cells of padded rows."""
+    recipe = ScaledWeights(Float8Tensor, {}, torch.float8_e4m3fn, block, False, 0.0, 0, 0, torch.bfloat16)
+    weights = [weight for weight in _weights() if weight.ndim == 2]
+    _use(monkeypatch, None)
+    expected = _run(recipe, weights, 3)
+    _use(monkeypatch, interpreted)
+    for one, other in zip(_run(recipe, weights, 3), expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_values_out_of_range_saturate_and_nan_stays(monkeypatch: pytest.MonkeyPatch, interpreted: Any) -> None:
     _use(monkeypatch, interpreted)
     recipe = Float8Recipe(num_past_amaxes=1)
@@ -125,15 +143,16 @@ def test_weights_of_two_storages_are_encoded_by_one_call(monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # No product meets a sum in these kernels.
+@pytest.mark.parametrize(("multiplies", "scaling"), [(False, "div.rn.f32"), (True, "mul.f32")])
 def test_compiled_for_hopper_they_move_whole_vectors_and_round_exactly(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, multiplies: bool, scaling: str
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sizes = {"chunk_rows": 32, "chunk_columns": 128, "alignment": 16}
+    sizes = {"multiplies": multiplies, "chunk_rows": 32, "chunk_columns": 128, "alignment": 16}
     pointers = {"source": "*fp32", "into": "*fp8e4nv", "cells": "*fp32", "lines": "*i64", "line_of": "*i32"}
     kinds = {**pointers, "largest": "fp32", **dict.fromkeys(sizes, "constexpr")}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     source = ASTSource(_fused._encode, kinds, sizes, aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    for instruction in ("ld.global.v4.b32", "st.global.v4.b32", "div.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
+    for instruction in ("ld.global.v4.b32", "st.global.v4.b32", scaling, "cvt.rn.satfinite.e4m3x2.f32"):
         assert instruction in code

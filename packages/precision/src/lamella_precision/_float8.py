@@ -94,13 +94,7 @@ class Float8Recipe:
         Effects: a temporary fp32 copy of the shards, where Triton does not run.
         """
         (cuts,) = columns
-        if not cuts:
-            return
-        if fused := _kernels_for(cuts):
-            fused.encode(cuts, self.largest)
-        else:
-            sources, into, scales = _tensors(cuts)
-            round_to(into, torch._foreach_div(as_float(sources), scales), self.largest)
+        encode_cuts(cuts or (), self.largest)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the grid of blocks."""
@@ -167,6 +161,21 @@ class Float8Recipe:
         (data,) = payloads
         assert scales is not None
         return times_scales(data, scales, shape, self.block, self.compute_dtype)
+
+
+def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False) -> None:
+    """Divide by the cells, or multiply by them, saturate, and round to the destinations' format.
+
+    Effects: one kernel for all cuts; where Triton does not run, multi-tensor calls and a temporary fp32 copy.
+    """
+    if not cuts:
+        return
+    if fused := _kernels_for(cuts):
+        fused.encode(cuts, largest, multiplies=multiplies)
+    else:
+        sources, into, scales = _tensors(cuts)
+        scaled = torch._foreach_mul if multiplies else torch._foreach_div
+        round_to(into, scaled(as_float(sources), scales), largest)
 
 
 def _kernels_for(cuts: Sequence[Cut]) -> Any:

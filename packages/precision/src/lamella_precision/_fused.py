@@ -41,15 +41,15 @@ class _Launch(NamedTuple):
     sizes: dict[str, int]
 
 
-def encode(cuts: Sequence[Cut], largest: float) -> None:
-    """Divide every block by its scale, saturate, and round into the destination's float8 format.
+def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
+    """Divide every block by its cell, or multiply it, saturate, and round into the destination's float8 format.
 
     Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync. The
     first call with new shapes copies their lines to the device.
     """
     for (source, into, cells), launch in _launches(cuts):
         arguments = source, into, cells, launch.lines, launch.line_of, largest
-        _encode[(len(launch.line_of),)](*arguments, **launch.sizes)
+        _encode[(len(launch.line_of),)](*arguments, multiplies=multiplies, **launch.sizes)
 
 
 def measure(cuts: Sequence[Cut]) -> None:
@@ -133,14 +133,16 @@ def _encode(  # type: ignore[no-untyped-def]
     lines,
     line_of,
     largest,
+    multiplies: tl.constexpr,
     chunk_rows: tl.constexpr,
     chunk_columns: tl.constexpr,
     alignment: tl.constexpr,
 ):
     of_source, of_into, exists, cell = _chunk(lines, line_of, chunk_rows, chunk_columns, alignment)
     values = tl.load(source + of_source, mask=exists, other=0.0).to(tl.float32)
+    scale = tl.load(cells + cell)
     # Rounded as the division of the other devices: an approximate one may round an element to its neighbour.
-    values = tl.div_rn(values, tl.load(cells + cell))
+    values = values * scale if multiplies else tl.div_rn(values, scale)
     # Comparisons keep NaN, where a minimum and a maximum would drop it.
     values = tl.where(values > largest, largest, values)
     values = tl.where(values < -largest, -largest, values)

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         return cut.view(matrices, rows, num_rows // rows, columns, num_columns // columns)
 
     def cells(self, grid: torch.Tensor, num_matrices: int) -> torch.Tensor:
-        """The tile's cells of a contiguous grid: (num_matrices, grid rows, 1, grid columns, 1), a view."""
+        """The tile's cells of a grid, maybe of padded rows: (num_matrices, grid rows, 1, grid columns, 1), a view."""
         of_all = grid.view(-1, *self.grid)[self.first_matrix : self.first_matrix + num_matrices]
         rows, columns = self.rows, self.columns
         cut = of_all[:, rows.first_cell : rows.first_cell + rows.num_cells]
@@ -67,7 +67,7 @@ class Cut:
         tiles: Of the shard.
         shard: The main weight's rows, contiguous.
         into: Contiguous memory of the shard's shape, to be written; the shard itself where nothing is written.
-        grid: A cell for each block of the whole weight, contiguous.
+        grid: A cell for each block of the whole weight, contiguous or with padded rows.
 
     Attributes:
         sources: Views of the shard, a tile each, as `Tile.of`.

@@ -14,17 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lamella_precision._float8 import Float8Recipe, Tiles, as_float, newest_scales, round_to
+from lamella_precision._float8 import Float8Recipe, encode_cuts, newest_scales
 from lamella_precision._foreign import is_quantized
 from lamella_precision._recipe import Part, PayloadFormat, Recipe
-from lamella_precision._tiles import Block, grid_of
+from lamella_precision._tiles import Block, Cut, grid_of
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _SQUARES: Block = (128, 128)
@@ -145,19 +144,17 @@ class ScaledWeights:
 
     def columns(
         self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
-    ) -> tuple[Sequence[object] | None, ...]:
-        """Views of equal blocks: sources, destinations and scales of each weight."""
+    ) -> tuple[Sequence[Cut] | None]:
+        """For each weight the views of equal blocks: sources, destinations and scales."""
         return self._tiling.columns(shards, payloads, [self._with_cells(part, encodes=True) for part in parts])
 
-    def encode(self, *columns: Sequence[Tiles] | None) -> None:
+    def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Scale, saturate, and round to the format.
 
-        Effects: a temporary fp32 copy of the shards.
+        Effects: as `Float8Recipe.encode`.
         """
-        sources, into, scales = (list(chain.from_iterable(column or ())) for column in columns)
-        if sources:
-            scaled = torch._foreach_mul if self._is_whole else torch._foreach_div
-            round_to(into, scaled(as_float(sources), scales), self._tiling.largest)
+        (cuts,) = columns
+        encode_cuts(cuts or (), self._tiling.largest, multiplies=self._is_whole)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """(2,) for a matrix: the reciprocal of the factor, and the factor. For squares: reciprocals, rows padded."""
@@ -171,11 +168,11 @@ class ScaledWeights:
         """The earlier measurements that the next scales depend on."""
         return self.num_past_amaxes
 
-    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[object], ...]:
-        """Views of equal blocks, and of their amaxes."""
+    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
+        """For each weight the views of equal blocks, and of their amaxes."""
         return self._tiling.measure_columns(shards, [self._with_cells(part, encodes=False) for part in parts])
 
-    def measure(self, *columns: Tiles) -> None:
+    def measure(self, *columns: Sequence[Cut]) -> None:
         """Write the largest magnitude of each block's part on this rank.
 
         Effects: as `Float8Recipe.measure`.
