@@ -70,7 +70,12 @@ _LATER: Final = {
     "lamella_convert._translation.families": ("Family", "find_family", "known_model_types"),
     "lamella_convert._translation.hybrid_stack": ("logical_names",),
     "lamella_convert._translation.megatron": (
-        *("RELEASE_0_19", "Counters", "Dialect", "MtpLayer", "canonical_name", "sizes_of_args"),
+        "RELEASE_0_19",
+        "Counters",
+        "Dialect",
+        "MtpLayer",
+        "canonical_name",
+        "sizes_of_args",
     ),
     "lamella_convert._translation.megatron_model": ("from_megatron_model", "global_expert", "to_megatron_model"),
 }
