@@ -44,8 +44,8 @@ class _Launch(NamedTuple):
 def encode(cuts: Sequence[Cut], largest: float, *, multiplies: bool) -> None:
     """Divide every block by its cell, or multiply it, saturate, and round into the destination's float8 format.
 
-    Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync. The
-    first call with new shapes copies their lines to the device.
+    Effects: one kernel on the current stream for all cuts in the same storages, no temporary memory, no host sync; but
+    the first call with new shapes copies their lines to the device, for which the host waits.
     """
     for (source, into, cells), launch in _launches(cuts):
         arguments = source, into, cells, launch.lines, launch.line_of, largest
@@ -95,7 +95,11 @@ def _launch(lines_of_cuts: tuple[tuple[tuple[int, ...], ...], ...], device: torc
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr, alignment: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's offsets into source and destination, the elements of them that exist, and the cell's offset."""
+    """This program's offsets into source and destination, the elements of them that exist, and the cell's offset.
+
+    Args:
+        lines: Of `_Launch`, whose fields are read by number.
+    """
     program = tl.program_id(0)
     line = lines + tl.load(line_of + program) * 15
     source, into, cell = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
@@ -117,8 +121,8 @@ def _chunk(lines, line_of, chunk_rows: tl.constexpr, chunk_columns: tl.constexpr
     # Within a chunk 32 bits suffice, and arithmetic on vectors of 64 bits would take longer than the memory.
     rows, columns = tl.arange(0, chunk_rows), tl.arange(0, chunk_columns)
     within = rows[:, None] * tl.multiple_of(of_row.to(tl.int32), alignment) + columns[None, :]
-    rows_left = (num_rows - chunk_row * chunk_rows).to(tl.int32)
-    columns_left = (num_columns - chunk_column * chunk_columns).to(tl.int32)
+    rows_left = tl.minimum(num_rows - chunk_row * chunk_rows, chunk_rows).to(tl.int32)
+    columns_left = tl.minimum(num_columns - chunk_column * chunk_columns, chunk_columns).to(tl.int32)
     exists = (rows < rows_left)[:, None] & (columns < tl.multiple_of(columns_left, alignment))[None, :]
     source = tl.multiple_of(source, alignment) + begin + within
     into = tl.multiple_of(into, alignment) + begin + within
