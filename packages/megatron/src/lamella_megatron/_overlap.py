@@ -183,6 +183,12 @@ def _check_schedulable(config: Any) -> None:
         ("recompute_modules", "moe" in modules, False, "Recomputed experts would exchange tokens a second time."),
         ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False, "Shared experts run before dispatch."),
         ("cuda_graph_impl", config.cuda_graph_impl, "none", "A graph keeps no order of two microbatches."),
+        (
+            "overlap_dispatch_backward_with_experts_wgrad",
+            getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
+            False,
+            "The schedule computes these gradients itself.",
+        ),
         ("fp8", config.fp8, None, "Scales of float8 follow the order of microbatches."),
         ("fp4", config.fp4, None, "Scales of 4-bit formats follow the order of microbatches."),
     ):

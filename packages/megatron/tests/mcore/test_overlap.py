@@ -353,6 +353,7 @@ def test_an_exception_leaves_the_model_at_rest() -> None:
         ("moe_shared_expert_overlap", True),
         ("moe_token_dispatcher_type", "allgather"),
         ("cuda_graph_impl", "local"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
         ("fp8", "hybrid"),
     ],
 )
