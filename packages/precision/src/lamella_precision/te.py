@@ -139,7 +139,8 @@ class ScaledWeights:
         Raises:
             ValueError: The weight is no matrix.
         """
-        _check_matrix(self.kind, shape)
+        if len(shape) != 2:
+            raise ValueError(f"Expected a matrix for {self.kind.__name__}, got shape {tuple(shape)}.")
         return self._tiling.payloads(shape, main_dtype)
 
     def columns(
@@ -198,7 +199,7 @@ class ScaledWeights:
 
     def _factor(self, amaxes: torch.Tensor) -> torch.Tensor:
         """The numbers that weights are multiplied by; 1 for a block of zeros."""
-        # A tensor as dividend: `rdiv` of a number would round twice on CUDA.
+        # A tensor as dividend: a number over a tensor is multiplied by a rounded reciprocal.
         made = torch.full_like(amaxes, self._tiling.largest) / amaxes.clamp_min(self.epsilon)
         made = made.clamp_max(torch.finfo(torch.float32).max) / 2**self.margin
         if self.power_of_two:
@@ -223,7 +224,10 @@ class ScaledWeights:
         else:
             tensors = {"rowwise_data": data, "rowwise_scale_inv": scales}
             tensors |= {"columnwise_data": None, "columnwise_scale_inv": None}
-        return _make(self.kind, shape, self.compute_dtype, data.device, {**self.metadata, **tensors})
+        make: Any = self.kind
+        options = {"shape": shape, "dtype": self.compute_dtype, "device": data.device, "requires_grad": False}
+        made: torch.Tensor = make(**options, **{**self.metadata, **tensors})
+        return made
 
     def drop_caches(self, weights: Sequence[torch.Tensor]) -> None:
         """Drop transposed data, as for backward on Hopper."""
@@ -297,16 +301,3 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
     own = vars(parameter.detach())  # the class's
     vars(plain).update({key: mark for key, mark in vars(parameter).items() if key not in (*own, *_INITIAL)})
     return plain
-
-
-def _check_matrix(kind: type[torch.Tensor], shape: Sequence[int]) -> None:
-    if len(shape) != 2:
-        raise ValueError(f"Expected a matrix for {kind.__name__}, got shape {tuple(shape)}.")
-
-
-def _make(
-    kind: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device, given: Mapping[str, Any]
-) -> torch.Tensor:
-    make: Any = kind
-    made: torch.Tensor = make(shape=shape, dtype=dtype, device=device, requires_grad=False, **given)
-    return made
