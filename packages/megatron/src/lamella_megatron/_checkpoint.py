@@ -31,6 +31,7 @@ from lamella_convert import (
     sizes_of_args,
     to_megatron_model,
 )
+from lamella_megatron._stages import without
 from lamella_megatron._torch_dist import Places
 from lamella_megatron._whole import WholeModel, WholeOptimizer
 
@@ -90,7 +91,7 @@ def save_checkpoint(
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
     whole = WholeModel(model, groups, has_copies=False, layer_groups=layer_groups)
     num_tp = whole.ranks.tp.size()
-    told = {**_plain_options(model), "tensor_model_parallel_size": num_tp} if args is None else vars(args)
+    told = {**_plain_options(model, whole), "tensor_model_parallel_size": num_tp} if args is None else vars(args)
     _check_told(told, num_tp)
     beside = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)}
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
@@ -204,9 +205,12 @@ def load_checkpoint(
 
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
 
+    # Where the names differ, as of a hybrid model's last norm, a source has the checkpoint's or the model's. Exchanged
+    # before the checkpoint is opened: a rank that could not open it would leave the others waiting.
+    others = whole.stage.others({*whole.shapes, *(name for each in parts for name in each.left)})
+
     def translate(source: Source) -> Source:
-        own = whole.stage.select(rename(source, partial(_spelled, spelling)), whole.shapes)
-        return to_megatron_model(own, parts)
+        return to_megatron_model(without(rename(source, partial(_spelled, spelling)), others), parts)
 
     loaded: dict[str, Any] | PartialLoad
     if strict:
@@ -266,15 +270,19 @@ def _config(model: nn.Module) -> Any:
     return found
 
 
-def _plain_options(model: nn.Module) -> dict[str, Any]:
-    """The plain values of a model's `config`, by name; with the number of Mamba heads, which mixers may compute."""
+def _plain_options(model: nn.Module, whole: WholeModel) -> dict[str, Any]:
+    """The plain values of a model's `config`, by name; with the number of Mamba heads, which mixers may compute.
+
+    Effects: an exchange between several pipeline stages: not every stage has a mixer, and all read a checkpoint's.
+    """
     options = {name: value for name, value in vars(_config(model)).items() if isinstance(value, int | float | str)}
     mixer: Any = next((each for each in model.modules() if hasattr(each, "ngroups") and hasattr(each, "nheads")), None)
-    return options if mixer is None else {**options, "mamba_num_heads": mixer.nheads}
+    num_heads = [num for num in whole.stage.on_each(None if mixer is None else int(mixer.nheads)) if num is not None]
+    return {**options, "mamba_num_heads": num_heads[0]} if num_heads else options
 
 
 def _sizes(model: nn.Module, whole: WholeModel) -> dict[str, int]:
     """Sizes of the components of rank-major tensors."""
     expt_tp = whole.ranks.expt_tp
-    sizes = {**sizes_of_args(_plain_options(model)), "tp": whole.ranks.tp.size()}
+    sizes = {**sizes_of_args(_plain_options(model, whole)), "tp": whole.ranks.tp.size()}
     return sizes if expt_tp is None else {**sizes, "etp": expt_tp.size()}

@@ -7,7 +7,8 @@ Checkpoints number all layers and have one embedding, so that they open on any n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from lamella_convert import canonical_name
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\b")
 _PLACE = re.compile(r"\w+\.layers\.\d+|\w+\.\w+")
+Told = TypeVar("Told")
 _COPY, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -61,30 +63,40 @@ class Stage:
         return f"{found[1]}{self._numbers[found[0]]}{own[found.end() :]}"
 
     def is_copy(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the last stage's copy of the first stage's embedding."""
-        return self._pp is not None and unwrapped(name) == _COPY and getattr(tensor, "shared_embedding", False)
+        """Whether a tensor is a later stage's copy of the first stage's embedding."""
+        if self._pp is None or not self._pp.rank():
+            return False
+        own = unwrapped(name)  # multi-token prediction has an embedding of its own on the last stage
+        return own == _EMBEDDING or (own == _COPY and getattr(tensor, "shared_embedding", False))
 
-    def select(self, source: Source, names: Iterable[str]) -> Source:
-        """A checkpoint without the tensors that only other stages have.
+    def on_each(self, mine: Told) -> list[Told]:
+        """A small object of each stage, in order. Effects: an exchange along the pipeline, if it has several stages."""
+        if self._pp is None:
+            return [mine]
+        told = [mine] * self._pp.size()
+        dist.all_gather_object(told, mine, group=self._pp)
+        return told
+
+    def others(self, names: Iterable[str]) -> frozenset[str]:
+        """The layers and modules that only other stages have.
 
         Args:
-            source: Under native names, as `load(translate=...)` has it.
             names: Of this stage's tensors.
 
-        Effects: collective: one exchange of names along the pipeline, if it has several stages.
+        Effects: as `on_each`.
         """
-        if self._pp is None:
-            return source
         own = {_place(canonical_name(name)) for name in names}
-        of_stages: list[set[str]] = [set()] * self._pp.size()
-        dist.all_gather_object(of_stages, own, group=self._pp)
-        others = set().union(*of_stages) - own
+        return frozenset[str]().union(*self.on_each(own)) - own
 
-        def kept(name: str) -> str | None:
-            section, rest = split_section(name)
-            return None if section and _place(canonical_name(rest)) in others else name
 
-        return rename(source, kept)
+def without(source: Source, others: Container[str]) -> Source:
+    """A checkpoint, under native names, without the tensors of `Stage.others`."""
+
+    def kept(name: str) -> str | None:
+        section, rest = split_section(name)
+        return None if section and _place(canonical_name(rest)) in others else name
+
+    return rename(source, kept)
 
 
 def _refuse_virtual_stages(model: nn.Module) -> None:

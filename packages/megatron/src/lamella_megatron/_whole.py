@@ -100,8 +100,8 @@ class WholeModel(nn.Module):
         names: Of the tensors here, by the sharded model's names without the wrappers' `module.`.
 
     Raises:
-        NotImplementedError: Parameters are placed by others than `Shard` and `Replicate`, or the model is a chunk of a
-            rank's several virtual pipeline stages.
+        NotImplementedError: Parameters are placed by others than `Shard` and `Replicate`, the model is a chunk of a
+            rank's several virtual pipeline stages, or a stage has two copies of the embedding.
         ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers or
             has two layers of a kind in a group.
 
@@ -134,6 +134,11 @@ class WholeModel(nn.Module):
         flat = {name: self.stage.name(name, value) for name, value in self._own.items()}
         spelled = self.spelled(flat.values())
         self.names = {unwrapped(name): spelled[of_all] for name, of_all in flat.items()}
+        if len(set(self.names.values())) < len(self.names):
+            raise NotImplementedError(
+                "Expected one copy of the embedding on a pipeline stage, got two: an output layer's that shares it, and "
+                "multi-token prediction's. Build the model with share_embeddings_and_output_weights=False."
+            )
         self._by_name = dict(zip(self.names.values(), self._own.values(), strict=True))
         self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
 

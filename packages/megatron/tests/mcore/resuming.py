@@ -1,19 +1,28 @@
-"""Runs on some ranks, and their checkpoints, for tests that resume them on others."""
+"""Models and runs on some ranks, and their checkpoints, for tests that resume them on others."""
 
 from __future__ import annotations
 
+import importlib
+import re
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint import Wanted
 from lamella_convert import open_checkpoint
 from lamella_layout import Chunk
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE, token_losses
+from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint
+from lamella_testing import run_ranks
+from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, tiny_config, tiny_gpt, token_losses
 
 BATCH = torch.randint(VOCAB_SIZE, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
@@ -29,28 +38,229 @@ class World:
     pp: int = 1
 
     def __str__(self) -> str:
+        stages = "" if self.pp == 1 else f"-pp{self.pp}"
         expert = "" if self.ep == 1 and self.etp is None else f"-ep{self.ep}-etp{self.etp}"
-        return f"{self.num_ranks}ranks-tp{self.tp}{expert}{f'-pp{self.pp}' if self.pp > 1 else ''}"
+        return f"{self.num_ranks}ranks-tp{self.tp}{stages}{expert}"
+
+
+GATED = {"gated_linear_unit": True, "activation_func": functional.silu}
+TIED = {"share_embeddings_and_output_weights": True}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}),
+    "gated": ({**GATED, "ffn_hidden_size": 48}, {}),
+    "tied": ({**GATED, "num_layers": 4}, TIED),
+    "biases": ({"add_bias_linear": True, "num_query_groups": 2}, {}),
+    "experts": ({**EXPERTS, **GATED}, {}),
+    "wider": ({**GATED, "ffn_hidden_size": 48, "hidden_size": 64}, {}),
+    "deeper": ({**GATED, "ffn_hidden_size": 48, "num_layers": 3}, {}),
+    "mtp": ({**GATED, "ffn_hidden_size": 48, "mtp_num_layers": 1}, {}),
+    "hybrid": (
+        {
+            **GATED,
+            "ffn_hidden_size": 48,
+            "num_layers": 4,
+            "mamba_state_dim": 8,
+            "mamba_head_dim": 8,
+            "mamba_num_groups": 4,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 4,
+            "linear_num_value_heads": 8,
+            "linear_value_head_dim": 4,
+            "linear_conv_kernel_dim": 4,
+            "deterministic_mode": True,
+        },
+        {},
+    ),
+}
+
+
+def _hybrid(config: Any, pattern: str, **stage: bool) -> nn.Module:
+    """A HybridModel of attention, an MLP, a Mamba layer and a gated delta net, of torch's own operators."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    linears: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    gpt = get_gpt_layer_local_submodules()
+    mixer = ModuleSpec(MambaMixer, params={"rmsnorm": False}, submodules=MambaMixerSubmodules(**linears))
+    delta = ModuleSpec(GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **linears))
+
+    def attention(of: Any) -> Any:
+        parts = TransformerLayerSubmodules(
+            input_layernorm=gpt.input_layernorm, self_attention=of, self_attn_bda=gpt.self_attn_bda
+        )
+        return ModuleSpec(TransformerLayer, submodules=parts)
+
+    parts = TransformerLayerSubmodules(pre_mlp_layernorm=gpt.pre_mlp_layernorm, mlp=gpt.mlp, mlp_bda=gpt.mlp_bda)
+    layers = HybridStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer)),
+        gdn_layer=attention(delta),
+        attention_layer=attention(gpt.self_attention),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=parts),
+    )
+    # Delta nets have kernels for a GPU: they are built and saved, and not called.
+    with patch.object(importlib.import_module("megatron.core.ssm.gated_delta_net.common"), "HAVE_FLA", True):
+        model: nn.Module = HybridModel(
+            config=config,
+            hybrid_stack_spec=ModuleSpec(HybridStack, submodules=layers),
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=LENGTH,
+            hybrid_layer_pattern=pattern,
+            **stage,
+        )
+    return model
+
+
+def make(world: World, kind: str, seed: int = 0) -> nn.Module:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=world.tp,
+        expert_model_parallel_size=world.ep,
+        expert_tensor_parallel_size=world.etp,
+        pipeline_model_parallel_size=world.pp,
+    )
+    return build(world, kind, seed)
+
+
+def build(world: World, kind: str, seed: int) -> nn.Module:
+    """A model on this rank's pipeline stage."""
+    from megatron.core import parallel_state
+
+    fields, of_model = MODELS[kind]
+    torch.manual_seed(seed)
+    config = tiny_config(
+        tensor_model_parallel_size=world.tp,
+        expert_model_parallel_size=world.ep,
+        expert_tensor_parallel_size=world.etp,
+        pipeline_model_parallel_size=world.pp,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=world.tp > 1 and "num_moe_experts" in fields,
+        **fields,
+    )
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    stage = {"pre_process": is_first, "post_process": is_last}
+    if kind == "hybrid":
+        return _hybrid(config, "*-MG" if world.pp == 1 else "*-|MG", **stage)
+    if kind == "mtp":
+        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        spec = specs.get_gpt_mtp_block_spec(config, specs.get_gpt_layer_local_spec(), use_transformer_engine=False)
+        of_model = {"mtp_block_spec": spec}
+    return tiny_gpt(config, **of_model, **stage)
+
+
+def sharded(world: World, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fully_shard_model(make(world, kind, seed))
+    return model, adamw(model)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    is_norm = {name: "norm" in name for name, _ in model.named_parameters()}
+    groups = [[p for name, p in model.named_parameters() if is_norm[name] == which] for which in (False, True)]
+    # Some gradients are zero but for rounding (of a key's bias), and a small eps would make steps of the rounding.
+    return torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2, eps=1e-4
+    )
+
+
+def on_rank_zero(world: World, run: Callable[..., Any], *args: Any) -> Any:
+    """The result of rank 0."""
+    return run_ranks(run, world.num_ranks, world, *args)[0]
+
+
+def name_in_the_whole(model: Any, name: str) -> str:
+    """A parameter's name in a model of one stage, with equally many layers on each stage."""
+    from megatron.core import parallel_state
+
+    if name == "output_layer.weight" and getattr(model, "share_embeddings_and_output_weights", False):
+        return "embedding.word_embeddings.weight"
+    first = parallel_state.get_pipeline_model_parallel_rank() * len(model.decoder.layers)
+    return re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(first + int(found[0])), name)
+
+
+def fill(model: nn.Module) -> None:
+    """Numbers that no two elements of whole tensors share, but by chance; equal where ranks hold the same."""
+    from megatron.core import parallel_state as ranks
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_expert, is_part = ".experts." in name, getattr(parameter, "tensor_model_parallel", False)
+            tp = ranks.get_expert_tensor_parallel_rank() if is_expert else ranks.get_tensor_model_parallel_rank()
+            ep = ranks.get_expert_model_parallel_rank() if is_expert else 0
+            seed = zlib.crc32(f"{name_in_the_whole(model, name)} {tp if is_part else 0} {ep}".encode())
+            parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def save_random(
+    world: World, kind: str, path: Path, written: Any = "fsdp_dtensor"
+) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Save after a step; this rank's tensor-parallel parts of what is neither fused nor an expert's, and their dims."""
+    model = make(world, kind)
+    fill(model)
+    fully_shard_model(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.sin(100 * parameter.detach())
+    optimizer.step()
+    save_checkpoint(path, model=model, optimizer=optimizer, format=written)
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = parameter.full_tensor().detach()
+        if not any(each in name for each in ("linear_fc1", "in_proj", "conv1d", ".experts.")):
+            is_part = getattr(parameter, "tensor_model_parallel", False)
+            found[name] = whole, parameter.partition_dim if is_part else None  # type: ignore[attr-defined]
+    return found
+
+
+def load_and_save(world: World, kind: str, path: Path, again: Path) -> None:
+    model, optimizer = sharded(world, kind, seed=7)
+    load_checkpoint(path, model=model, optimizer=optimizer)
+    save_checkpoint(again, model=model, optimizer=optimizer)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> list[float]:
     """Steps on the data-parallel rank's rows of one batch; the losses of the whole batch."""
     from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    rows = BATCH.chunk(num)[rank]
+
+    def forward(_: object, module: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return token_losses(module, rows), lambda losses: (losses.mean(), losses.detach().mean())
+
     losses = []
     for _ in range(num_steps):
-        loss = token_losses(model, BATCH.chunk(num)[rank]).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=len(rows),
+        )
         for parameter in model.parameters():
             if getattr(parameter, "sequence_parallel", False):  # Each rank saw a part of the tokens.
                 assert isinstance(parameter.grad, DTensor)
                 dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_tensor_model_parallel_group())
+            if getattr(parameter, "shared_embedding", False):  # Each stage read its own copy.
+                assert isinstance(parameter.grad, DTensor)
+                dist.all_reduce(parameter.grad.to_local(), group=parallel_state.get_embedding_group())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(found[0] if found else torch.zeros(()))  # The last stage has the losses.
     mean = torch.stack(losses)
     dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())
     return (mean / num).tolist()  # type: ignore[no-any-return]
 
 
