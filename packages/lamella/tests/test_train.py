@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,24 @@ def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn)
     run = train(rounded, 2)
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=0.01)  # bfloat16 has 8 bits.
+
+
+@pytest.mark.parametrize("kind", ["tensor", "delayed", "row", "block"])
+def test_float8_stays_close_and_goes_on_from_a_run_without(config: Config, train: TrainOn, kind: Any) -> None:
+    config = replace(config, run=replace(config.run, checkpoint_interval=3))
+    exact = train(in_folder(config, "fp32"), 2)
+    quantised = replace(config, parallel=replace(config.parallel, float8=kind))
+    run = train(in_folder(quantised, "float8"), 2)
+    assert run.losses != exact.losses
+    assert run.losses == pytest.approx(exact.losses, rel=0.02)
+    assert run.validations == pytest.approx(exact.validations, rel=0.02)
+
+    shutil.copytree(exact.directory.root, resumed := exact.directory.root.with_name("resumed"))
+    shutil.rmtree(resumed / "checkpoints" / "step_00000006")
+    later = train(in_folder(quantised, resumed.name), 2)
+    assert later.losses[3] == exact.losses[3]
+    assert later.losses[6] != exact.losses[6]
+    assert later.losses == pytest.approx(exact.losses, rel=0.02)
 
 
 def test_a_tiny_qwen_trains(config: Config, train: TrainOn) -> None:

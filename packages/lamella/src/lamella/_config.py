@@ -69,6 +69,13 @@ class ParallelConfig:
     precision: Annotated[
         Literal["auto", "fp32", "bf16"], Option("Dtype of the forward; auto is bf16 on GPUs, else fp32.")
     ] = "auto"
+    float8: Annotated[
+        Literal["no", "tensor", "delayed", "row", "block"],
+        Option(
+            "Gather the layers' matrices in 8 bits: a scale a tensor (of now or before), a row, or 128 x 128. With all "
+            "but block, multiply in 8 bits too."
+        ),
+    ] = "no"
     reshard_after_forward: Annotated[
         bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
     ] = True

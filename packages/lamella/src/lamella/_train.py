@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,16 @@ from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_precision import Float8Recipe, matrices_of, use_float8_matmul
+
+_SQUARES = (128, 128)
+_FLOAT8: dict[str, tuple[tuple[int | None, int | None], int]] = {
+    "tensor": ((None, None), 0),
+    "delayed": ((None, None), 16),
+    "row": ((1, None), 0),
+    "block": (_SQUARES, 0),
+}
+"""Blocks with a common scale, and the number of past amaxes, by `ParallelConfig.float8`."""
 
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
@@ -47,8 +58,28 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
     if parallel.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in sharding_units(model, spec.model_type):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
+        of_unit = policy if parallel.float8 == "no" else in_float8(unit, policy, parallel.float8)
+        fully_shard(unit, mesh=mesh, mp_policy=of_unit, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def in_float8(unit: nn.Module, policy: MixedPrecisionPolicy, kind: str) -> MixedPrecisionPolicy:
+    """Let a unit's linear layers multiply in float8, and return the policy that gathers their matrices so.
+
+    Layers with sizes that are no multiples of 16, which kernels need, are gathered in float8 alone.
+
+    Args:
+        unit: Changed in place, before `fully_shard`.
+        policy: Of all other parameters.
+        kind: As `ParallelConfig.float8` says.
+    """
+    block, num_past_amaxes = _FLOAT8[kind]
+    recipe = Float8Recipe(block, num_past_amaxes=num_past_amaxes, compute_dtype=policy.param_dtype or torch.float32)
+    layers = {name: module for name, module in unit.named_modules() if type(module) is nn.Linear}
+    names = [name for name, each in layers.items() if not (each.in_features % 16 or each.out_features % 16)]
+    if names and block != _SQUARES:
+        use_float8_matmul(unit, recipe, names=names)
+    return replace(policy, recipe=matrices_of(unit, recipe))
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

@@ -136,7 +136,7 @@ class WholeModel(nn.Module):
         self.names = {unwrapped(name): spelled[of_all] for name, of_all in flat.items()}
         if len(set(self.names.values())) < len(self.names):
             raise NotImplementedError(
-                "Expected one copy of the embedding on a pipeline stage, got two: an output layer's that shares it, and "
+                "Expected one copy of the embedding on a pipeline stage, got two: an output layer's that shares it and "
                 "multi-token prediction's. Build the model with share_embeddings_and_output_weights=False."
             )
         self._by_name = dict(zip(self.names.values(), self._own.values(), strict=True))
