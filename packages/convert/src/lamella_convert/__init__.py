@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from lamella_convert._translation.families import Family as Family
     from lamella_convert._translation.families import find_family as find_family
     from lamella_convert._translation.families import known_model_types as known_model_types
+    from lamella_convert._translation.hybrid_stack import logical_name as logical_name
     from lamella_convert._translation.hybrid_stack import logical_names as logical_names
-    from lamella_convert._translation.megatron import RELEASE_0_19 as RELEASE_0_19
+    from lamella_convert._translation.hybrid_stack import regrouped as regrouped
     from lamella_convert._translation.megatron import Counters as Counters
     from lamella_convert._translation.megatron import Dialect as Dialect
     from lamella_convert._translation.megatron import MtpLayer as MtpLayer
@@ -68,15 +69,8 @@ _LATER: Final = {
     "lamella_convert._tools.safetensors_save": ("save_safetensors",),
     "lamella_convert._tools.verify": ("verify",),
     "lamella_convert._translation.families": ("Family", "find_family", "known_model_types"),
-    "lamella_convert._translation.hybrid_stack": ("logical_names",),
-    "lamella_convert._translation.megatron": (
-        "RELEASE_0_19",
-        "Counters",
-        "Dialect",
-        "MtpLayer",
-        "canonical_name",
-        "sizes_of_args",
-    ),
+    "lamella_convert._translation.hybrid_stack": ("logical_name", "logical_names", "regrouped"),
+    "lamella_convert._translation.megatron": ("Counters", "Dialect", "MtpLayer", "canonical_name", "sizes_of_args"),
     "lamella_convert._translation.megatron_model": ("from_megatron_model", "global_expert", "to_megatron_model"),
 }
 _HOMES: Final = {name: module for module, names in _LATER.items() for name in names}

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from lamella_checkpoint import Source
 from lamella_checkpoint.testing import MemorySource, read_all, read_in_chunks
-from lamella_convert._translation.hybrid_stack import layer_symbols, logical_name, logical_names, nested_names
+from lamella_convert._translation.hybrid_stack import (
+    layer_symbols,
+    logical_name,
+    logical_names,
+    nested_groups,
+    nested_names,
+    regrouped,
+)
 from lamella_convert._translation.megatron import (
     BRIDGE,
     RELEASE_0_19,
@@ -434,22 +441,47 @@ class TestGroupedHybridStacks:
         found = nested_names(self.names, self.pattern)
         assert tuple(found.get(name, name) for name in self.names) == self.nested
 
+    flat = (
+        "decoder.layers.0.mixer.A_log",
+        "decoder.layers.1.mixer.A_log",
+        "decoder.layers.1.norm.weight",
+        "decoder.layers.2.self_attention.linear_qkv.weight",
+        "decoder.layers.3.mlp.linear_fc2.weight",
+        "decoder.layers.5.mlp.linear_fc2.weight",
+        "decoder.final_norm.weight",
+    )
+
+    def test_names_are_nested_and_flat_again(self) -> None:
+        flat = "MM*-*-"
+        assert regrouped(self.flat, flat, self.pattern) == dict(zip(self.flat, self.nested, strict=True))
+        assert regrouped(self.nested, self.pattern, flat) == dict(zip(self.nested, self.flat, strict=True))
+        outside = ("embedding.weight", "mtp.layers.0.mtp_model_layer.layers.1.mixer.A_log")
+        assert regrouped(outside, flat, self.pattern) == dict(zip(outside, outside, strict=True))
+
+    @given(st.lists(st.text("M*-", min_size=1, max_size=3), min_size=1, max_size=4), st.data())
+    def test_any_groups_are_a_renaming_of_any_others(self, layers: list[str], data: st.DataObject) -> None:
+        symbols = "".join(layers)
+        first = "".join(f"[{each}]" if data.draw(st.booleans()) else each for each in layers)
+        cut = data.draw(st.integers(0, len(symbols)))
+        second = "".join(f"[{each}]" for each in (symbols[:cut], symbols[cut:]) if each)
+        names = regrouped((f"decoder.layers.{number}.weight" for number in range(len(symbols))), symbols, first)
+        there = regrouped(names.values(), first, second)
+        assert len(set(there.values())) == len(symbols)
+        assert there == {name: regrouped([flat], symbols, second)[flat] for flat, name in names.items()}
+        assert regrouped(there.values(), second, first) == {name: other for other, name in there.items()}
+
+    def test_names_of_other_layers_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"same layers, got '\*E' and '\[\*-\]'"):
+            regrouped([], "*E", "[*-]")
+        for name in ("decoder.layers.2.mlp.weight", "decoder.layers.0.layers.0.mlp.weight"):
+            with pytest.raises(ValueError, match=f"the 2 layers of '\\*E', got '{name}'"):
+                regrouped([name], "*E", "[*E]")
+
     def test_layers_of_a_flat_stack_have_logical_names(self) -> None:
-        flat = (
-            "decoder.layers.0.mixer.A_log",
-            "decoder.layers.1.mixer.A_log",
-            "decoder.layers.1.norm.weight",
-            "decoder.layers.2.self_attention.linear_qkv.weight",
-            "decoder.layers.3.mlp.linear_fc2.weight",
-            "decoder.layers.5.mlp.linear_fc2.weight",
-            "decoder.final_norm.weight",
-        )
-        assert tuple(logical_names(flat, self.pattern).values()) == self.names
-        assert logical_names(flat, "MM*-*-") == {name: name for name in flat}
-        with pytest.raises(ValueError, match=r"got 'decoder.layers.5.mlp.linear_fc2.weight'"):
-            logical_names(flat, "M[M*]-")
-        with pytest.raises(ValueError, match="one layer of a kind, got 'decoder.layers.0.mixer.A_log' and"):
-            logical_names(flat, "[MM]*-*-")
+        assert tuple(logical_names(self.flat, self.pattern).values()) == self.names
+        assert logical_names(self.flat, "MM*-*-") == {name: name for name in self.flat}
+        with pytest.raises(ValueError, match=r"one layer of a kind, got '\[MM\*\]' in '-\[MM\*\]'"):
+            logical_names(["decoder.final_norm.weight"], "-[MM*]")
 
     def test_checkpoints_are_written_nested_and_read_back(self) -> None:
         tensors, objects = checkpoint(dict.fromkeys(self.names, (2, 2)))
@@ -463,10 +495,26 @@ class TestGroupedHybridStacks:
         )
         assert_holds(read_fsdp_dtensor(stored), tensors, objects)
 
-    def test_two_layers_of_a_kind_in_a_group_share_no_name(self) -> None:
-        tensors = {f"model.module.decoder.layers.0.layers.{layer}.mixer.A_log": torch.ones(2) for layer in range(2)}
-        with pytest.raises(ValueError, match="Two names became one"):
-            read_fsdp_dtensor(MemorySource(tensors))
+    def test_a_group_with_two_layers_of_a_kind_stays_nested(self) -> None:
+        pattern = "[M*][MM*]-"
+        modules = ("mixer", "self_attention", "mixer", "mixer", "self_attention", "mlp")
+        flat = tuple(f"decoder.layers.{number}.{module}.weight" for number, module in enumerate(modules))
+        nested = regrouped(flat, "M*MM*-", pattern)
+        names = tuple(logical_name(name, nested_groups(nested.values())) for name in nested.values())
+        assert names == (
+            "decoder.layers.0.mixer.weight",
+            "decoder.layers.0.self_attention.weight",
+            "decoder.layers.1.layers.0.mixer.weight",
+            "decoder.layers.1.layers.1.mixer.weight",
+            "decoder.layers.1.layers.2.self_attention.weight",
+            "decoder.layers.2.mlp.weight",
+        )
+        tensors, objects = checkpoint(dict.fromkeys(names, (2, 2)))
+        dialect = Dialect(name="release-0.19", splits_gdn=False, hybrid_pattern=pattern)
+        stored = through(MemorySource(tensors, objects), dialect, {"tp": 1})
+        in_model = {name for name in stored.held if name.startswith("model.")}
+        assert in_model == {f"model.module.{name}" for name in nested.values()}
+        assert_holds(read_fsdp_dtensor(stored), tensors, objects)
         with pytest.raises(ValueError, match=r"one layer of '\[MM\*\]' to have 'mixer', got 2"):
             nested_names(["decoder.layers.0.mixer.A_log"], "[MM*]")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -20,7 +19,6 @@ from torch import nn
 from lamella_checkpoint import PartialLoad, Source, load
 from lamella_checkpoint.sources import MODEL, in_model, longest_known, rename, split_section
 from lamella_convert import (
-    RELEASE_0_19,
     Format,
     OpenCheckpoint,
     from_megatron_model,
@@ -68,7 +66,8 @@ def save_checkpoint(
         objects: Further entries by name, plain data: `opt_param_scheduler`, `num_floating_point_operations_so_far`.
             Rank 0's count.
         layer_groups: The pattern of all layers of a HybridModel, with brackets, for readers with a stack for each group
-            in brackets ("[*E][*E]"). The groups of the units may be others. None numbers each layer.
+            in brackets ("[*E][*E]"). The groups of the units may be others, and change no name. None numbers each
+            layer.
         groups: As for `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with experts.
 
     Returns:
@@ -79,8 +78,9 @@ def save_checkpoint(
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The model is one of several chunks, of virtual pipeline stages.
         TypeError: `optimizer` is no `torch.optim.Optimizer`, such as a `ShardedOptimizer`.
-        ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, or a
-            parameter of the optimizer is not the model's.
+        ValueError: The model is not sharded, a group is missing, `args` has another tensor-parallel size, a
+            parameter of the optimizer is not the model's, or `layer_groups` is the pattern of other layers. For
+            "torch_dist" also: a group has two layers of a kind, whose keys would be the same.
 
     Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one a
         mesh); every rank writes its own parts, and a share of the values held by several ranks. Waits until the files
@@ -106,7 +106,6 @@ def save_checkpoint(
         optimizer=of_optimizer,
         sizes=_sizes(model, whole),
         first_expert=whole.ranks.first_expert(_config(model).num_moe_experts),
-        dialect=replace(RELEASE_0_19, hybrid_pattern=layer_groups),
         objects=beside,
     )
 

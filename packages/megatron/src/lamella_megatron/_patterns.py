@@ -62,9 +62,14 @@ class Pattern:
         return tuple(item for segment in self.segments for item in segment)
 
     @property
+    def symbols(self) -> str:
+        """One for each physical layer, without those of multi-token prediction."""
+        return "".join(item.symbols for item in self.items)
+
+    @property
     def num_layers(self) -> int:
         """Physical layers, without those of multi-token prediction."""
-        return sum(len(item.symbols) for item in self.items)
+        return len(self.symbols)
 
     @property
     def flat(self) -> str:
@@ -137,8 +142,7 @@ def _items(text: str, start: int, segment: str, first: int) -> Iterator[Item]:
 
 
 def _check_attention(text: str, pattern: Pattern) -> None:
-    main = "".join(item.symbols for item in pattern.items)
-    for start, layers in ((0, main), (text.find(_DEPTH), pattern.mtp)):
+    for start, layers in ((0, pattern.symbols), (text.find(_DEPTH), pattern.mtp)):
         if "*" in layers and (others := ATTENTIONS & set(layers) - {"*"}):
             at = min(text.index(other, start) for other in others)
             raise _error(text, at, "no other kind of attention beside '*', which megatron-core does not mix")

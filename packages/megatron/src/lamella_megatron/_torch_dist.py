@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamella_convert import StoredPart, canonical_name
+from lamella_convert import StoredPart, canonical_name, logical_name, logical_names
 from lamella_layout import Chunk
 from lamella_megatron._model import innermost
 from lamella_megatron._stages import unwrapped
@@ -57,9 +57,10 @@ class Places:
                 continue
             held = whole.part_of(own)
             base = torch.empty(held.sizes, device="meta")
-            told_parts = [_part(held, base, each) for each in _tensors(value, base)]
-            spelled = whole.spelled([part.key for part in told_parts])
-            parts[own] = [replace(part, key=spelled[part.key]) for part in told_parts]
+            parts[own] = [_part(held, base, each) for each in _tensors(value, base)]
+        if whole.layer_groups is not None:
+            keys = logical_names((part.key for each in parts.values() for part in each), whole.layer_groups)
+            parts = {own: [replace(part, key=keys[part.key]) for part in each] for own, each in parts.items()}
         return cls(parts, objects)
 
     def spelling(self) -> dict[str, str]:
@@ -73,7 +74,7 @@ class Places:
                 [part] = parts
                 is_stacked = len(part.shape) > len(part.box.sizes)
                 number = f".layers.{part.chunk.offsets[0]}." if is_stacked else ".layers."
-                found[canonical_name(part.key.replace(".layers.", number, 1))] = canonical_name(name)
+                found[canonical_name(part.key.replace(".layers.", number, 1))] = logical_name(canonical_name(name))
         return {key: name for key, name in found.items() if key != name}
 
 

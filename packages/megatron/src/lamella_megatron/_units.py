@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lamella_megatron._patterns import parse_pattern
+from lamella_megatron._patterns import Pattern, parse_pattern
 from lamella_megatron._placement import differs_between_ranks
 
 _UNIT_CLASSES = {
@@ -76,19 +76,9 @@ def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[
     Raises:
         ValueError: No pattern, or the pattern of other layers; or the model has no pattern.
     """
-    stack: Any = next((each for each in model.modules() if hasattr(each, "layer_type_list")), None)
-    if stack is None:
-        raise ValueError(
-            f"Expected a HybridModel for `layer_groups`, got {type(model).__name__}, whose layers have no pattern. "
-            "Leave `layer_groups` out: each layer is a unit."
-        )
+    stack = _stack(model)
     pattern = parse_pattern(groups)
-    symbols, kinds = "".join(item.symbols for item in pattern.items), "".join(stack.layer_type_list)
-    if symbols != kinds:
-        raise ValueError(
-            f"Expected `layer_groups` to be the model's pattern {kinds!r} with brackets, got {groups!r}, a pattern of "
-            f"{symbols!r}."
-        )
+    _check_layers(groups, pattern.symbols, stack)
     begins = {stack.layers[item.first]: list(stack.layers)[item.first : item.layers.stop] for item in pattern.items}
     inside = {layer for members in begins.values() for layer in members}
     found: list[nn.Module | list[nn.Module]] = []
@@ -98,6 +88,45 @@ def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[
         elif (members := begins.get(layer)) is not None:
             found.append(members if len(members) > 1 else layer)
     return found
+
+
+def groups_of_all_stages(model: nn.Module, groups: str) -> Pattern:
+    """The pattern of a HybridModel's layers on all pipeline stages, with groups.
+
+    Args:
+        model: Of one stage.
+        groups: The pattern of all stages' layers, with brackets.
+
+    Raises:
+        ValueError: No pattern, or the pattern of other layers than the stage's; or the model has no pattern.
+    """
+    stack = _stack(model)
+    pattern = parse_pattern(groups)
+    if stack.pre_process and stack.post_process:
+        _check_layers(groups, pattern.symbols, stack)
+    elif len(stack.layers):
+        first = stack.layers[0].layer_number - 1  # megatron-core counts from 1, over all stages
+        _check_layers(groups, pattern.symbols[first:][: len(stack.layers)], stack)
+    return pattern
+
+
+def _stack(model: nn.Module) -> Any:
+    found = next((each for each in model.modules() if hasattr(each, "layer_type_list")), None)
+    if found is None:
+        raise ValueError(
+            f"Expected a HybridModel for `layer_groups`, got {type(model).__name__}, whose layers have no pattern. "
+            "Leave `layer_groups` out."
+        )
+    return found
+
+
+def _check_layers(groups: str, symbols: str, stack: Any) -> None:
+    kinds = "".join(stack.layer_type_list)
+    if symbols != kinds:
+        raise ValueError(
+            f"Expected `layer_groups` to be the model's pattern {kinds!r} with brackets, got {groups!r}, a pattern of "
+            f"{symbols!r}."
+        )
 
 
 def unit_classes() -> tuple[type[nn.Module], ...]:

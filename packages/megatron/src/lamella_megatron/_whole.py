@@ -30,11 +30,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamella_checkpoint.live import on_device_of
 from lamella_checkpoint.sources import whole_box
-from lamella_convert import logical_names
+from lamella_convert import regrouped
 from lamella_engine.extending import held_by
 from lamella_layout import Chunk
 from lamella_megatron._placement import expert_parameters
 from lamella_megatron._stages import Stage, unwrapped
+from lamella_megatron._units import groups_of_all_stages
 
 _EXTRA_STATE = "_extra_state"
 
@@ -90,20 +91,20 @@ class WholeModel(nn.Module):
         model: Sharded by `fully_shard_model`, or a wrapper around it.
         groups: As for `fully_shard_model`.
         has_copies: With a last pipeline stage's copy of the embedding, which loads and is not saved again.
-        layer_groups: The pattern of all layers of a HybridModel, with brackets: a group's layers have one number, as in
-            checkpoints of stacks of stacks. None: each layer has its own.
+        layer_groups: The pattern of all layers of a HybridModel, with brackets: names are those of stacks of stacks.
+            None: each layer has a number of its own.
 
     Attributes:
         ranks: Of the parts.
         stage: Of the pipeline.
+        layer_groups: As given.
         copies: The parameters that are left out, by `id`.
         names: Of the tensors here, by the sharded model's names without the wrappers' `module.`.
 
     Raises:
         NotImplementedError: Parameters are placed by others than `Shard` and `Replicate`, the model is a chunk of a
             rank's several virtual pipeline stages, or a stage has two copies of the embedding.
-        ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers or
-            has two layers of a kind in a group.
+        ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
         state-dict hooks, which reshard it.
@@ -130,10 +131,12 @@ class WholeModel(nn.Module):
             for name, value in self._own.items():
                 if isinstance(value, nn.Parameter):
                     self._of.setdefault(id(value), self._wholes.of(name, value, is_expert=id(value) in experts))
-        self._layer_groups = layer_groups
+        self.layer_groups = layer_groups
         flat = {name: self.stage.name(name, value) for name, value in self._own.items()}
-        spelled = self.spelled(flat.values())
-        self.names = {unwrapped(name): spelled[of_all] for name, of_all in flat.items()}
+        nested: dict[str, str] = {}
+        if layer_groups is not None:
+            nested = regrouped(flat.values(), groups_of_all_stages(model, layer_groups).flat, layer_groups)
+        self.names = {unwrapped(name): nested.get(of_all, of_all) for name, of_all in flat.items()}
         if len(set(self.names.values())) < len(self.names):
             raise NotImplementedError(
                 "Expected one copy of the embedding on a pipeline stage, got two: an output layer's that shares it and "
@@ -141,12 +144,6 @@ class WholeModel(nn.Module):
             )
         self._by_name = dict(zip(self.names.values(), self._own.values(), strict=True))
         self._whole = {name: self.whole_of(value) for name, value in self._by_name.items()}
-
-    def spelled(self, names: Iterable[str]) -> dict[str, str]:
-        """The names here, by names in a flat stack of all layers."""
-        return (
-            {name: name for name in names} if self._layer_groups is None else logical_names(names, self._layer_groups)
-        )
 
     def whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter; a buffer itself."""

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import pytest
 import torch
+from resuming import assert_equal, read
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from lamella_engine.extending import unit_of
 from lamella_megatron import fully_shard_model, load_checkpoint, save_checkpoint, sharding_units
 from lamella_megatron._patterns import parse_pattern
 from lamella_testing import run_ranks
-from lamella_testing.megatron import token_losses
+from lamella_testing.megatron import tiny_config, tiny_hybrid, token_losses
 from lamella_testing.megatron_parity import BATCH, Layout, assert_trains_as_on_one_rank, make_model
 
 Form = Literal["fsdp_dtensor", "torch_dist"]
@@ -73,60 +74,123 @@ def _sharded(layout: Layout, kind: str, groups: str | None) -> nn.Module:
     return fully_shard_model(make_model(kind, layout), layer_groups=groups)
 
 
-def _saved(kind: str, path: Path, groups: str, form: Form) -> dict[str, torch.Tensor]:
-    """A checkpoint of a model with units of other groups; and the weights."""
-    model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, None)
+def _saved(kind: str, path: Path, of_units: str | None, groups: str | None, form: Form) -> dict[str, torch.Tensor]:
+    """A checkpoint with the names of some groups, of a model with units of others; and the weights."""
+    model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, of_units)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
-        parameter.grad = torch.sin(100 * parameter.detach())
+        parameter.grad = torch.cos(100 * parameter.detach())
     optimizer.step()
     save_checkpoint(path, model=model, optimizer=optimizer, format=form, layer_groups=groups)
-    return {name: p.to_local().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    return _tensors(model, optimizer)
 
 
-def _loaded(kind: str, path: Path, groups: str, of_units: str) -> dict[str, torch.Tensor]:
+def _loaded(kind: str, path: Path, of_units: str | None, groups: str | None) -> dict[str, torch.Tensor]:
     model = _sharded(Layout(num_ranks=2, ep=2 if "E" in kind else 1), kind, of_units)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), layer_groups=groups)
-    return {name: p.to_local().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_checkpoint(path, model=model, optimizer=optimizer, layer_groups=groups)
+    return _tensors(model, optimizer)
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """This rank's weights and moments, whole where ranks share them: units of other groups cut them elsewhere."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for slot, value in {"": parameter, **optimizer.state[parameter]}.items():
+            found[f"{name}.{slot}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    return found
 
 
 @pytest.mark.parametrize("form", get_args(Form))
-@pytest.mark.parametrize(("kind", "groups", "of_units"), [("*E*E", "[*E][*E]", "*E[*E]"), ("M*M*", "M[*M]*", "[M*]M*")])
-def test_checkpoints_have_a_number_a_group_and_load_into_units_of_any_groups(
-    tmp_path: Path, form: Form, kind: str, groups: str, of_units: str
+@pytest.mark.parametrize(
+    ("kind", "of_units", "groups", "of_other_units"),
+    [
+        ("*E*E", "[*E][*E]", None, None),
+        ("*E*E", "[*E][*E]", None, "*E[*E]"),
+        ("*E*E", None, None, "[*E][*E]"),
+        ("*E*E", "[*E]*E", "[*E][*E]", "*E[*E]"),
+        ("M*M*", None, "M[*M]*", "[M*]M*"),
+    ],
+)
+def test_checkpoints_open_whatever_groups_the_units_have(
+    tmp_path: Path, form: Form, kind: str, of_units: str | None, groups: str | None, of_other_units: str | None
 ) -> None:
-    expected = run_ranks(_saved, 2, kind, tmp_path / "saved", groups, form)
-    found = run_ranks(_loaded, 2, kind, tmp_path / "saved", groups, of_units)
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    expected = run_ranks(_saved, 2, kind, tmp_path / "saved", of_units, groups, form)
+    found = run_ranks(_loaded, 2, kind, tmp_path / "saved", of_other_units, groups)
+    _assert_same(found, expected)
     stored = open_checkpoint(tmp_path / "saved").tensors
     numbers = {int(match[1]) for name in stored if (match := re.search(r"decoder\.layers\.(\d+)\.", name))}
-    assert numbers == set(range(len(parse_pattern(groups).items)))
+    assert numbers == set(range(len(parse_pattern(groups or kind).items)))
+
+
+def _assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert all(tensor.any() for name, tensor in other.items() if name.endswith("exp_avg"))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _stored_names(path: Path) -> list[str]:
+    metadata = FileSystemReader(str(path)).read_metadata()
+    return [name for name in metadata.state_dict_metadata if name.startswith("model.")]
 
 
 def test_checkpoints_for_stacks_of_stacks_have_their_names(tmp_path: Path) -> None:
-    run_ranks(_saved, 2, "*E*E", tmp_path / "nested", "[*E][*E]", "fsdp_dtensor")
-    metadata = FileSystemReader(str(tmp_path / "nested")).read_metadata()
-    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    run_ranks(_saved, 2, "*E*E", tmp_path / "nested", None, "[*E][*E]", "fsdp_dtensor")
+    names = _stored_names(tmp_path / "nested")
     assert any(".decoder.layers.1.layers.0.self_attention." in name for name in names)
     assert any(".decoder.layers.1.layers.1.mlp." in name for name in names)
     assert not any(re.search(r"decoder\.layers\.[23]\.", name) for name in names)
 
 
-def test_two_layers_of_a_kind_in_a_group_have_no_name_in_a_checkpoint(tmp_path: Path) -> None:
+def test_a_group_with_two_layers_of_a_kind_has_nested_names(tmp_path: Path) -> None:
+    expected = run_ranks(_saved, 2, "M*M*", tmp_path / "nested", None, "[M*M]*", "fsdp_dtensor")
+    assert any(".decoder.layers.0.layers.2.mixer." in name for name in _stored_names(tmp_path / "nested"))
+    _assert_same(run_ranks(_loaded, 2, "M*M*", tmp_path / "nested", "M[*M]*", "[M*M]*"), expected)
+
+
+def test_keys_of_torch_dist_have_a_groups_number_alone(tmp_path: Path) -> None:
     def on_each_rank() -> None:
         model = _sharded(Layout(num_ranks=1), "M*M*", None)
-        with pytest.raises(ValueError, match="groups with one layer of a kind"):
-            save_checkpoint(tmp_path / "no", model=model, layer_groups="[M*M]*")
-        with pytest.raises(ValueError, match=r"the 3 layers of 'M\*M', got"):
-            save_checkpoint(tmp_path / "no", model=model, layer_groups="M*M")
+        with pytest.raises(ValueError, match=r"one layer of a kind, got '\[M\*M\]' in '\[M\*M\]\*'"):
+            save_checkpoint(tmp_path / "no", model=model, format="torch_dist", layer_groups="[M*M]*")
+        for groups in ("M*M", "M*M*M", "M**M"):
+            with pytest.raises(
+                ValueError, match=rf"the model's pattern 'M\*M\*' with brackets, got '{re.escape(groups)}'"
+            ):
+                save_checkpoint(tmp_path / "no", model=model, layer_groups=groups)
 
     run_ranks(on_each_rank, 1)
     assert not any(tmp_path.iterdir())
+
+
+def _saved_by_stages(num_stages: int, origin: Path | None, path: Path, groups: str) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
+    config = tiny_config(num_layers=4, pipeline_model_parallel_size=num_stages, pipeline_dtype=torch.float32)
+    module = tiny_hybrid(
+        config,
+        {1: "*-*-", 2: "*|-*-"}[num_stages],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    model = fully_shard_model(module)
+    if origin is not None:
+        load_checkpoint(origin, model=model, layer_groups=groups)
+    save_checkpoint(path, model=model, layer_groups=groups)
+
+
+def test_stages_number_the_groups_of_all_stages(tmp_path: Path) -> None:
+    run_ranks(_saved_by_stages, 2, 2, None, tmp_path / "stages", "*[-*]-")
+    names = _stored_names(tmp_path / "stages")
+    assert any(".decoder.layers.1.layers.1.self_attention." in name for name in names)
+    run_ranks(_saved_by_stages, 1, 1, tmp_path / "stages", tmp_path / "whole", "*[-*]-")
+    assert sorted(_stored_names(tmp_path / "whole")) == sorted(names)
+    assert_equal(read(tmp_path / "whole"), read(tmp_path / "stages"))
 
 
 class _Group(nn.Sequential):

@@ -1,17 +1,24 @@
 """Grouped hybrid stacks: nested layers in modules, and logical layers in checkpoints.
 
-A pattern such as `M[M*]-` has a symbol for each layer; brackets group several layers into one layer of the stack. The
-group's layers are `decoder.layers.1.layers.0` and so on; logical names omit the inner number, which is
-unambiguous while a group has one layer of a kind.
+A pattern such as `M[M*]-` has a symbol for each layer; brackets group several layers into one layer of the stack. A
+layer's number is written in three ways:
+
+    flat     decoder.layers.2.self_attention             a number for each layer
+    nested   decoder.layers.1.layers.1.self_attention    a number for each group, and one in the group
+    logical  decoder.layers.1.self_attention             the group's number alone
+
+Note [Groups without logical names]
+    Logical names are unambiguous while a group has one layer of a kind. A group with two (`[MM*]`) keeps nested names,
+    the others of the stack have logical names.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Final
 
-_NESTED: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.\d+)\.layers\.\d+\.")
+_NESTED: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.\d+)\.layers\.(\d+)\.(\w+)")
 _LOGICAL: Final = re.compile(r"^(?:.*\.)?decoder\.layers\.(\d+)\.((\w+)\..+)$")
-_FLAT: Final = re.compile(r"^((?:.*\.)?decoder\.layers\.)(\d+)(?=\.)")
+_PLACE: Final = re.compile(r"^((?:.*\.)?decoder\.)(layers\.\d+(?:\.layers\.\d+)?)(?=\.)")
 _FINAL_NORM: Final = re.compile(r"(^|\.)decoder\.final_norm\.")
 
 _MODULES: Final = {
@@ -26,47 +33,90 @@ _MODULES: Final = {
 """The parameters' first names in a layer, by its symbol in a pattern."""
 
 
-def logical_name(name: str) -> str:
-    """A nested layer's parameter under its logical name; any other name unchanged."""
-    return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(r"\1.", name))
+def regrouped(names: Iterable[str], source: str, target: str) -> dict[str, str]:
+    """The names of a stack's parameters in a stack of the same layers in other groups, by name.
+
+    Flat names are those of a pattern without brackets, so `regrouped(names, "*E*E", "[*E][*E]")` nests names, and
+    `regrouped(names, "[*E][*E]", "*E*E")` is the inverse. Names outside the stack stay.
+
+    Args:
+        names: Of parameters, flat or nested; not logical.
+        source: The pattern of the names.
+        target: The pattern of the new names.
+
+    Raises:
+        ValueError: A pattern is malformed, the patterns have different layers, or a name is in no layer of `source`.
+    """
+    if _without_groups(source) != _without_groups(target):
+        raise ValueError(
+            f"Expected two patterns of the same layers, got {source!r} and {target!r}. Move brackets, and no layers."
+        )
+    places = dict(zip(_places(source), _places(target), strict=True))
+    found: dict[str, str] = {}
+    for name in names:
+        match = _PLACE.match(name)
+        if match is not None and match[2] not in places:
+            raise ValueError(f"Expected the {len(places)} layers of {source!r}, got {name!r}.")
+        found[name] = name if match is None else f"{match[1]}{places[match[2]]}{name[match.end() :]}"
+    return found
 
 
 def logical_names(names: Iterable[str], pattern: str) -> dict[str, str]:
-    """Logical names, by name, of parameters in a flat stack: each layer has a number of its own.
+    """The keys of `torch_dist` for parameters of a stack, by the names in a flat stack.
 
     Args:
-        names: Of parameters.
-        pattern: Of the main stack, with the groups that the checkpoint is to have.
+        names: Of parameters, flat.
+        pattern: Of the main stack. Without brackets all names stay, the final norm's too.
 
     Raises:
-        ValueError: The pattern is malformed, differs from the names, or has a group with two layers of a kind.
+        ValueError: As `regrouped`; or a group has two layers of a kind.
     """
-    layers = layer_symbols(pattern)
-    group_of = [number for number, symbols in enumerate(layers) for _ in symbols.strip("[]")]
-    found: dict[str, str] = {}
-    origins: dict[str, str] = {}
-    for name in names:
-        match = _FLAT.match(name)
-        if match is None:
-            found[name] = logical_name(name) if len(group_of) > len(layers) else name
-            continue
-        if int(match[2]) >= len(group_of):
-            raise ValueError(f"Expected the {len(group_of)} layers of {pattern!r}, got {name!r}.")
-        new = f"{match[1]}{group_of[int(match[2])]}{name[match.end() :]}"
-        if (other := origins.setdefault(new, name)) != name:
-            raise ValueError(
-                f"Expected groups with one layer of a kind, got {other!r} and {name!r} in one group of {pattern!r}, "
-                f"both named {new!r} there. Save without groups."
-            )
-        found[name] = new
-    return found
+    layers = _without_groups(pattern)
+    nested = regrouped(names, layers, pattern)
+    if "[" not in pattern:
+        return nested
+    main_modules = (
+        f"decoder.{place}.{_MODULES[symbol][0]}" for place, symbol in zip(_places(pattern), layers, strict=True)
+    )
+    if groups := nested_groups(main_modules):
+        number = int(min(groups).rpartition(".")[2])
+        raise ValueError(
+            f"Expected groups with one layer of a kind, got {layer_symbols(pattern)[number]!r} in {pattern!r}: keys of "
+            "torch_dist have a group's number alone. Save as fsdp_dtensor, or without groups."
+        )
+    return {name: logical_name(new) for name, new in nested.items()}
+
+
+def nested_groups(names: Iterable[str]) -> frozenset[str]:
+    """The groups (`decoder.layers.1`) with two layers of a kind: Note [Groups without logical names].
+
+    Args:
+        names: Of parameters, all that a group has.
+    """
+    layers: dict[tuple[str, str], str] = {}
+    nested = (match.group(1, 2, 3) for match in map(_NESTED.match, names) if match)
+    return frozenset(group for group, layer, module in nested if layers.setdefault((group, module), layer) != layer)
+
+
+def logical_name(name: str, groups: Container[str] = ()) -> str:
+    """The logical name of a parameter in a nested stack.
+
+    Args:
+        name: Of a parameter; a name that is not nested stays.
+        groups: The groups that stay nested, of `nested_groups`.
+    """
+
+    def logical(match: re.Match[str]) -> str:
+        return match[0] if match[1] in groups else f"{match[1]}.{match[3]}"
+
+    return _FINAL_NORM.sub(r"\1decoder.final_layernorm.", _NESTED.sub(logical, name))
 
 
 def nested_names(names: Iterable[str], pattern: str) -> dict[str, str]:
     """Nested names, by logical name, of parameters in a grouped stack; only differing names.
 
     Args:
-        names: Of parameters.
+        names: Of parameters; names of `nested_groups` are nested already.
         pattern: Of the main stack; text after a "/" is of further stacks, and pipes only separate parts.
 
     Raises:
@@ -91,11 +141,24 @@ def layer_symbols(pattern: str) -> list[str]:
     return layers
 
 
+def _without_groups(pattern: str) -> str:
+    return "".join(symbols.strip("[]") for symbols in layer_symbols(pattern))
+
+
+def _places(pattern: str) -> list[str]:
+    """The path of each layer, flat or nested."""
+    return [
+        f"layers.{number}.layers.{inner}" if symbols.startswith("[") else f"layers.{number}"
+        for number, symbols in enumerate(layer_symbols(pattern))
+        for inner in range(len(symbols.strip("[]")))
+    ]
+
+
 def _nested_name(name: str, layers: list[str], pattern: str) -> str:
     if any(layer.startswith("[") for layer in layers) and ".final_layernorm." in name:
         return re.sub(r"(^|\.)decoder\.final_layernorm\.", r"\1decoder.final_norm.", name)
     match = _LOGICAL.match(name)
-    if match is None:
+    if match is None or _NESTED.match(name):
         return name
     if int(match[1]) >= len(layers):
         raise ValueError(f"Expected the {len(layers)} layers of {pattern!r}, got {name!r}.")

@@ -16,7 +16,8 @@ Note [Megatron's names]
                                            `experts.local_experts.<i>.linear_fc1.weight` where each is a module
     `linear_q_down_proj`, `linear_kv_...`  `linear_qkv_down_proj` in models that fuse them
     `mtp.layers.0.mtp_model_layer`         `transformer_layer` in `torch_dist` and in newer `fsdp_dtensor`
-    `decoder.layers.0.mlp`                 `decoder.layers.0.layers.1.mlp` in grouped hybrid stacks
+    `decoder.layers.0.mlp`                 `decoder.layers.0.layers.1.mlp` in grouped hybrid stacks:
+                                           a group with two layers of a kind keeps the nested names
     =====================================  =========================================================================
 
     Rank-major means the tensor-parallel ranks' parts, one after another: each part has a share of every component.
@@ -39,7 +40,7 @@ from typing import Final, Literal, get_args
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import MODEL, OPTIONS, STATE, Renamed, WithObjects, in_model, rename, split_section
-from lamella_convert._translation.hybrid_stack import logical_name, nested_names
+from lamella_convert._translation.hybrid_stack import logical_name, nested_groups, nested_names
 from lamella_convert._translation.rules import Grouped, Join, Rule, Rules
 from lamella_convert._translation.translate import Translated, parameter_shapes, translate
 
@@ -227,8 +228,7 @@ def read_fsdp_dtensor(source: Source, *, sizes: Mapping[str, int] | None = None)
         objects that a reader would have to run, for the same number of ranks) is in `left_over`.
 
     Raises:
-        ValueError: A needed size is unknown, two layers of a grouped hybrid stack have one logical name, or
-            names are not the format's.
+        ValueError: A needed size is unknown, or names are not the format's.
 
     Effects: reads nothing.
     """
@@ -406,10 +406,11 @@ def _reads(names: Sequence[str]) -> Callable[[str], str | None]:
     """Maps stored names to canonical names, except for fused tensors."""
     firsts = _first_layers(names)
     counts_in_groups = not any(_STATE.match(name) and name.endswith(".step") for name in names)
-    is_nested = any(logical_name(match[3]) != match[3] for match in map(_MODEL.match, names) if match)
+    in_chunks = (match.group(1, 3) for match in map(_MODEL.match, names) if match)
+    nested = nested_groups(_renumbered(name, firsts.get(chunk, 0)) for chunk, name in in_chunks)
 
     def canonical(name: str) -> str:
-        return logical_name(canonical_name(name)) if is_nested else canonical_name(name)
+        return logical_name(canonical_name(name), nested)
 
     def read(name: str) -> str | None:
         if "._extra_state" in name or is_of_processes(name):

@@ -12,7 +12,7 @@ from typing import Final
 
 from lamella_checkpoint import Correspondence, Source
 from lamella_checkpoint.sources import rename, split_section
-from lamella_convert._translation.hybrid_stack import logical_name
+from lamella_convert._translation.hybrid_stack import logical_name, nested_groups
 from lamella_convert._translation.megatron import (
     FC1,
     FUSED_MLA,
@@ -76,8 +76,10 @@ def from_megatron_model(
         return [each.renamed(left=lambda name: global_expert(name, first_expert)) for each in found]
     spelled = {name: other for each in _sequential(found) for name in each.right for other in each.left}
 
+    nested = nested_groups(shapes)
+
     def canonical(name: str) -> str:
-        return logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert)))
+        return logical_name(canonical_name(global_expert(spelled.get(name, name), first_expert)), nested)
 
     return [each.renamed(left=canonical) for each in found]
 
