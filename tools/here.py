@@ -18,7 +18,7 @@ makes no environment and installs nothing.
     python tools/here.py python -m lamella train    any Python command with the sources on its path
 
 With LAMELLA_RANKS_PER_GPU=2 in the environment two ranks of a test share a GPU, so that `gpu 2` needs one: the same
-results, at the speed of sockets.
+results, at the speed of sockets. `-n 4` shares the tests of a folder among four processes (pytest-xdist).
 """
 
 import os
@@ -37,7 +37,7 @@ MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
-_ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
+_ALL_THE_SAME = ("-q", "-v", "-x", "-s", "-n")  # arguments of pytest's that select no tests
 
 
 def main(args: list[str]) -> int:
@@ -87,11 +87,18 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
             if results[-1] < 0:
                 print(f"pytest in {folder} was killed by signal {-results[-1]}.", file=sys.stderr)
             if status is not None and results[-1] != NO_TESTS_RAN and report.is_file():
-                selection = " ".join(arg for arg in args if arg not in _ALL_THE_SAME)
-                gpu_status.record(report, status, session=recorded, folder=folder, selection=selection)
+                gpu_status.record(report, status, session=recorded, folder=folder, selection=_selection(args))
     # The first that failed, not the greatest: a child killed by a signal has a negative code.
     ran = [result for result in results if result != NO_TESTS_RAN]
     return next((result for result in ran if result), 0 if ran else NO_TESTS_RAN)
+
+
+def _selection(args: list[str]) -> str:
+    """The arguments that leave tests out."""
+    before = ["", *args]
+    return " ".join(
+        arg for arg, last in zip(args, before, strict=False) if arg not in _ALL_THE_SAME and last != "-n"
+    )
 
 
 def _sources(folder: Path) -> Iterator[str]:
@@ -99,7 +106,7 @@ def _sources(folder: Path) -> Iterator[str]:
 
 
 def _pytest_in(folder: Path, marker: str, args: list[str]) -> int:
-    config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *(["-p", "xdist"] if "-n" in args else [])]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins installed on the machine could change results.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ranks share the cores; sums must not depend on the number of cores.
     # megatron-core asks for GPUs while it is imported. By the driver, the process's forks could use no GPU afterwards.
