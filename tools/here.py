@@ -96,9 +96,7 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
 def _selection(args: list[str]) -> str:
     """The arguments that leave tests out."""
     before = ["", *args]
-    return " ".join(
-        arg for arg, last in zip(args, before, strict=False) if arg not in _ALL_THE_SAME and last != "-n"
-    )
+    return " ".join(arg for arg, last in zip(args, before, strict=False) if arg not in _ALL_THE_SAME and last != "-n")
 
 
 def _sources(folder: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ as those that keep fp32 throughout. Keyword arguments are what `variants` lets a
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Literal, cast
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import lamella_buffers as buffers
 import lamella_engine as engine
 import lamella_optim as optim
+import lamella_precision as precision
 from lamella_integration.llama import Block, Head, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 from lamella_optim import CapturedStep, capture_step
@@ -169,6 +170,7 @@ def lamella(
     separate: bool = False,
     overlap_optimizer: str = "false",
     graph: bool = False,
+    float8: str | None = None,
 ) -> Training:
     """`lamella_engine.fully_shard`, built on the meta device."""
     allocators = {
@@ -176,21 +178,24 @@ def lamella(
         "mempool": buffers.MemPoolAllocator,
         "pool": buffers.PoolAllocator,
     }
-    shard = partial(
-        engine.fully_shard,
-        mesh=_mesh(workload, mesh),
-        mp_policy=engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype),
-        options=engine.ShardingOptions(
-            placements=tuple(getattr(engine, name) for name in placements) or None,
-            allocator=None if allocator is None else allocators[allocator](),
-            keep_budget=keep,
-            prefetch_budget=prefetch,
-        ),
+    policy = engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
+    options = engine.ShardingOptions(
+        placements=tuple(getattr(engine, name) for name in placements) or None,
+        allocator=None if allocator is None else allocators[allocator](),
+        keep_budget=keep,
+        prefetch_budget=prefetch,
     )
+    device_mesh = _mesh(workload, mesh)
+
+    def shard(unit: nn.Module, **given: object) -> None:
+        recipe = precision.matrices_of(unit, RECIPES[float8]) if float8 in RECIPES and _is_block(unit) else None
+        own = replace(policy, recipe=recipe)
+        engine.fully_shard(unit, mesh=device_mesh, mp_policy=own, options=options, **given)  # type: ignore[arg-type]
+
     prepare: Callable[[torch.optim.Optimizer], object] | None = None
     if overlap_optimizer != "false":
         prepare = partial(optim.overlap_optimizer, late_gradients=overlap_optimizer == "late")
-    training = _train_sharded(workload, shard, reshard, prepare, graph=graph)
+    training = _train_sharded(workload, shard, reshard, prepare, graph=graph, float8=float8)
     _set_reductions(cast(engine.FSDPModule, training.model), reductions, separate)
     return training
 
@@ -203,11 +208,13 @@ def fsdp2(
     reductions: int = 1,
     separate: bool = False,
     graph: bool = False,
+    float8: str | None = None,
 ) -> Training:
-    """`torch.distributed.fsdp.fully_shard`, built on the meta device."""
+    """`torch.distributed.fsdp.fully_shard`, built on the meta device; float8 is torchao's alone."""
+    _refuse_recipe(float8, "fsdp2")
     policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
     shard = partial(torch_fsdp.fully_shard, mesh=_mesh(workload, mesh), mp_policy=policy)
-    training = _train_sharded(workload, shard, reshard, graph=graph)
+    training = _train_sharded(workload, shard, reshard, graph=graph, float8=float8)
     _set_reductions(cast(torch_fsdp.FSDPModule, training.model), reductions, separate)
     return training
 
@@ -229,12 +236,14 @@ def ddp(workload: Workload) -> Training:
     )
 
 
-def ideal(workload: Workload, *, graph: bool = False) -> Training:
+def ideal(workload: Workload, *, graph: bool = False, float8: str | None = None) -> Training:
     """The limit: bf16 weights on every rank, no communication, AdamW over one rank's share in fp32.
 
-    Its weights never move, because nothing carries gradients to the optimizer: only its first loss can be compared.
+    Its weights never move, because nothing carries gradients to the optimizer: only its first loss can be compared. In
+    float8 it quantises its bf16 weights at each use.
     """
     model = workload.model(torch.bfloat16)
+    _multiply_in_float8(model, float8)
     numel = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     share = nn.Parameter(torch.zeros(numel, device=workload.device))
     share.grad = torch.zeros_like(share)
@@ -344,6 +353,14 @@ BACKENDS: dict[str, Backend] = {
 
 MEGATRON_FSDP = "megatron-fsdp 0.6.1"
 DEEPSPEED = "deepspeed 0.19.8"
+TORCHAO = "torchao"
+RECIPES = {
+    "tensor": precision.Float8Recipe(),
+    "delayed": precision.Float8Recipe(num_past_amaxes=16),
+    "row": precision.Float8Recipe((1, None)),
+    "block": precision.Float8Recipe((128, 128)),
+}
+FLOAT8 = (*RECIPES, TORCHAO)
 
 
 def _train_sharded(
@@ -353,8 +370,10 @@ def _train_sharded(
     prepare: Callable[[torch.optim.Optimizer], object] | None = None,
     *,
     graph: bool = False,
+    float8: str | None = None,
 ) -> Training:
     model = workload.model_on_meta()
+    _multiply_in_float8(model, float8, gathers=True)
     for unit in workload.units_of(model):
         shard(unit, reshard_after_forward=False if unit is model.head else reshard)
     shard(model)
@@ -371,8 +390,40 @@ def _train_sharded(
         root.set_is_last_backward(is_last)
         return nullcontext()
 
+    step: Callable[[], object] = optimizer.step
+    if float8 == TORCHAO:
+
+        def step() -> None:  # all scales in one reduction, as torchao's users do it
+            optimizer.step()
+            _import("torchao.float8", TORCHAO).precompute_float8_dynamic_scale_for_fsdp(model)
+
     kind = partial(Captured, optimizer=optimizer) if graph else Training
-    return kind(model=model, optimizer_step=optimizer.step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
+    return kind(model=model, optimizer_step=step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
+
+
+def _multiply_in_float8(model: Llama, float8: str | None, *, gathers: bool = False) -> None:
+    """Let the blocks' linear layers multiply in float8; not by scales of squares, which are gathered alone.
+
+    Args:
+        model: Before sharding.
+        float8: A name of `RECIPES`, or torchao's; None changes nothing.
+        gathers: Let torchao's weights travel in float8 too.
+    """
+    if float8 == TORCHAO:
+        torchao = _import("torchao.float8", TORCHAO)
+        config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
+        torchao.convert_to_float8_training(model.blocks, config=config)
+    elif float8 is not None and float8 != "block":
+        precision.use_float8_matmul(model.blocks, RECIPES[float8])
+
+
+def _is_block(unit: nn.Module) -> bool:
+    return isinstance(unit, Block)
+
+
+def _refuse_recipe(float8: str | None, backend: str) -> None:
+    if float8 in RECIPES:
+        raise NotImplementedError(f"Expected float8={TORCHAO} for {backend}, got {float8}, which is lamella's.")
 
 
 def _set_reductions(root: torch_fsdp.FSDPModule, in_flight: int, separate: bool) -> None:

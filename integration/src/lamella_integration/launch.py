@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from lamella_testing import take_gpu
+
 GROUP_TIMEOUT = timedelta(minutes=3)
 
 
@@ -22,8 +24,7 @@ def process_group(device_type: str) -> Iterator[torch.device]:
     """
     device = torch.device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+        device = take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     alone = "RANK" not in os.environ
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
@@ -135,15 +136,15 @@ class Report:
         return self.measurements()[name].tokens_per_s / rows[0].tokens_per_s if rows else None
 
     def disagreements(self) -> dict[str, str]:
-        """Describe backends with losses outside the tolerances of the first trained backend's losses."""
-        trained = {name: row for name, row in self.measurements().items() if row.trained}
-        if not trained:
-            return {}
-        reference = next(iter(trained))
+        """Describe backends with losses outside the tolerances of the first trained backend's of the same format."""
+        first: dict[str, tuple[str, Measurement]] = {}
+        for name, row in self.measurements().items():
+            if row.trained:
+                first.setdefault(_number_format(name), (name, row))
         return {
             name: text
             for name, row in self.measurements().items()
-            if (text := _disagreement(row, trained[reference], reference))
+            if (found := first.get(_number_format(name))) and (text := _disagreement(row, found[1], found[0]))
         }
 
     def is_sound(self) -> bool:
@@ -260,6 +261,13 @@ def _plot_curve(axis: "Axes", measurements: dict[str, Measurement]) -> None:
 def _backend(name: str) -> str:
     """Return the backend of a row's name, without options and repetition number."""
     return name.partition(":")[0].partition(" ")[0]
+
+
+def _number_format(name: str) -> str:
+    """Return the scales of a row's float8 operands, by the row's name; "" for bf16."""
+    found = re.search(r"float8=(\w+)", name)
+    kind = "" if found is None else found[1]
+    return "tensor" if kind in ("delayed", "torchao") else kind
 
 
 def _table(columns: Sequence[str], rows: dict[str, list[str]]) -> list[str]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from lamella_integration.backends import BACKENDS, Backend
+from lamella_integration.backends import BACKENDS, FLOAT8, Backend
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _PLACEMENTS = ("DDP", "ZERO1", "ZERO2", "ZERO3", "HSDP", "HFSDP")
@@ -84,6 +84,7 @@ _READERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "separate": ("true or false", _flag),
     "graph": ("true or false", _flag),
     "overlap_optimizer": ("true, false or late", _one_of("true", "false", "late")),
+    "float8": (f"one of {', '.join(FLOAT8)}", _one_of(*FLOAT8)),
     "stage": ("a number", int),
     "symmetric": ("true or false", _flag),
 }

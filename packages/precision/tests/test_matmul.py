@@ -19,7 +19,7 @@ def _quantised(matrix: torch.Tensor, dim: int | None, dtype: torch.dtype = E4M3)
     """The float64 values of a matrix in float8, with a scale for all (None) or for each index along `dim`."""
     values = matrix.detach().float()
     amaxes = values.abs().amax() if dim is None else values.abs().amax(1 - dim, keepdim=True)
-    scales = amaxes / torch.finfo(dtype).max
+    scales = amaxes / torch.full_like(amaxes, torch.finfo(dtype).max)  # CUDA rounds a division by a number twice
     return (values / scales).to(dtype).double() * scales.double()
 
 
@@ -31,7 +31,8 @@ def _expected(
     quantised = _quantised(weight, dim)
     output = _quantised(x, dim) @ quantised.T
     if by_rows:
-        scales = weight.detach().float().abs().amax(1) / 448
+        amaxes = weight.detach().float().abs().amax(1)
+        scales = amaxes / torch.full_like(amaxes, 448)
         of_x = _quantised(gradient.float() * scales, 0) @ (quantised / scales.double()[:, None])
     else:
         of_x = _quantised(gradient, None, E5M2) @ quantised

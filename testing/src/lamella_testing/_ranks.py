@@ -219,18 +219,28 @@ def start(rank: int, directory: Path, serve: Callable[[int, Connection], None]) 
 def join_group(rank: int, num_ranks: int, directory: Path, device: Device, backend: str | None = None) -> None:
     """Initialise the default process group and this process's device. Effects: collective over all ranks."""
     torch.set_num_threads(1)  # OpenMP's worker threads do not survive a fork: with more threads the child would hang.
-    index = rank // (shared := _ranks_per_gpu())
-    if device == "cuda":
-        torch.cuda.set_device(index)
-        if shared > 1:
-            os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    gpu = take_gpu(rank) if device == "cuda" else None
     dist.init_process_group(
         backend or ("nccl" if device == "cuda" else "gloo"),
         init_method=f"file://{directory / 'store'}",
         rank=rank,
         world_size=num_ranks,
-        device_id=torch.device("cuda", index) if device == "cuda" else None,
+        device_id=gpu,
     )
+
+
+def take_gpu(rank: int) -> torch.device:
+    """Make a rank's GPU this process's device, before its process group; see Note [Ranks that share a GPU].
+
+    Args:
+        rank: Among the ranks of this host.
+    """
+    shared = _ranks_per_gpu()
+    device = torch.device("cuda", rank // shared)
+    torch.cuda.set_device(device)
+    if shared > 1:
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    return device
 
 
 def outcome_of(call: Callable[[], object]) -> bytes:

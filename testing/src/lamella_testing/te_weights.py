@@ -299,7 +299,20 @@ class Linear(nn.Module):
             )
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        made: torch.Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Product.apply(x, self.weight, True)  # type: ignore[no-untyped-call]
+        return made
+
+
+class LayerNormMLP(Linear):
+    """A linear layer whose backward takes the copy of `fc1_weight` that forward left, and makes none."""
+
+    def __init__(self, in_features: int, out_features: int, quantizer: Any = None, **options: Any) -> None:
+        super().__init__(in_features, out_features, quantizer, **options)
+        self.fc1_weight = self.weight
+        del self.weight
+
+    def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        made: torch.Tensor = _Product.apply(x, self.fc1_weight, False)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -312,7 +325,8 @@ def delayed_scaling(length: int, *, algorithm: object = "max", margin: int = 0) 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, makes_copy: bool) -> torch.Tensor:
+        ctx.makes_copy = makes_copy
         if isinstance(weight, _Quantised):
             # A layer makes in forward every copy that the weight's quantizer asks for.
             weight.update_usage(rowwise_usage=True, columnwise_usage=weight._quantizer.columnwise_usage or None)
@@ -324,8 +338,9 @@ class _Product(torch.autograd.Function):
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
         if isinstance(weight, _Quantised):
-            weight.update_usage(columnwise_usage=True)
+            if ctx.makes_copy:
+                weight.update_usage(columnwise_usage=True)
             values = weight.transposed().t()
         else:
             values = weight
-        return gradient @ values, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return gradient @ values, gradient.flatten(0, -2).t() @ x.flatten(0, -2), None

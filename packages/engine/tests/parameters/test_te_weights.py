@@ -36,10 +36,10 @@ WAY_OUT = r"'(up|0).weight' .* of transformer_engine, .*te\.replace_quantized_we
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, quantizer: Any, *, recomputes: bool) -> None:
+    def __init__(self, width: int, quantizer: Any, *, recomputes: bool, up: type[te.Linear]) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = te.Linear(width, 37, quantizer), te.Linear(37, width, quantizer)
+        self.up, self.down = up(width, 37, quantizer), te.Linear(37, width, quantizer)
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None) -> torch.Tensor:
@@ -53,9 +53,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, quantizer: Any, *, recomputes: bool = False, width: int = 20) -> None:
+    def __init__(
+        self, quantizer: Any, *, recomputes: bool = False, width: int = 20, up: type[te.Linear] = te.Linear
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, quantizer, recomputes=recomputes) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, quantizer, recomputes=recomputes, up=up) for _ in range(2))
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -69,9 +71,11 @@ def _model(name: str, **options: Any) -> Model:
     return Model(QUANTIZERS[name], **options)
 
 
-def _sharded(model: Model, **options: Any) -> Model:
+def _sharded(model: Model, *, layers: bool = False, **options: Any) -> Model:
     policy = MixedPrecisionPolicy(recipe=replace_quantized_weights(model, compute_dtype=torch.float32))
     for block in model.blocks:
+        if layers:
+            fully_shard(cast(Block, block).up, mp_policy=policy, **options)
         fully_shard(block, mp_policy=policy, **options)
     fully_shard(model, mp_policy=policy, **options)
     for _, unit in units(model):
@@ -124,9 +128,11 @@ def _train_whole(model: Model) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: values.detach() for name, values in main.items()}
 
 
-def _assert_trains_as_whole(name: str, *, recomputes: bool = False, **options: Any) -> Model:
-    expected_losses, expected = _train_whole(_model(name, recomputes=recomputes))
-    model = _sharded(_model(name, recomputes=recomputes), **options)
+def _assert_trains_as_whole(
+    name: str, *, recomputes: bool = False, up: type[te.Linear] = te.Linear, **options: Any
+) -> Model:
+    expected_losses, expected = _train_whole(_model(name, recomputes=recomputes, up=up))
+    model = _sharded(_model(name, recomputes=recomputes, up=up), **options)
     assert _train(model) == expected_losses
     for own, parameter in model.named_parameters():
         assert torch.equal(cast(Any, parameter).full_tensor(), expected[own]), own
@@ -172,6 +178,19 @@ def test_layers_train_to_the_bit_as_with_quantised_weights_of_their_own(name: st
 def test_stages_residence_and_recomputation_change_no_bit(name: str, options: dict[str, Any]) -> None:
     def check() -> None:
         _assert_trains_as_whole(name, **options)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("layers", [False, True], ids=["blocks", "layers"])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_layer_that_leaves_its_copy_to_forward_has_the_copy_in_backward(
+    name: str, layers: bool, recomputes: bool
+) -> None:
+    def check() -> None:
+        model = _assert_trains_as_whole(name, up=te.LayerNormMLP, layers=layers, recomputes=recomputes)
+        assert _copies(model) == 0
 
     run_ranks(check, 2)
 

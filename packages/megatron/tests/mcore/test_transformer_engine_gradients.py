@@ -71,20 +71,18 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
             layer.backward_dw()  # type: ignore[operator]
 
 
-def _without_units(kind: str, dtype: torch.dtype, batches: list[torch.Tensor], *, fuse: bool) -> Gradients:
-    """Gradients of plain layers, summed in fp32: in `main_grad` by layers that fuse, after each backward otherwise."""
+def _without_units(kind: str, dtype: torch.dtype, x: torch.Tensor, *, fuse: bool) -> Gradients:
+    """Gradients of plain layers in fp32: in `main_grad` by layers that fuse, cast after the backward otherwise."""
     model = _make(kind, dtype, fuse_wgrad_accumulation=fuse)
-    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    found = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.main_grad = sums[name]  # type: ignore[attr-defined]
+        parameter.main_grad = found[name]  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    for x in batches:
-        _backward(model, x)
-        for name, parameter in model.named_parameters():
-            if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
-                sums[name] += parameter.grad
-            parameter.grad = None
-    return sums
+    _backward(model, x)
+    for name, parameter in model.named_parameters():
+        if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
+            found[name] += parameter.grad
+    return found
 
 
 def _in_units(
@@ -119,11 +117,13 @@ def _assert_equal_in_units(kind: str, stage: AxisPlacement, num_ranks: int, *, f
         for dtype, fuses in ((torch.float32, False), (torch.bfloat16, fuse)):
             for num_microbatches in (1, 3):
                 parts = [_microbatches(num_microbatches, rank, dtype) for rank in range(num_ranks)]
-                alone = [_without_units(kind, dtype, part, fuse=fuses) for part in parts]
+                alone = [[_without_units(kind, dtype, x, fuse=fuses) for x in part] for part in parts]
                 found = _in_units(kind, dtype, parts[dist.get_rank()], stage, **options)
-                assert found.keys() == alone[0].keys()
+                assert found.keys() == alone[0][0].keys()
                 for name, gradient in found.items():
-                    expected = torch.stack([each[name] for each in alone]).mean(0)
+                    # The order in which units add up: over ranks in each microbatch, then over microbatches.
+                    means = [torch.stack([of[name] for of in ranks]).mean(0) for ranks in zip(*alone, strict=True)]
+                    expected = sum(means[1:], means[0])
                     what = f"{name} in {dtype}, {num_microbatches} microbatches"
                     assert torch.equal(gradient, expected), f"{what}: {(gradient - expected).abs().max()}"
 

@@ -3,7 +3,7 @@
                  the data that travels    the copy for backward (Hopper: the transpose)
     gather       written                  -
     forward      read                     -
-    backward     read                     made from the data by the layer
+    backward     read                     made from the data by the layer, or just before it
     reshard      no bytes                 dropped
 
 The classes come from the parameters themselves: nothing here imports Transformer Engine.
@@ -31,6 +31,10 @@ _MATRIX: Block = (None, None)
 _GRID_COLUMNS = 4  # cuBLAS reads rows of scales padded to a multiple
 # Attributes of a quantised parameter that keep its initial values alive, and itself.
 _INITIAL = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val", "_is_param")
+
+# Its backward reads a copy that forward left, and forward's goes when the unit reshards.
+_MAKES_NO_COPY = "LayerNormMLP", "fc1_weight"
+_NO_GRAPH_TASK = -1
 
 
 def replace_quantized_weights(
@@ -82,6 +86,9 @@ def replace_quantized_weights(
         recipes[plain] = recipe
         for module, own_name in places:
             setattr(module, own_name, plain)
+            if (type(module).__name__, own_name) == _MAKES_NO_COPY:
+                module.register_forward_pre_hook(_copy_before_recomputation)
+                module.register_forward_hook(_copy_before_backward)
 
     def choose(parameter: nn.Parameter) -> Recipe | None:
         chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]
@@ -289,6 +296,23 @@ def _delayed(name: str, module: nn.Module) -> _Delayed:
             f"scaling_factor_compute_algo, got {recipe}. Use Float8CurrentScaling."
         )
     return _Delayed(lengths[algorithm], recipe.margin)
+
+
+def _copy_before_backward(module: nn.Module, _: object, output: object) -> None:
+    """After forward: let the weight of `_MAKES_NO_COPY` make its copy once backward has the unit's bytes."""
+    weight: Any = module.fc1_weight
+    for tensor in output if isinstance(output, tuple) else (output,):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            # Not a hook of the tensor: those run in the order in which they were registered, and a unit's gather is
+            # waited for in one that comes later. A node's own hooks run after those of its tensors.
+            tensor.grad_fn.register_prehook(lambda _: weight.update_usage(columnwise_usage=True))
+
+
+def _copy_before_recomputation(module: nn.Module, _: object) -> None:
+    """Before a forward that activation checkpointing repeats: its backward saves the weight with the copy."""
+    if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
+        weight: Any = module.fc1_weight
+        weight.update_usage(columnwise_usage=True)
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

@@ -15,6 +15,9 @@ import torch
 from lamella_buffers import ShardedBuffer
 from lamella_precision import Part, ScaledRecipe
 
+# Float8 products on GPUs refuse a scale whose address is no multiple of 16 bytes.
+_ALIGNMENT = 4
+
 
 class Scales:
     """The scales of a group's parameters, equal on all ranks.
@@ -25,7 +28,8 @@ class Scales:
         device: Of gathers.
 
     Attributes:
-        amaxes: (n,), fp32, of all parameters: of this rank's rows, and of all ranks' after the reduction.
+        amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on: of this rank's rows, and of all
+            ranks' after the reduction.
         of_each: For each parameter its scales, of the recipe's `scale_shape`.
 
     Effects: allocates 4 * (2 + num_past) bytes a scale, on the current stream.
@@ -34,12 +38,11 @@ class Scales:
     def __init__(self, recipe: ScaledRecipe, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self._recipe = recipe
         own = [recipe.scale_shape(shape) for shape in shapes]
-        numels = [prod(shape) for shape in own]
-        self.amaxes = torch.zeros(sum(numels), device=device)
+        self.amaxes = torch.zeros(sum(_aligned(shape) for shape in own), device=device)
         self._scales = torch.ones_like(self.amaxes)
         self._past = torch.full((recipe.num_past, len(self.amaxes)), -1.0, device=device)
-        self.of_each = _split(self._scales, numels, own)
-        self._amaxes_of_each = _split(self.amaxes, numels, own)
+        self.of_each = _split(self._scales, own)
+        self._amaxes_of_each = _split(self.amaxes, own)
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
     def measure(self, main_weight: ShardedBuffer, *, stays: bool) -> None:
@@ -82,5 +85,11 @@ def parts_in(
     return owned, [shards[i] for i in owned], parts
 
 
-def _split(flat: torch.Tensor, numels: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    return [each.view(tuple(shape)) for each, shape in zip(torch.split(flat, list(numels)), shapes, strict=True)]
+def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    pieces = torch.split(flat, [_aligned(shape) for shape in shapes])
+    return [piece[: prod(shape)].view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _aligned(shape: Sequence[int]) -> int:
+    """Elements that scales of a shape take, with padding."""
+    return -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
