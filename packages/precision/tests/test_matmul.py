@@ -86,9 +86,10 @@ def test_the_products_are_of_the_quantised_operands(
         expected = _expected(x.flatten(0, 1), plain, gradient.flatten(0, 1), by_rows=recipe is ROW)
         for got, exact in zip((output, x.grad, layer.weight.grad), expected, strict=True):
             assert got is not None
-            # 2^-8: a rounding to bf16. On the GPU the forward's sums have 14 bits.
+            # 2^-8: a rounding to bf16. On the GPU the forward's sums have 14 bits. Compiled division there is off by a
+            # bit or two, which rounds an element that lies between two float8 numbers to the other one.
             error = (got.flatten(0, -2).double() - exact).abs().max() / exact.abs().max()
-            assert error < 2**-8
+            assert error < (2**-6 if is_compiled and device == "cuda" else 2**-8)
         layer.weight.grad = None
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -85,6 +86,11 @@ def _without_units(kind: str, dtype: torch.dtype, x: torch.Tensor, *, fuse: bool
     return found
 
 
+def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum, added up in this order."""
+    return reduce(torch.add, tensors)
+
+
 def _in_units(
     kind: str, dtype: torch.dtype, batches: list[torch.Tensor], stage: AxisPlacement, **options: bool
 ) -> Gradients:
@@ -121,9 +127,9 @@ def _assert_equal_in_units(kind: str, stage: AxisPlacement, num_ranks: int, *, f
                 found = _in_units(kind, dtype, parts[dist.get_rank()], stage, **options)
                 assert found.keys() == alone[0][0].keys()
                 for name, gradient in found.items():
-                    # The order in which units add up: over ranks in each microbatch, then over microbatches.
-                    means = [torch.stack([of[name] for of in ranks]).mean(0) for ranks in zip(*alone, strict=True)]
-                    expected = sum(means[1:], means[0])
+                    of_each = torch.stack([torch.stack([of[name] for of in part]) for part in alone])
+                    # The order in which units add up: ZeRO-1 reduces what the last microbatch completes, others each.
+                    expected = _sum(of_each.unbind(1)).mean(0) if stage is ZERO1 else _sum(of_each.mean(0))
                     what = f"{name} in {dtype}, {num_microbatches} microbatches"
                     assert torch.equal(gradient, expected), f"{what}: {(gradient - expected).abs().max()}"
 

@@ -11,7 +11,7 @@ rows first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -128,25 +128,53 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         recipe: Float8Recipe = ctx.recipe
-        gradient, rows = gradients[0].flatten(0, -2), x.flatten(0, -2)
-        dtype = torch.float8_e4m3fn if recipe.block[0] else torch.float8_e5m2
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            data, scales = _weight_operand(weight, recipe)
-            if recipe.block[0]:
-                scaled = _quantised(gradient * scales.view(1, -1), recipe)
-                ones = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
-                of_x = _multiply(scaled, _Operand(_transposed(data), ones.contiguous()), x.dtype)
-            else:
-                of_x = _multiply(_quantised(gradient, recipe, dtype), _Operand(_transposed(data), scales), x.dtype)
-            of_x = of_x.view(x.shape)
-        if ctx.needs_input_grad[1]:
-            padding = -len(rows) % _ALIGNMENT
-            if padding:  # rows of zeros add nothing
-                gradient, rows = F.pad(gradient, (0, 0, 0, padding)), F.pad(rows, (0, 0, 0, padding))
-            of_features = _quantised(_transposed(gradient), recipe, dtype), _quantised(_transposed(rows), recipe)
-            of_weight = _multiply(*of_features, weight.dtype)
-        return of_x, of_weight, None
+        gradients_of = _gradients_by_rows if recipe.block[0] else _gradients_by_tensors
+        of_x, of_weight = gradients_of(
+            gradients[0].flatten(0, -2), x.flatten(0, -2), weight, recipe, ctx.needs_input_grad
+        )
+        return None if of_x is None else of_x.view(x.shape), of_weight, None
+
+
+_Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _gradients_by_tensors(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, needed: Sequence[bool]
+) -> _Gradients:
+    """The gradients of x and weight, with a scale a tensor: transposed when an element is a byte."""
+    of_x = of_weight = None
+    quantised = _quantised(gradient, recipe, torch.float8_e5m2)
+    if needed[0]:
+        data, scales = _weight_operand(weight, recipe)
+        of_x = _multiply(quantised, _Operand(_transposed(data), scales), x.dtype)
+    if needed[1]:
+        operands = quantised, _quantised(x, recipe)
+        ours, theirs = (_padded(_Operand(_transposed(data), scales)) for data, scales in operands)
+        of_weight = _multiply(ours, theirs, weight.dtype)
+    return of_x, of_weight
+
+
+def _gradients_by_rows(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, needed: Sequence[bool]
+) -> _Gradients:
+    """The gradients of x and weight, with scales of rows: of tokens in the first product, of features in the other."""
+    of_x = of_weight = None
+    if needed[0]:
+        data, scales = _weight_operand(weight, recipe)
+        scaled = _quantised(gradient * scales.view(1, -1), recipe)
+        ones = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
+        of_x = _multiply(scaled, _Operand(_transposed(data), ones.contiguous()), x.dtype)
+    if needed[1]:
+        ours, theirs = (_padded(_quantised(_transposed(each), recipe)) for each in (gradient, x))
+        of_weight = _multiply(ours, theirs, weight.dtype)
+    return of_x, of_weight
+
+
+def _padded(operand: _Operand) -> _Operand:
+    """An operand with columns of zeros, which add nothing, up to what kernels add up over."""
+    data, scales = operand
+    padding = -data.shape[1] % _ALIGNMENT
+    return _Operand(F.pad(data.view(torch.uint8), (0, padding)).view(data.dtype), scales) if padding else operand
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:
@@ -159,7 +187,8 @@ def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> _Operand:
     own = weight.recipe if isinstance(weight, QuantizedWeight) else None
     if isinstance(own, Float8Recipe) and (own.block, own.dtype) == (recipe.block, recipe.dtype):
         assert isinstance(weight, QuantizedWeight) and weight.scales is not None
-        return _Operand(weight.payloads[0], weight.scales)
+        # Not by `payloads`: a compiled graph would call the property again in each pass, to guard what it returned.
+        return _Operand(weight.payload_0, weight.scales)
     plain = weight.dequantize_for(Direction.FORWARD) if isinstance(weight, QuantizedWeight) else weight.detach()
     return _quantised(plain, recipe, power_of_two=recipe.power_of_two)
 

@@ -46,6 +46,7 @@ class QuantizedWeight(torch.Tensor):
 
     scales: torch.Tensor | None
     recipe: Dequantizes
+    payload_0: torch.Tensor
     _names: tuple[str, ...]  # an attribute for each payload, as compilers ask of wrappers
 
     @staticmethod

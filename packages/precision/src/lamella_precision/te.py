@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,8 @@ _GRID_COLUMNS = 4  # cuBLAS reads rows of scales padded to a multiple
 # Attributes of a quantised parameter that keep its initial values alive, and itself.
 _INITIAL = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val", "_is_param")
 
-# Its backward reads a copy that forward left, and forward's goes when the unit reshards.
-_MAKES_NO_COPY = "LayerNormMLP", "fc1_weight"
+# Its backward reads copies that forward left, and forward's go when the unit reshards.
+_MAKES_NO_COPY = "LayerNormMLP"
 _NO_GRAPH_TASK = -1
 
 
@@ -86,9 +86,9 @@ def replace_quantized_weights(
         recipes[plain] = recipe
         for module, own_name in places:
             setattr(module, own_name, plain)
-            if (type(module).__name__, own_name) == _MAKES_NO_COPY:
-                module.register_forward_pre_hook(_copy_before_recomputation)
-                module.register_forward_hook(_copy_before_backward)
+            if type(module).__name__ == _MAKES_NO_COPY:
+                module.register_forward_pre_hook(partial(_copy_before_recomputation, own_name))
+                module.register_forward_hook(partial(_copy_before_backward, own_name))
 
     def choose(parameter: nn.Parameter) -> Recipe | None:
         chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]
@@ -298,9 +298,9 @@ def _delayed(name: str, module: nn.Module) -> _Delayed:
     return _Delayed(lengths[algorithm], recipe.margin)
 
 
-def _copy_before_backward(module: nn.Module, _: object, output: object) -> None:
-    """After forward: let the weight of `_MAKES_NO_COPY` make its copy once backward has the unit's bytes."""
-    weight: Any = module.fc1_weight
+def _copy_before_backward(name: str, module: nn.Module, _: object, output: object) -> None:
+    """After forward: let a weight of `_MAKES_NO_COPY` make its copy once backward has the unit's bytes."""
+    weight: Any = getattr(module, name)
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             # Not a hook of the tensor: those run in the order in which they were registered, and a unit's gather is
@@ -308,10 +308,10 @@ def _copy_before_backward(module: nn.Module, _: object, output: object) -> None:
             tensor.grad_fn.register_prehook(lambda _: weight.update_usage(columnwise_usage=True))
 
 
-def _copy_before_recomputation(module: nn.Module, _: object) -> None:
+def _copy_before_recomputation(name: str, module: nn.Module, _: object) -> None:
     """Before a forward that activation checkpointing repeats: its backward saves the weight with the copy."""
     if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
-        weight: Any = module.fc1_weight
+        weight: Any = getattr(module, name)
         weight.update_usage(columnwise_usage=True)
 
 

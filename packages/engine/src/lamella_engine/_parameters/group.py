@@ -30,6 +30,7 @@ from lamella_engine._parameters.sharded_parameter import (
     Candidate,
     ShardedParameter,
     any_replaced,
+    attributes_alone,
     dtensor_for,
     install,
     put,
@@ -457,9 +458,10 @@ class ParameterGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether any member has an unreduced gradient."""
-        for parameter in self.parameters:
-            if parameter.unsharded.grad is not None or parameter.accumulated is not None:
-                return True
+        with attributes_alone():
+            for parameter in self.parameters:
+                if parameter.unsharded.grad is not None or parameter.accumulated is not None:
+                    return True
         return False
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from lamella_buffers import CopyEngineTransport, Payload, ShardedBuffer, all_reduce
 from lamella_engine._parameters.group import MEAN, ParameterGroup, Reduced
-from lamella_engine._parameters.sharded_parameter import ShardedParameter, gradient_over
+from lamella_engine._parameters.sharded_parameter import ShardedParameter, attributes_alone, gradient_over
 from lamella_engine._parameters.sharding import local_of
 from lamella_layout import EvenLayout, FlatLayout
 
@@ -35,7 +35,8 @@ def wire_dtype(group: ParameterGroup) -> torch.dtype:
     Autograd's dtype for gradients if the reduce dtype holds all its values, else the reduce dtype. Derived from the
     parameters alone: ranks agree, even with different gradients present.
     """
-    own, *others = {getattr(p.unsharded, _GRAD_DTYPE) for p in group.parameters}
+    with attributes_alone():
+        own, *others = {getattr(p.unsharded, _GRAD_DTYPE) for p in group.parameters}
     if own is None or others or own == group.reduce_dtype:
         return group.reduce_dtype
     return own if torch.promote_types(own, group.reduce_dtype) == group.reduce_dtype else group.reduce_dtype

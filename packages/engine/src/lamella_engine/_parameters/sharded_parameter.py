@@ -175,6 +175,10 @@ def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
     total.add_(plain_values(gradient) if type(total) is torch.Tensor else gradient)
 
 
+# Else a wrapper's `__torch_function__` runs for every attribute that is read, microseconds each.
+attributes_alone = torch._C.DisableTorchFunctionSubclass
+
+
 # Called several times a step, for every parameter: one call for all parameters, which allocates nothing.
 
 
@@ -185,18 +189,19 @@ def install(parameters: Iterable[ShardedParameter], *, is_sharded: bool) -> list
         The names of parameters with a third tensor in an owner; the third tensor is dropped.
     """
     displaced: list[str] = []
-    for parameter in parameters:
-        if is_sharded:
-            form, other = parameter.sharded, parameter.unsharded
-        else:
-            form, other = parameter.unsharded, parameter.sharded
-        parameter.trains = trains = other.requires_grad
-        if form.requires_grad is not trains:
-            form.requires_grad_(trains)
-        for held, name, _ in parameter.owners:
-            if name not in held or (held[name] is not other and held[name] is not form):
-                displaced.append(parameter.name)
-            held[name] = form
+    with attributes_alone():
+        for parameter in parameters:
+            if is_sharded:
+                form, other = parameter.sharded, parameter.unsharded
+            else:
+                form, other = parameter.unsharded, parameter.sharded
+            parameter.trains = trains = other.requires_grad
+            if form.requires_grad is not trains:
+                form.requires_grad_(trains)
+            for held, name, _ in parameter.owners:
+                if name not in held or (held[name] is not other and held[name] is not form):
+                    displaced.append(parameter.name)
+                held[name] = form
     return displaced
 
 
