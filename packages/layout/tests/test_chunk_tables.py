@@ -118,6 +118,48 @@ def test_a_box_of_what_a_rank_holds_is_that_box_of_its_local_tensor(
     assert sorted(torch.cat([*held, whole.flatten()[:0]]).tolist()) == sorted(expected.flatten().tolist())
 
 
+@st.composite
+def placed_with_ragged_axes(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Placement], tuple[int, ...]]:
+    """A ragged cut of one or two axes, with other cuts before and after, on axes in any order."""
+    shape, mesh_shape, placements = draw(placed(strided=False))
+    order = draw(st.permutations(range(len(mesh_shape))))
+    first = draw(st.integers(0, len(order) - 1))
+    ragged = order[first : first + draw(st.integers(1, 2))]
+    num_parts = prod(mesh_shape[axis] for axis in order[:first] if placements[axis] == Shard(0))
+    rows, num_ranks = shape[0], prod(mesh_shape[axis] for axis in ragged)  # bounds are the same for all parts
+    bounds = [0, *sorted(draw(st.integers(0, rows)) for _ in range(num_ranks - 1)), rows]
+    stride = 1
+    for axis in draw(st.permutations(ragged)):
+        placements[axis] = RaggedShard(bounds, stride)
+        stride *= mesh_shape[axis]
+    return (rows * num_parts, *shape[1:]), mesh_shape, placements, tuple(order)
+
+
+@given(placed_with_ragged_axes())
+def test_a_ragged_cut_beside_others_takes_the_rows_between_the_bounds(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement], tuple[int, ...]],
+) -> None:
+    shape, mesh_shape, placements, order = case
+    whole, owners = torch.arange(prod(shape)).view(shape), torch.zeros(shape, dtype=torch.int)
+    for coordinate in coordinates(mesh_shape):
+        ragged = [(each, at) for each, at in zip(placements, coordinate, strict=True) if isinstance(each, RaggedShard)]
+        bounds, rank = ragged[0][0].bounds, sum(each.stride * at for each, at in ragged)
+        expected, is_cut = whole, False
+        for axis in order:
+            if not isinstance(placements[axis], RaggedShard):
+                expected = cut_as_torch_does(expected, placements[axis], mesh_shape[axis], coordinate[axis])
+            elif not is_cut:
+                expected, is_cut = expected[bounds[rank] : bounds[rank + 1]], True
+        region = mesh_region(shape, mesh_shape, placements, coordinate, order=order)
+        assert region.shape == expected.shape
+        assert torch.equal(pick(whole, region), expected)
+        owners.view(-1)[expected.flatten()] += 1
+    copies = prod(n for n, p in zip(mesh_shape, placements, strict=True) if isinstance(p, Replicate | Partial))
+    assert bool((owners == copies).all())
+
+
 @given(placed(strided=True), st.integers(1, 5), st.data())
 def test_either_layout_inside_outer_cuts_is_a_partition_of_what_the_outer_ranks_hold(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]], num_shards: int, data: st.DataObject

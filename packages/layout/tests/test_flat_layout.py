@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamella_layout import (
+    Chunk,
     FlatLayout,
     Keep,
     RaggedShard,
@@ -202,18 +203,28 @@ def test_bounds_that_are_none_are_refused(bounds: tuple[int, ...]) -> None:
         RaggedShard(bounds)
 
 
-def test_ragged_placements_beside_others_that_cut_are_refused() -> None:
+def test_ragged_placements_of_other_rows_or_ranks_are_refused() -> None:
     for placements, num_ranks in (
-        ([RaggedShard((0, 2, 4)), Shard(0)], 4),
         ([RaggedShard((0, 2, 3)), Replicate()], 2),
         ([RaggedShard((0, 1, 4, 4)), Replicate()], 2),  # the third rank's rows would be nobody's
+        ([RaggedShard((0, 1, 2)), Shard(0)], 2),  # the rows of a part, of which the first axis knows nothing
     ):
         with pytest.raises(ValueError, match=f"ragged placements of 4 rows over {num_ranks} ranks"):
             mesh_region((4, 2), (2, 2), placements, (0, 0))
+    with pytest.raises(ValueError, match="ragged placements of 2 rows over 2 ranks.*`order` tells which axis cuts"):
+        mesh_region((4, 2), (2, 2), [RaggedShard((0, 2, 4)), Shard(0)], (0, 0), order=(1, 0))
     with pytest.raises(ValueError, match="ragged placements of None rows over 2 ranks"):
         mesh_region((), (2,), [RaggedShard((0, 2, 4))], (0,))
     with pytest.raises(ValueError, match="the same bounds"):
         mesh_region((4, 2), (2, 2), [RaggedShard((0, 2, 4, 4, 4)), RaggedShard((0, 1, 4, 4, 4), 2)], (0, 0))
+
+
+def test_a_cut_of_rows_between_two_ragged_axes_is_refused() -> None:
+    ragged = [RaggedShard((0, 1, 2, 3, 4), stride) for stride in (2, 1)]
+    with pytest.raises(ValueError, match=r"no cut of dim 0 between them, got one by axis 1 .*in the order \(0, 1, 2\)"):
+        mesh_region((4, 2), (2, 1, 2), [ragged[0], Shard(-2), ragged[1]], (0, 0, 0))
+    columns = [ragged[0], Shard(-1), ragged[1]]
+    assert mesh_region((4, 2), (2, 2, 2), columns, (1, 1, 0)).chunks == (Chunk((2, 1), (1, 1)),)
 
 
 def test_gaps_take_the_tensors_that_fit_and_a_rank_may_own_little() -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.parallel import DistributedDataParallel
 
 from lamella_checkpoint import AsyncSaver, CheckpointFailed, load, save
+from lamella_layout import RaggedShard
 from lamella_testing import run_ranks
 from lamella_testing.tiny import Kit
 
@@ -89,6 +90,53 @@ def test_every_box_of_every_placement_is_stored_once_and_the_whole_comes_back(tm
         fresh = nn.ParameterDict({name: torch.full(shape, -1.0)})
         load(tmp_path / "a", model=fresh, strict=False)
         assert torch.equal(fresh[name], numbered(*shape)), name
+
+
+def test_parts_cut_at_bounds_are_stored_at_their_places_in_the_whole(tmp_path: Path) -> None:
+    """Matrices kept whole on data-parallel ranks, of tensor-parallel parts; and rows cut anywhere."""
+
+    class InPlace(nn.ParameterDict):
+        """A plain DTensor with such placements computes nothing, not even a copy of itself."""
+
+        def load_state_dict(self, *_: Any, **__: Any) -> Any:
+            return None
+
+    cases: dict[str, tuple[Placement, Placement]] = {
+        "rows": (RaggedShard((0, 0, 3)), Shard(0)),
+        "columns": (RaggedShard((0, 6, 6)), Shard(1)),
+        "columns, cut": (RaggedShard((0, 1, 6)), Shard(1)),
+        "the same parts": (RaggedShard((0, 4, 6)), Replicate()),
+    }
+
+    def bag() -> nn.ParameterDict:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh._shard_order = [1, 0]  # type: ignore[attr-defined]  # The tensor axis cuts first.
+        data, tensor = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
+        made = {}
+        for name, (ragged, other) in cases.items():
+            part = numbered(6, 4)
+            if isinstance(other, Shard):
+                part = part.chunk(2, other.dim)[tensor]
+            assert isinstance(ragged, RaggedShard)
+            local = part[slice(*ragged.rows(data))].clone()
+            placements = [ragged, other]
+            made[name] = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)
+            )
+        return InPlace(made)
+
+    def save_and_load() -> bool:
+        model = bag()
+        save(tmp_path / "a", model=model)
+        expected = {name: value._local_tensor.clone() for name, value in model.items()}
+        for value in model.values():
+            value._local_tensor.fill_(-1)
+        load(tmp_path / "a", model=model)
+        return all(torch.equal(value._local_tensor, expected[name]) for name, value in model.items())
+
+    assert run_ranks(save_and_load, 4) == [True] * 4
+    for name in cases:
+        assert torch.equal(loaded(tmp_path / "a", name, 6, 4), numbered(6, 4)), name
 
 
 def test_what_several_ranks_have_alike_is_divided_between_them_by_bytes(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from engine_models import Net, assert_shard_equals, case, mesh_of, twins
 from flat_models import NEEDS_FLAT_LAYOUT, flat, weight_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lamella_engine import HFSDP, HSDP, ZERO3, RaggedDTensor, Rows
+from lamella_engine.extending import dtensor_over
 from lamella_layout import RaggedShard
 from lamella_testing import run_ranks
 
@@ -69,6 +71,24 @@ def test_it_is_redistributed_as_torch_would_have_distributed_it() -> None:
             ragged.redistribute(placements=[RaggedShard((0,) * ragged.device_mesh.size() + (13,))])
 
     _on_each_mesh(check)
+
+
+def test_a_tensor_that_another_axis_cuts_too_computes_on_its_rows_and_refuses_all_else() -> None:
+    """As a tensor-parallel rank's part: other parts are not on the ragged axis."""
+
+    def on_each_rank() -> None:
+        mesh, placements = mesh_of((2, 2)), (RaggedShard((0, 0, 4)), Shard(1))
+        meta = TensorMeta(torch.Size((4, 6)), (6, 1), torch.float32)
+        rows = 4 * mesh.get_local_rank(0)
+        tensor = dtensor_over(torch.ones(rows, 3), DTensorSpec(mesh, placements, tensor_meta=meta))
+        assert isinstance(tensor, RaggedDTensor)
+        doubled = torch.zeros_like(tensor).add_(tensor, alpha=2)
+        assert torch.equal(doubled.to_local(), torch.full((rows, 3), 2.0))
+        for refused in (tensor.full_tensor, tensor.sum, tensor.norm, tensor.uniform_, tensor.__create_chunk_list__):
+            with pytest.raises(NotImplementedError, match=r"of shape \(4, 6\) that Shard\(dim=1\) cuts too"):
+                refused()
+
+    run_ranks(on_each_rank, 4)
 
 
 def _local(cubes: torch.Tensor) -> torch.Tensor:

@@ -26,29 +26,34 @@ def mesh_region(
     Args:
         shape: Shape of the global tensor.
         mesh_shape: Number of ranks along each axis of the mesh.
-        placements: One per axis: `Shard`, `_StridedShard` or `RaggedShard`. `RaggedShard` combines with neither
-            `Shard` nor `_StridedShard`; `Replicate` and `Partial` cut nothing.
+        placements: One per axis: `Shard`, `_StridedShard` or `RaggedShard`; `Replicate` and `Partial` cut nothing.
+            Ragged axes are one cut together, at bounds in the rows that earlier cuts leave.
         coordinate: Coordinate of the rank, one entry per axis.
         order: Axes in their order of cutting. None means DTensor's order, left to right. On a (dp, tp) mesh (1, 0)
             puts TP outermost; on an (outer, inner) mesh (1, 0) is HFSDP: inner first, then outer within the inner
             shard.
 
     Returns:
-        The region, equal to torch's own shards for every `placements` when `order` is None.
+        The region, equal to torch's own shards for every placement of torch's when `order` is None.
 
     Raises:
         ValueError: Lengths differ from the mesh's; a dim or coordinate is out of range; `order` is no permutation
-            of the axes, or comes with a `_StridedShard`, which fixes the order already; a `RaggedShard` is beside
-            `Shard` or `_StridedShard`, or differs from the tensor in rows or from its axes in ranks.
+            of the axes, or comes with a `_StridedShard`, which fixes the order already; ragged axes have different
+            bounds, differ from the rows left to cut or from their axes in ranks, or another axis cuts dim 0 between
+            two.
     """
     _check_mesh(mesh_shape, placements, order)
     _check_coordinate(mesh_shape, coordinate)
     _check_dims(shape, placements)
+    axes = range(len(mesh_shape)) if order is None else order
+    ragged = [axis for axis in axes if isinstance(placements[axis], RaggedShard)]
+    _check_ragged_together(shape, placements, axes, ragged)
     region = Region.whole(shape)
-    if any(isinstance(placement, RaggedShard) for placement in placements):
-        return _cut_ragged(region, mesh_shape, placements, coordinate)
-    for axis in range(len(mesh_shape)) if order is None else order:
-        region = _cut(region, placements[axis], mesh_shape[axis], coordinate[axis])
+    for axis in axes:
+        if axis not in ragged:
+            region = _cut(region, placements[axis], mesh_shape[axis], coordinate[axis])
+        elif axis == ragged[0]:
+            region = _cut_ragged(region, mesh_shape, placements, coordinate)
     return region
 
 
@@ -80,7 +85,7 @@ def strided_placements(
 
     Args:
         mesh_shape: Number of ranks along each axis of the mesh.
-        placements: One per axis, no `_StridedShard`.
+        placements: One per axis, no `_StridedShard`. A `RaggedShard` stays as it is.
         order: Axes in their order of cutting.
 
     Raises:
@@ -102,20 +107,19 @@ def _cut(region: Region, placement: Placement, num_shards: int, rank: int) -> Re
 def _cut_ragged(
     region: Region, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> Region:
+    """Cut by all ragged axes together."""
     rows, shape = ragged_rows(placements, coordinate), region.shape
-    cuts = [
-        (placement, num_ranks)
-        for placement, num_ranks in zip(placements, mesh_shape, strict=True)
-        if isinstance(placement, RaggedShard | Shard | _StridedShard)
-    ]
-    num_rows, num_ranks = shape[0] if shape else None, prod(num_ranks for _, num_ranks in cuts)
-    for cut, _ in cuts:
-        if not isinstance(cut, RaggedShard) or (cut.bounds[-1], cut.num_shards) != (num_rows, num_ranks):
-            raise ValueError(
-                f"Expected ragged placements of {num_rows} rows over {num_ranks} ranks, with no Shard beside them, got "
-                f"{tuple(placements)!r} on a mesh of {tuple(mesh_shape)!r}."
-            )
     assert rows is not None
+    along = zip(placements, mesh_shape, strict=True)
+    cuts = [(placement, num) for placement, num in along if isinstance(placement, RaggedShard)]
+    num_rows, num_ranks = shape[0] if shape else None, prod(num for _, num in cuts)
+    for cut, _ in cuts:
+        if (cut.bounds[-1], cut.num_shards) != (num_rows, num_ranks):
+            raise ValueError(
+                f"Expected ragged placements of {num_rows} rows over {num_ranks} ranks, got {tuple(placements)!r} on a "
+                f"mesh of {tuple(mesh_shape)!r}. Bounds count the rows that earlier cuts leave; `order` tells which "
+                "axis cuts earlier."
+            )
     return region.take(Chunk.of([rows, *(Range(0, size) for size in shape[1:])]))
 
 
@@ -126,6 +130,20 @@ def _strided(axis: int, mesh_shape: Sequence[int], placements: Sequence[Placemen
     earlier = list(order)[: list(order).index(axis)]
     split_factor = prod(mesh_shape[other] for other in earlier if other > axis and placements[other] == placement)
     return placement if split_factor == 1 else _StridedShard(placement.dim, split_factor=split_factor)
+
+
+def _check_ragged_together(
+    shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[int], ragged: Sequence[int]
+) -> None:
+    """Refuse an axis that cuts dim 0 between two ragged axes, whose bounds describe a single cut."""
+    between = axes[axes.index(ragged[0]) : axes.index(ragged[-1])] if ragged else ()
+    for axis in between:
+        cut = placements[axis]
+        if isinstance(cut, Shard | _StridedShard) and normal_dim(cut.dim, len(shape)) == 0:
+            raise ValueError(
+                f"Expected ragged axes with no cut of dim 0 between them, got one by axis {axis} of "
+                f"{tuple(placements)!r} in the order {tuple(axes)!r}. Cut by the axis before both, or after both."
+            )
 
 
 def _check_dims(shape: Sequence[int], placements: Sequence[Placement]) -> None:

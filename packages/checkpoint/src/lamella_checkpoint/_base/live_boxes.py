@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lamella_checkpoint._base.boxes import box_of, places_in_memory, whole_box
-from lamella_layout import Chunk, mesh_region
+from lamella_layout import Chunk, RaggedShard, mesh_region
 
 
 class LocalBox(NamedTuple):
@@ -105,8 +105,15 @@ def _boxes_in(tensor: DTensor, local: torch.Tensor) -> list[LocalBox]:
     return [LocalBox(chunk, box_of(local, place)) for chunk, place in along]
 
 
+def is_ragged(tensor: DTensor) -> bool:
+    """Whether placements of lamella's own tell the rows; a tensor of such a class need not list its boxes."""
+    return any(isinstance(placement, RaggedShard) for placement in tensor.placements)
+
+
 def _tells_itself(tensor: DTensor) -> bool:
     """Whether a tensor overrides the chunk list of DTensor, which follows the placements."""
+    if is_ragged(tensor):
+        return False
     is_own_class = type(tensor).__create_chunk_list__ is not DTensor.__create_chunk_list__
     return is_own_class or hasattr(tensor._local_tensor, "__create_chunk_list__")
 

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from lamella_checkpoint._base.boxes import box_of, places_in_memory
-from lamella_checkpoint._base.live_boxes import boxes_beside, cut_order, is_placed_by
+from lamella_checkpoint._base.live_boxes import boxes_beside, cut_order, is_placed_by, is_ragged
 from lamella_checkpoint._state.contents import Contents, Ranks
-from lamella_layout import Chunk, RaggedShard, mesh_chunks, mesh_region
+from lamella_layout import Chunk, mesh_chunks, mesh_region
 
 _QUESTION: Final = "__create_write_items__"
 _FRAME_NBYTES: Final = 1024  # An archive's approximate overhead per item.
@@ -236,7 +236,7 @@ def _names_its_own_boxes(tensor: torch.Tensor) -> bool:
     Megatron's uneven DTensors do, with functions on their local tensors.
     """
     if isinstance(tensor, DTensor):
-        if any(isinstance(each, RaggedShard) for each in tensor.placements):
+        if is_ragged(tensor):
             return False
         if getattr(type(tensor), _QUESTION) is not getattr(DTensor, _QUESTION):
             return True

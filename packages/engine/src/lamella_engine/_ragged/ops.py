@@ -84,11 +84,21 @@ def is_ragged(value: object) -> bool:
 
 def rows_of(tensor: DTensor) -> Range:
     """This rank's rows of a ragged tensor, along dim 0."""
+    _check_one_cut(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     rows = ragged_rows(tensor.placements, coordinate)
     assert rows is not None
     return rows
+
+
+def _check_one_cut(tensor: DTensor) -> None:
+    """Refuse a tensor that another axis cuts too: the bounds are of a part, and other parts are not on ragged axes."""
+    if others := [each for each in tensor.placements if not (isinstance(each, RaggedShard) or each.is_replicate())]:
+        raise NotImplementedError(
+            f"Expected a tensor cut by ragged axes alone, got one of shape {tuple(tensor.shape)} that {others[0]!r} "
+            "cuts too. Use to_local(), or save the tensor by lamella_checkpoint, which places the parts."
+        )
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -294,6 +304,7 @@ def reduce_ragged(tensor: torch.Tensor, like: DTensor, op: dist.ReduceOp.RedOpTy
     Effects: collective, one call an axis, on the current stream; for a tensor off the mesh's device (offloaded shards),
         a copy to the device and back, and the host waits for both copies.
     """
+    _check_one_cut(like)
     sent = tensor.to(like.device_mesh.device_type).contiguous()
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, RaggedShard) and like.device_mesh.size(axis) > 1 and sent.numel():
