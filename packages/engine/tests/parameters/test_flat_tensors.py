@@ -83,6 +83,7 @@ def test_a_tensor_that_another_axis_cuts_too_computes_on_its_rows_and_refuses_al
         tensor = dtensor_over(torch.ones(rows, 3), DTensorSpec(mesh, placements, tensor_meta=meta))
         assert isinstance(tensor, RaggedDTensor)
         doubled = torch.zeros_like(tensor).add_(tensor, alpha=2)
+        assert isinstance(doubled, RaggedDTensor)
         assert torch.equal(doubled.to_local(), torch.full((rows, 3), 2.0))
         for refused in (tensor.full_tensor, tensor.sum, tensor.norm, tensor.uniform_, tensor.__create_chunk_list__):
             with pytest.raises(NotImplementedError, match=r"of shape \(4, 6\) that Shard\(dim=1\) cuts too"):

@@ -178,7 +178,8 @@ def load_checkpoint(
         SizeUnknown: Tensors are stored rank-major, and the number of ranks is unknown.
         TypeError: `optimizer` is no `torch.optim.Optimizer`.
         ValueError: The model is not sharded, a group is missing, `tensor_parallel_size` differs from the checkpoint's
-            own, or parameters were stepped differently and the optimizer counts once a group.
+            own, a parameter's state is another optimizer's, or parameters were stepped differently and the optimizer
+            counts once a group.
 
     Effects: collective on the default group (five small exchanges) and on the tensor-parallel groups (one a mesh); each
         rank reads its own parts; allocates missing optimizer state.
@@ -209,7 +210,8 @@ def load_checkpoint(
     others = whole.stage.others({*whole.shapes, *(name for each in parts for name in each.left)})
 
     def translate(source: Source) -> Source:
-        return to_megatron_model(without(rename(source, partial(_spelled, spelling)), others), parts)
+        found = to_megatron_model(without(rename(source, partial(_spelled, spelling)), others), parts)
+        return found if of_optimizer is None else of_optimizer.readable(found)
 
     loaded: dict[str, Any] | PartialLoad
     if strict:

@@ -31,27 +31,32 @@ class MuonAndAdam(Optimizer):
         groups: Parameter groups; each is divided into a group for either optimizer.
         muon: Options of `torch.optim.Muon`.
         adam: Options of `torch.optim.AdamW`.
+
+    Attributes:
+        parts: The optimizers, each over groups of its own, with the state of all.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, muon: dict[str, Any], adam: dict[str, Any]) -> None:
         groups = list(groups)
-        self._parts: list[Optimizer] = []
+        self.parts: list[Optimizer] = []
         for make, options, is_muons in ((Muon, muon, True), (AdamW, adam, False)):
             chosen = [{**group, "params": [p for p in group["params"] if is_matrix(p) == is_muons]} for group in groups]
             if chosen := [group for group in chosen if group["params"]]:
-                self._parts.append(make(chosen, **options))
-        super().__init__([{"params": group["params"]} for part in self._parts for group in part.param_groups], {})
+                self.parts.append(make(chosen, **options))
+        # A checkpoint tells optimizers apart by the names of their defaults.
+        groups = [{"params": group["params"]} for part in self.parts for group in part.param_groups]
+        super().__init__(groups, {"muon": muon, "adam": adam})
         # One dict a group and one state for all: learning rates are set here, and a state dict covers both.
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
         self._share()
 
     def _share(self) -> None:
         """Let the parts step on this optimizer's groups and state."""
         begin = 0
-        for part in self._parts:
-            part.param_groups = self.param_groups[begin : begin + len(part.param_groups)]
-            begin += len(part.param_groups)
-            part.state = self.state
+        for part in self.parts:
+            end = begin + len(part.param_groups)
+            part.__setstate__({"state": self.state, "param_groups": self.param_groups[begin:end]})
+            begin = end
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -67,13 +72,15 @@ class MuonAndAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
+        for part in self.parts:
             part.step()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        super().load_state_dict(state_dict)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # Every load brings new groups and a new state.
         self._share()
 
 

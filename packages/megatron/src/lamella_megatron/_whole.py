@@ -5,10 +5,11 @@ Note [Parts of whole tensors]
     DTensor knows nothing of other parts. A checkpoint needs the place in the whole tensor. So each parameter has a
     second DTensor over the same memory, on a mesh with the tensor-parallel ranks as the last axis, which cuts first:
 
-        parameter (dp_cp)         whole (dp_cp, tp)           cut
-        [4, 2] Shard(0)           [8, 2] Shard(0), Shard(0)   dim 0 by tp, each part's dim 0 by dp_cp
-        [4, 2] Shard(0)           [4, 4] Shard(0), Shard(1)   dim 1 by tp, dim 0 by dp_cp
-        [4] Shard(0), no mark     [4]    Shard(0), Replicate  dim 0 by dp_cp; the same on all tensor-parallel ranks
+        parameter (dp_cp)         whole (dp_cp, tp)             cut
+        [4, 2] Shard(0)           [8, 2] Shard(0), Shard(0)     dim 0 by tp, each part's dim 0 by dp_cp
+        [4, 2] Shard(0)           [4, 4] Shard(0), Shard(1)     dim 1 by tp, dim 0 by dp_cp
+        [4, 2] RaggedShard        [8, 2] RaggedShard, Shard(0)  dim 0 by tp, each part's rows at bounds by dp_cp
+        [4] Shard(0), no mark     [4]    Shard(0), Replicate    dim 0 by dp_cp; the same on all tensor-parallel ranks
 
     Reads into the whole fill the parameter. Experts have their own ranks: `expt_dp` and `expt_tp`.
 """
@@ -26,13 +27,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import SGD, Adam, Muon
 
+from lamella_checkpoint import Source
 from lamella_checkpoint.live import on_device_of
-from lamella_checkpoint.sources import whole_box
+from lamella_checkpoint.sources import OPTIONS, STATE, rename, whole_box
 from lamella_convert import regrouped
-from lamella_engine.extending import held_by
-from lamella_layout import Chunk
+from lamella_engine.extending import dtensor_over, held_by
+from lamella_layout import Chunk, RaggedShard
 from lamella_megatron._placement import expert_parameters
 from lamella_megatron._stages import Stage, unwrapped
 from lamella_megatron._units import groups_of_all_stages
@@ -102,8 +106,8 @@ class WholeModel(nn.Module):
         names: Of the tensors here, by the sharded model's names without the wrappers' `module.`.
 
     Raises:
-        NotImplementedError: Parameters are placed by others than `Shard` and `Replicate`, the model is a chunk of a
-            rank's several virtual pipeline stages, or a stage has two copies of the embedding.
+        NotImplementedError: A parameter's placements record an order of cuts (`_StridedShard`), the model is a chunk of
+            a rank's several virtual pipeline stages, or a stage has two copies of the embedding.
         ValueError: A group is missing, a parameter is not sharded, or `layer_groups` is the pattern of other layers.
 
     Effects: collective: one exchange of ranks along each tensor-parallel group and data-parallel mesh. Runs the model's
@@ -181,11 +185,12 @@ class WholeOptimizer(torch.optim.Optimizer):
     """An optimizer's state over the tensors of a `WholeModel`; `give_back` returns loaded state to the optimizer.
 
     State that the optimizer keeps in a form of its own, such as moments in 8 bits with scales, is taken and given back
-    through its `state_dict` and `load_state_dict`. Transformer Engine's FusedAdam has its state in fp32 there.
+    through its `state_dict` and `load_state_dict`. Transformer Engine's FusedAdam has its state in fp32 there. An
+    optimizer of several (`MuonAndAdam`) tells by its `parts` which of them steps a parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: WholeModel) -> None:
-        self._sharded, self.defaults = optimizer, optimizer.defaults
+        self._sharded, self._model, self.defaults = optimizer, model, optimizer.defaults
         left_out = model.copies
         held = [[each for each in group["params"] if id(each) not in left_out] for group in optimizer.param_groups]
         self._parameters = {id(model.whole_of(each)): each for parameters in held for each in parameters}
@@ -222,6 +227,46 @@ class WholeOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": [keys[each] for each in group["params"]]} for group in self._sharded.param_groups]
         by_key = {keys[parameter]: slots for parameter, slots in state.items()}
         self._sharded.load_state_dict({"state": by_key, "param_groups": groups})
+
+    def readable(self, source: Source) -> Source:
+        """A checkpoint under native names, with the entries that this optimizer reads.
+
+        Left out are steps of parameters whose steps are not counted here, and the mark of expert-parallel
+        groups: a model on other ranks has other groups.
+
+        Raises:
+            ValueError: A parameter's state is another optimizer's.
+        """
+        stored: dict[str, set[str]] = defaultdict(set)
+        for full in (*source.tensors, *source.objects):
+            if full.startswith(STATE):
+                name, _, slot = full.removeprefix(STATE).rpartition(".")
+                stored[name].add(slot)
+        left_out = set()
+        for name, (kind, slots) in self._slots_by_name().items():
+            if slots - {"step"} - stored[name] and stored[name] - {"step"}:
+                raise ValueError(
+                    f"Expected the checkpoint to hold {_listed(slots)} of {name!r}, the state of {kind}, got "
+                    f"{_listed(stored[name])}, another optimizer's. Load the weights alone: leave `optimizer` out."
+                )
+            if "step" not in slots:
+                left_out.add(f"{STATE}{name}.step")
+
+        def kept(name: str) -> str | None:
+            is_of_ranks = name.startswith(OPTIONS) and name.endswith(".is_expert_parallel")
+            return None if is_of_ranks or name in left_out else name
+
+        return rename(source, kept)
+
+    def _slots_by_name(self) -> dict[str, tuple[str, set[str]]]:
+        """The class that steps each parameter and the slots it keeps, for the classes whose slots are known."""
+        known = {}
+        for part in getattr(self._sharded, "parts", (self._sharded,)):
+            for group in part.param_groups:
+                if (slots := _slots(part, group)) is not None:
+                    known.update({id(each): (type(part).__name__, slots) for each in group["params"]})
+        named = {name: self._parameters.get(id(whole)) for name, whole in self._model.state_dict().items()}
+        return {name: known[id(each)] for name, each in named.items() if id(each) in known}
 
     def _count_in(self, group: dict[str, Any], wholes: Iterable[torch.Tensor]) -> None:
         """Move the number of steps from the parameters, where readers of checkpoints have it, to their group."""
@@ -263,10 +308,10 @@ class _Wholes:
                 f"Expected parameters sharded by fully_shard_model, got {name!r} as a plain tensor of shape "
                 f"{tuple(parameter.shape)}. Call lamella_megatron.fully_shard_model(model) first."
             )
-        if others := [each for each in parameter.placements if type(each) not in (Shard, Replicate)]:
+        if others := [each for each in parameter.placements if type(each) not in (Shard, RaggedShard, Replicate)]:
             raise NotImplementedError(
-                f"Expected {name!r} placed by Shard and Replicate alone, got {others[0]!r}, which records an order of "
-                "cuts that leaves out tensor parallelism. Shard the model with one sharding axis and even layouts."
+                f"Expected {name!r} placed by Shard, RaggedShard and Replicate alone, got {others[0]!r}, which records "
+                "an order of cuts that leaves out tensor parallelism. Shard the model with one sharding axis."
             )
         mesh = self._mesh(parameter.device_mesh, is_expert=is_expert)
         dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
@@ -304,10 +349,23 @@ def _with_axis(data: DeviceMesh, tp: dist.ProcessGroup) -> DeviceMesh:
 
 def _over(tensor: DTensor, mesh: DeviceMesh, placements: Any, shape: torch.Size) -> DTensor:
     """Another DTensor over a DTensor's local memory."""
-    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), tensor.dtype)
     with torch.no_grad():
         local = tensor.to_local()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return dtensor_over(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+
+
+def _slots(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str] | None:
+    """The state that an optimizer keeps for each parameter of a group; None for an optimizer of another library."""
+    if isinstance(optimizer, SGD | Muon):
+        return {"momentum_buffer"} if group["momentum"] or isinstance(optimizer, Muon) else set()
+    if isinstance(optimizer, Adam) or _packs_state(optimizer):  # AdamW is a subclass of Adam
+        return {"exp_avg", "exp_avg_sq", "step"}
+    return None
+
+
+def _listed(slots: Iterable[str]) -> str:
+    return ", ".join(sorted(slots))
 
 
 def _packs_state(optimizer: torch.optim.Optimizer) -> bool:
