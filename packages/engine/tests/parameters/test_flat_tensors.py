@@ -1,4 +1,4 @@
-"""What can be computed with tensors of which each rank has any number of rows, and what is refused."""
+"""Operations on tensors of which each rank has any number of rows, and operations that are refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_is_redistributed_as_torch_would_have_distributed_it() -> None:
 
 
 def test_a_tensor_that_another_axis_cuts_too_computes_on_its_rows_and_refuses_all_else() -> None:
-    """As a tensor-parallel rank's part: other parts are not on the ragged axis."""
+    """A tensor-parallel rank's part is cut by two axes: the ragged axis has no other part."""
 
     def on_each_rank() -> None:
         mesh, placements = mesh_of((2, 2)), (RaggedShard((0, 0, 4)), Shard(1))

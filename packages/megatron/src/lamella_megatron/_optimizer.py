@@ -88,7 +88,7 @@ def sharded_optimizer(
             make = fused_adam(config, (p for _, p in named))
         elif config.optimizer == "muon":
             tp = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
-            make = muon_maker(config, named, tp.size())
+            make = muon_maker(config, named, tp.size(), model_chunks[0].config)
         else:
             make = _maker(config)
     overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides

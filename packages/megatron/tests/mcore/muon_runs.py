@@ -49,7 +49,7 @@ def muon_config(**fields: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     made = OptimizerConfig(optimizer="adam", lr=0.02, weight_decay=0.0, clip_grad=0.5, adam_eps=1e-3)
-    torchs = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_split_qkv": False, "muon_nesterov": True}
+    torchs = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_nesterov": True}
     for name, value in {**torchs, **fields}.items():
         setattr(made, name, value)  # The constructor asks for emerging_optimizers.
     return made

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,16 +37,21 @@ def in_fp64(on_cpu: None) -> Iterator[None]:
 
 
 @cache
-def _on_one_data_parallel_rank(kind: str, tp: int) -> list[Weights]:
+def _on_one_data_parallel_rank(kind: str, tp: int, is_split: bool) -> list[Weights]:
     """Three steps of torch's Muon and AdamW over plain parameters, by tensor-parallel rank."""
 
     def on_each_rank() -> Weights:
         from lamella_megatron._muon import MuonAndAdam
 
-        model = made(kind, Layout(num_ranks=tp, tp=tp))
+        model: Any = made(kind, Layout(num_ranks=tp, tp=tp))
+        heads, groups, width = (
+            getattr(model.config, name) for name in ("num_attention_heads", "num_query_groups", "kv_channels")
+        )
+        rows = heads // groups * width, width, width
+        fused = {p: rows for name, p in model.named_parameters() if is_split and name.endswith("linear_qkv.weight")}
         muon = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
         adam = {"lr": 0.02, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-3}
-        optimizer = MuonAndAdam([{"params": list(model.parameters())}], muon=muon, adam=adam)
+        optimizer = MuonAndAdam([{"params": list(model.parameters())}], muon=muon, adam=adam, fused=fused)
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             token_losses(model, BATCH).mean().backward()  # type: ignore[no-untyped-call]
@@ -60,17 +66,18 @@ def _on_one_data_parallel_rank(kind: str, tp: int) -> list[Weights]:
 @NEEDS_FLAT_LAYOUT
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "layout", "is_split"),
     [
-        ("gpt", Layout(num_ranks=2)),
-        ("gpt", Layout(num_ranks=4, tp=2)),
-        ("moe", Layout(num_ranks=2)),
-        ("moe", Layout(num_ranks=2, ep=2)),
+        ("gpt", Layout(num_ranks=2), True),
+        ("gpt", Layout(num_ranks=2), False),
+        ("gpt", Layout(num_ranks=4, tp=2), True),
+        ("moe", Layout(num_ranks=2), True),
+        ("moe", Layout(num_ranks=2, ep=2), False),
     ],
     ids=str,
 )
-def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, stage: str) -> None:
-    expected = _on_one_data_parallel_rank(kind, layout.tp)
+def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, is_split: bool, stage: str) -> None:
+    expected = _on_one_data_parallel_rank(kind, layout.tp, is_split)
 
     def on_each_rank() -> None:
         from megatron.core import parallel_state
@@ -78,7 +85,8 @@ def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, stag
         from lamella_megatron.training import sharded_optimizer
 
         model = wrapped(kind, layout, stage)
-        optimizer = sharded_optimizer(muon_config(clip_grad=0.5 if layout.tp == 1 else 0.0), [model])
+        config = muon_config(clip_grad=0.5 if layout.tp == 1 else 0.0, muon_split_qkv=is_split)
+        optimizer = sharded_optimizer(config, [model])
         train(model, optimizer)
         alone = expected[parallel_state.get_tensor_model_parallel_rank()]
         for name, parameter in model.module.named_parameters():
@@ -86,6 +94,30 @@ def test_shards_take_the_steps_of_whole_matrices(kind: str, layout: Layout, stag
             torch.testing.assert_close(whole_of(parameter), wanted, rtol=1e-5, atol=1e-6, msg=name)
 
     run_ranks(on_each_rank, layout.num_ranks)
+
+
+def test_queries_keys_and_values_are_matrices_of_their_own() -> None:
+    from lamella_megatron._muon import MuonAndAdam
+
+    rows, num_groups = (4, 2, 3), 3
+    generator = torch.Generator().manual_seed(0)
+    fused = nn.Parameter(torch.randn(num_groups * sum(rows), 6, generator=generator))
+    numbers = torch.split(torch.arange(len(fused)).view(num_groups, sum(rows)), list(rows), 1)
+    apart = [nn.Parameter(fused.detach()[each.flatten()]) for each in numbers]
+    muon: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = MuonAndAdam([{"params": [fused]}], muon=muon, adam={}, fused={fused: rows})
+    reference = torch.optim.Muon(apart, **muon)
+    for _ in range(NUM_STEPS):
+        fused.grad = torch.randn(fused.shape, generator=generator)
+        for parameter, each in zip(apart, numbers, strict=True):
+            parameter.grad = fused.grad[each.flatten()]
+        optimizer.step()
+        reference.step()  # type: ignore[no-untyped-call]
+    for parameter, each in zip(apart, numbers, strict=True):
+        assert torch.equal(fused.detach()[each.flatten()], parameter)
+        assert torch.equal(
+            optimizer.state[fused]["momentum_buffer"][each.flatten()], reference.state[parameter]["momentum_buffer"]
+        )
 
 
 @NEEDS_FLAT_LAYOUT
@@ -127,7 +159,7 @@ def test_state_and_learning_rates_are_one_optimizers(tmp_path: Path) -> None:
     [
         ({}, r"Expected whole matrices for Muon, got \d+ rows of \d+ for '.*weight'. .*keep_matrices"),
         ({"muon_extra_scale_factor": 1.0}, r"torch's scales, .* got \('spectral', 1.0\)"),
-        ({"muon_split_qkv": True}, "`config.muon_split_qkv` to be False for torch's Muon, got True"),
+        ({"muon_scalar_optimizer": "lion"}, "`config.muon_scalar_optimizer` to be 'adam' for torch's Muon, got 'lion'"),
     ],
 )
 def test_muon_that_torch_does_not_have_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -140,3 +172,16 @@ def test_muon_that_torch_does_not_have_is_refused(fields: dict[str, Any], words:
             sharded_optimizer(muon_config(**fields), [model])
 
     run_ranks(on_each_rank, 2)
+
+
+def test_a_fused_matrix_of_other_rows_than_the_config_says_is_refused() -> None:
+    from lamella_megatron._muon import muon_maker
+
+    model_config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=3, attention_output_gate=True)
+    name, words = (
+        "decoder.linear_qkv.weight",
+        r"'decoder.linear_qkv.weight' to have 18 rows for each query group, got 12",
+    )
+    muon_maker(muon_config(), [(name, torch.zeros(36, 4))], 1, model_config)
+    with pytest.raises(ValueError, match=words):
+        muon_maker(muon_config(), [(name, torch.zeros(12, 4))], 1, model_config)
