@@ -79,6 +79,8 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
     others = ["--ignore", str(CLIENTS)]  # needs libraries that other tests do not
     if session.startswith("gpu("):
         others += ["--ignore", str(MEGATRON)]
+    if RANKS_PER_GPU > 1:  # The command refuses to.
+        others += ["--ignore", str(ROOT / "packages" / "lamella" / "tests" / "test_gpu.py")]
     results: list[int] = []
     for folder in marked:
         with TemporaryDirectory() as temporary:

@@ -73,6 +73,23 @@ def test_backends_that_train_alike_have_equal_losses(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
+def test_rows_in_float8_compare_with_rows_of_their_format_alone() -> None:
+    names = [f"lamella:float8={kind}" for kind in ("tensor", "delayed", "row", "block")]
+    refused = "fsdp2:float8=row"
+    report = _run("--backends", "ideal:float8=tensor", *names, "lamella", refused, "--steps", "2", "--warmup", "2")
+    rows = report.measurements()
+    assert list(rows) == ["ideal:float8=tensor", *names, "lamella"]
+    losses = {name: row.first_loss for name, row in rows.items()}
+    # *ideal* quantises weights that were rounded to bf16 before, as the initial weights are: to the same numbers.
+    assert losses[names[0]] == losses[names[1]] == losses["ideal:float8=tensor"]
+    assert len({*losses.values()}) == 4  # tensor, row, block, bf16
+    assert all(rows[name].last_loss < rows[name].first_loss for name in names)
+    assert report.disagreements() == {}
+    failed = report.rows[refused]
+    assert isinstance(failed, Failure)
+    assert "Expected torchao or a recipe of Transformer Engine as float8 of fsdp2, got 'row'." in failed.error
+
+
 def test_the_commit_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "bench.py"], ["commit", "-qm", "all"]):
         (tmp_path / "bench.py").touch()

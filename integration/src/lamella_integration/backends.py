@@ -8,7 +8,7 @@ as those that keep fp32 throughout. Keyword arguments are what `variants` lets a
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Literal, cast
@@ -29,6 +29,7 @@ import lamella_precision as precision
 from lamella_integration.llama import Block, Head, Llama, LlamaConfig, next_token_loss
 from lamella_integration.reference import init_weights
 from lamella_optim import CapturedStep, capture_step
+from lamella_precision.te import replace_quantized_weights
 
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -178,24 +179,24 @@ def lamella(
         "mempool": buffers.MemPoolAllocator,
         "pool": buffers.PoolAllocator,
     }
-    policy = engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
-    options = engine.ShardingOptions(
-        placements=tuple(getattr(engine, name) for name in placements) or None,
-        allocator=None if allocator is None else allocators[allocator](),
-        keep_budget=keep,
-        prefetch_budget=prefetch,
+    model = workload.model_on_meta()
+    shard = partial(
+        engine.fully_shard,
+        mesh=_mesh(workload, mesh),
+        mp_policy=engine.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype, recipe=_in_float8(model, float8, workload)
+        ),
+        options=engine.ShardingOptions(
+            placements=tuple(getattr(engine, name) for name in placements) or None,
+            allocator=None if allocator is None else allocators[allocator](),
+            keep_budget=keep,
+            prefetch_budget=prefetch,
+        ),
     )
-    device_mesh = _mesh(workload, mesh)
-
-    def shard(unit: nn.Module, **given: object) -> None:
-        recipe = precision.matrices_of(unit, RECIPES[float8]) if float8 in RECIPES and _is_block(unit) else None
-        own = replace(policy, recipe=recipe)
-        engine.fully_shard(unit, mesh=device_mesh, mp_policy=own, options=options, **given)  # type: ignore[arg-type]
-
     prepare: Callable[[torch.optim.Optimizer], object] | None = None
     if overlap_optimizer != "false":
         prepare = partial(optim.overlap_optimizer, late_gradients=overlap_optimizer == "late")
-    training = _train_sharded(workload, shard, reshard, prepare, graph=graph, float8=float8)
+    training = _train_sharded(workload, model, shard, reshard, prepare, graph=graph, float8=float8)
     _set_reductions(cast(engine.FSDPModule, training.model), reductions, separate)
     return training
 
@@ -210,11 +211,14 @@ def fsdp2(
     graph: bool = False,
     float8: str | None = None,
 ) -> Training:
-    """`torch.distributed.fsdp.fully_shard`, built on the meta device; float8 is torchao's alone."""
-    _refuse_recipe(float8, "fsdp2")
+    """`torch.distributed.fsdp.fully_shard`, built on the meta device; in float8 torchao's layers, or TE's in bf16."""
+    if float8 in RECIPES:
+        raise NotImplementedError(f"Expected {TORCHAO} or a recipe of {TE} as float8 of fsdp2, got {float8!r}.")
+    model = workload.model_on_meta()
+    _in_float8(model, float8, workload, has_quantized_weights=False)
     policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=workload.reduce_dtype)
     shard = partial(torch_fsdp.fully_shard, mesh=_mesh(workload, mesh), mp_policy=policy)
-    training = _train_sharded(workload, shard, reshard, graph=graph, float8=float8)
+    training = _train_sharded(workload, model, shard, reshard, graph=graph, float8=float8)
     _set_reductions(cast(torch_fsdp.FSDPModule, training.model), reductions, separate)
     return training
 
@@ -240,16 +244,22 @@ def ideal(workload: Workload, *, graph: bool = False, float8: str | None = None)
     """The limit: bf16 weights on every rank, no communication, AdamW over one rank's share in fp32.
 
     Its weights never move, because nothing carries gradients to the optimizer: only its first loss can be compared. In
-    float8 it quantises its bf16 weights at each use.
+    float8 it quantises its bf16 weights at each use; Transformer Engine's are quantised once.
     """
     model = workload.model(torch.bfloat16)
-    _multiply_in_float8(model, float8)
+    _in_float8(model, float8, workload, gathers=False)
     numel = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     share = nn.Parameter(torch.zeros(numel, device=workload.device))
     share.grad = torch.zeros_like(share)
     optimizer = _adamw([share], workload, capturable=graph)
     kind = partial(Captured, optimizer=optimizer) if graph else Training
-    return kind(model=model, optimizer_step=optimizer.step, zero_grad=model.zero_grad, learns=False)
+    return kind(
+        model=model,
+        optimizer_step=optimizer.step,
+        zero_grad=model.zero_grad,
+        compute_context=_quantising(float8),
+        learns=False,
+    )
 
 
 def megatron_fsdp(workload: Workload, *, stage: int = 3, mesh: Sequence[int] = ()) -> Training:
@@ -360,11 +370,14 @@ RECIPES = {
     "row": precision.Float8Recipe((1, None)),
     "block": precision.Float8Recipe((128, 128)),
 }
-FLOAT8 = (*RECIPES, TORCHAO)
+TE = "Transformer Engine"
+_TE_RECIPES = {"te": "Float8CurrentScaling", "te_delayed": "DelayedScaling", "te_squares": "Float8BlockScaling"}
+FLOAT8 = (*RECIPES, TORCHAO, *_TE_RECIPES)
 
 
 def _train_sharded(
     workload: Workload,
+    model: Llama,
     shard: Callable[..., object],
     reshard: bool | int | None,
     prepare: Callable[[torch.optim.Optimizer], object] | None = None,
@@ -372,8 +385,6 @@ def _train_sharded(
     graph: bool = False,
     float8: str | None = None,
 ) -> Training:
-    model = workload.model_on_meta()
-    _multiply_in_float8(model, float8, gathers=True)
     for unit in workload.units_of(model):
         shard(unit, reshard_after_forward=False if unit is model.head else reshard)
     shard(model)
@@ -398,32 +409,67 @@ def _train_sharded(
             _import("torchao.float8", TORCHAO).precompute_float8_dynamic_scale_for_fsdp(model)
 
     kind = partial(Captured, optimizer=optimizer) if graph else Training
-    return kind(model=model, optimizer_step=step, zero_grad=optimizer.zero_grad, microbatch=microbatch)
+    return kind(
+        model=model,
+        optimizer_step=step,
+        zero_grad=optimizer.zero_grad,
+        compute_context=_quantising(float8),
+        microbatch=microbatch,
+    )
 
 
-def _multiply_in_float8(model: Llama, float8: str | None, *, gathers: bool = False) -> None:
-    """Let the blocks' linear layers multiply in float8; not by scales of squares, which are gathered alone.
+def _in_float8(
+    model: Llama,
+    float8: str | None,
+    workload: Workload,
+    *,
+    gathers: bool = True,
+    has_quantized_weights: bool = True,
+) -> Callable[[nn.Parameter], precision.Recipe | None] | None:
+    """Let the blocks' linear layers multiply in float8, and return the recipes of lamella's gathers.
 
     Args:
-        model: Before sharding.
-        float8: A name of `RECIPES`, or torchao's; None changes nothing.
-        gathers: Let torchao's weights travel in float8 too.
+        model: Before sharding. Transformer Engine's layers come with memory, also on the meta device.
+        float8: One of `FLOAT8`; None changes nothing.
+        workload: Of the model.
+        gathers: Whether weights will be gathered: torchao's then travel in float8.
+        has_quantized_weights: Whether Transformer Engine's weights are quantised themselves.
     """
+    if float8 is None:
+        return None
     if float8 == TORCHAO:
         torchao = _import("torchao.float8", TORCHAO)
         config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
         torchao.convert_to_float8_training(model.blocks, config=config)
-    elif float8 is not None and float8 != "block":
-        precision.use_float8_matmul(model.blocks, RECIPES[float8])
-
-
-def _is_block(unit: nn.Module) -> bool:
-    return isinstance(unit, Block)
-
-
-def _refuse_recipe(float8: str | None, backend: str) -> None:
+        return None
     if float8 in RECIPES:
-        raise NotImplementedError(f"Expected float8={TORCHAO} for {backend}, got {float8}, which is lamella's.")
+        if float8 != "block":  # gathered alone
+            precision.use_float8_matmul(model.blocks, RECIPES[float8])
+        return precision.matrices_of(model.blocks, RECIPES[float8])
+    te = _import("transformer_engine.pytorch", TE)
+    with te.quantized_model_init(enabled=has_quantized_weights, recipe=_te_recipe(float8)):
+        for block in model.blocks:
+            for parent in [*block.modules()]:
+                for name, layer in parent.named_children():
+                    if type(layer) is nn.Linear:
+                        options = {"params_dtype": layer.weight.dtype, "device": workload.device}
+                        made = te.Linear(layer.in_features, layer.out_features, bias=False, **options)
+                        if not layer.weight.is_meta:
+                            made.weight.data.copy_(layer.weight)
+                        setattr(parent, name, made)
+    return replace_quantized_weights(model) if gathers and has_quantized_weights else None
+
+
+def _quantising(float8: str | None) -> Callable[[], AbstractContextManager[object]]:
+    """What a forward runs in: Transformer Engine's context for its layers."""
+    if float8 not in _TE_RECIPES:
+        return nullcontext
+    recipe = _te_recipe(float8)
+    return lambda: _import("transformer_engine.pytorch", TE).autocast(enabled=True, recipe=recipe)
+
+
+def _te_recipe(float8: str) -> object:
+    return getattr(_import("transformer_engine.common.recipe", TE), _TE_RECIPES[float8])()
 
 
 def _set_reductions(root: torch_fsdp.FSDPModule, in_flight: int, separate: bool) -> None:
