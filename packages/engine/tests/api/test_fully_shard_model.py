@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import MixedPrecisionPolicy, ShardingPlan, fully_shard, fully_shard_model, plan_units
+from lamella_precision import Float8Recipe
 from lamella_testing import run_ranks
 
 BLOCK_NBYTES = 4 * 196  # (13, 7), (13,), (7, 13) and (1,) in fp32
@@ -296,8 +297,9 @@ def test_a_tied_model_trains_as_unsharded(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
-def test_units_own_the_parameters_and_the_bytes_that_were_planned() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_dtype=torch.float64)
+@pytest.mark.parametrize("recipe", [None, lambda p: Float8Recipe() if p.ndim == 2 else None], ids=["bf16", "float8"])
+def test_units_own_the_parameters_and_the_bytes_that_were_planned(recipe: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_dtype=torch.float64, recipe=recipe)
 
     def check() -> None:
         for wanted in (Residual, 300, ["*.up", "left.head"]):
@@ -311,8 +313,8 @@ def test_units_own_the_parameters_and_the_bytes_that_were_planned() -> None:
                 members = [parameter for group in groups for parameter in group.parameters]
                 assert {p.name for p in unit.parameters} == {p.name for p in members}, unit.name
                 assert unit.numel == sum(p.sharded.numel() for p in members)
-                whole_nbytes = sum(p.unsharded.numel() * p.unsharded.element_size() for p in members)
-                assert unit.unsharded_nbytes == whole_nbytes
+                wholes = [whole for p in members for whole in getattr(p.unsharded, "payloads", (p.unsharded,))]
+                assert unit.unsharded_nbytes == sum(whole.nbytes for whole in wholes)
                 if dist.get_rank() == 0:
                     assert unit.shard_nbytes(2) == sum(p.shard.numel() * p.shard.element_size() for p in members)
 

@@ -16,12 +16,21 @@ _NUMBERS = ("parameters", "unsharded", "a rank")
 
 
 class PlannedParameter(NamedTuple):
-    """One parameter of a planned unit: the name below the unit, the whole shape, the dtypes at rest and in compute."""
+    """One parameter of a planned unit.
+
+    Attributes:
+        name: Below the unit.
+        shape: Of the whole parameter.
+        main_dtype: At rest.
+        compute_dtype: In compute.
+        unsharded_nbytes: Bytes of the gathered parameter, in the format that its recipe gives it.
+    """
 
     name: str
     shape: tuple[int, ...]
     main_dtype: torch.dtype
     compute_dtype: torch.dtype
+    unsharded_nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +54,8 @@ class PlannedUnit:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded parameters, in their compute dtypes, without padding."""
-        return sum(prod(parameter.shape) * parameter.compute_dtype.itemsize for parameter in self.parameters)
+        """Bytes of the unsharded parameters, without padding."""
+        return sum(parameter.unsharded_nbytes for parameter in self.parameters)
 
     def shard_nbytes(self, num_ranks: int) -> int:
         """Bytes of rank 0's shards, which are the largest, in their main dtypes, without padding."""

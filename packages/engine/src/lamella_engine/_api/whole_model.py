@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, SupportsIndex, TypeVar
 
 import torch.distributed as dist
@@ -183,8 +184,11 @@ class _Tree:
         return [self._described(name, p) for name, p in module.named_parameters() if id(p) in wanted]
 
     def _described(self, name: str, parameter: nn.Parameter) -> PlannedParameter:
-        main, compute, _ = dtypes_of(parameter, self._policy.resolved_for(parameter))
-        return PlannedParameter(name, tuple(parameter.shape), main, compute)
+        policy, shape = self._policy.resolved_for(parameter), tuple(parameter.shape)
+        main, compute, _ = dtypes_of(parameter, policy)
+        payloads = policy.recipe_of(main).payloads(shape, main)
+        nbytes = sum(prod(payload.shape) * payload.dtype.itemsize for payload in payloads)
+        return PlannedParameter(name, shape, main, compute, nbytes)
 
     def nbytes(self, module: nn.Module) -> int:
         """Bytes of a module's unsharded parameters."""
