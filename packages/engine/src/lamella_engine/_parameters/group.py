@@ -30,7 +30,6 @@ from lamella_engine._parameters.sharded_parameter import (
     Candidate,
     ShardedParameter,
     any_replaced,
-    attributes_alone,
     dtensor_for,
     install,
     put,
@@ -458,10 +457,9 @@ class ParameterGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether any member has an unreduced gradient."""
-        with attributes_alone():
-            for parameter in self.parameters:
-                if parameter.unsharded.grad is not None or parameter.accumulated is not None:
-                    return True
+        for parameter in self.parameters:
+            if parameter.unsharded.grad is not None or parameter.accumulated is not None:
+                return True
         return False
 
     @property
