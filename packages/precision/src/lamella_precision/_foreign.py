@@ -1,8 +1,14 @@
-"""Weights that another library has quantised: recognised by the class's module, which is never imported here."""
+"""Weights in classes of another library: recognised by the class's module, which is never imported here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn as nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lamella_precision._recipe import Recipe
 
 _WAYS_OUT = {
     "transformer_engine": (
@@ -28,6 +34,52 @@ def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
             f"Expected {name!r} to be a plain tensor, got a {type(tensor).__name__} of {_library(tensor)}, which was "
             f"quantised when it was built. {_WAYS_OUT[_library(tensor)]}"
         )
+
+
+def replace_weights(
+    model: nn.Module,
+    recipe_of: Callable[[str, nn.Module, nn.Parameter], Recipe | None],
+    values_of: Callable[[nn.Parameter], torch.Tensor],
+    *,
+    dropped: Sequence[str] = (),
+) -> Callable[[nn.Parameter], Recipe | None] | None:
+    """Replace the parameters with a recipe by plain ones, after all recipes are known; tied ones stay tied.
+
+    Args:
+        model: Changed in place.
+        recipe_of: From name, module and parameter; None leaves the parameter.
+        values_of: The values of the new parameter, which gets the marks of libraries too.
+        dropped: Attributes of a parameter that are no such marks.
+
+    Returns:
+        A function of a parameter: its recipe or None, which keeps no parameter alive. None: no parameter has a recipe.
+    """
+    found: dict[int, tuple[nn.Parameter, Recipe, list[tuple[nn.Module, str]]]] = {}
+    for prefix, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in found:
+                recipe = recipe_of(f"{prefix}.{own_name}" if prefix else own_name, module, parameter)
+                if recipe is None:
+                    continue
+                found[id(parameter)] = parameter, recipe, []
+            found[id(parameter)][2].append((module, own_name))
+    if not found:
+        return None
+    recipes = WeakIdKeyDictionary()
+    while found:  # an original's memory goes as soon as its values are copied
+        _, (parameter, recipe, places) = found.popitem()
+        plain = nn.Parameter(values_of(parameter).detach(), requires_grad=parameter.requires_grad)
+        unmarked = (*vars(parameter.detach()), *dropped, "_is_param")  # the class's, and what makes it a parameter
+        vars(plain).update({key: mark for key, mark in vars(parameter).items() if key not in unmarked})
+        recipes[plain] = recipe
+        for module, own_name in places:
+            setattr(module, own_name, plain)
+
+    def choose(parameter: nn.Parameter) -> Recipe | None:
+        chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]
+        return chosen
+
+    return choose
 
 
 def _library(tensor: torch.Tensor) -> str:

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_precision._float8 import Float8Recipe, encode_cuts, newest_scales
-from lamella_precision._foreign import is_quantized
+from lamella_precision._foreign import is_quantized, replace_weights
 from lamella_precision._recipe import Part, PayloadFormat, Recipe
 from lamella_precision._tiles import Block, Cut, grid_of
 
@@ -30,7 +29,7 @@ _SQUARES: Block = (128, 128)
 _MATRIX: Block = (None, None)
 _GRID_COLUMNS = 4  # cuBLAS reads rows of scales padded to a multiple
 # Attributes of a quantised parameter that keep its initial values alive, and itself.
-_INITIAL = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val", "_is_param")
+_INITIAL = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val")
 
 # Its backward reads copies that forward left, and forward's go when the unit reshards.
 _MAKES_NO_COPY = "LayerNormMLP"
@@ -60,40 +59,27 @@ def replace_quantized_weights(
 
     Source: Transformer Engine 2.11, `pytorch/tensor` and `pytorch/quantization.py`.
     """
-    found: dict[int, tuple[nn.Parameter, Recipe, list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in model.named_modules():
-        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{own_name}" if prefix else own_name
-            if parameter.is_meta and getattr(module, "primary_weights_in_fp8", False):
-                raise ValueError(
-                    f"Expected {name!r} on a device, as its layer quantises it there, got meta. Build the model "
-                    "without `device='meta'`."
-                )
-            if not is_quantized(parameter):
-                continue
-            if id(parameter) not in found:
-                found[id(parameter)] = parameter, _recipe_of(name, module, parameter, compute_dtype), []
-            found[id(parameter)][2].append((module, own_name))
-    if not found:
+
+    def recipe_of(name: str, module: nn.Module, parameter: nn.Parameter) -> Recipe | None:
+        if parameter.is_meta and getattr(module, "primary_weights_in_fp8", False):
+            raise ValueError(
+                f"Expected {name!r} on a device, as its layer quantises it there, got meta. Build the model "
+                "without `device='meta'`."
+            )
+        return _recipe_of(name, module, parameter, compute_dtype) if is_quantized(parameter) else None
+
+    choose = replace_weights(model, recipe_of, _values_of, dropped=_INITIAL)
+    if choose is None:
         raise ValueError(
             "Expected a model with quantised weights of Transformer Engine, got none. Build its layers under "
             "`transformer_engine.pytorch.quantized_model_init(enabled=True)`, and call this before fully_shard."
         )
-    recipes = WeakIdKeyDictionary()
-    while found:  # an original's memory goes as soon as its values are copied
-        _, (parameter, recipe, places) = found.popitem()
-        plain = _plain(parameter)
-        recipes[plain] = recipe
-        for module, own_name in places:
-            setattr(module, own_name, plain)
-            if type(module).__name__ == _MAKES_NO_COPY:
-                module.register_forward_pre_hook(partial(_copy_before_recomputation, own_name))
-                module.register_forward_hook(partial(_copy_before_backward, own_name))
-
-    def choose(parameter: nn.Parameter) -> Recipe | None:
-        chosen: Recipe | None = recipes.get(parameter)  # type: ignore[no-untyped-call]
-        return chosen
-
+    for module in model.modules():
+        if type(module).__name__ == _MAKES_NO_COPY:
+            for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if choose(parameter) is not None:
+                    module.register_forward_pre_hook(partial(_copy_before_recomputation, own_name))
+                    module.register_forward_hook(partial(_copy_before_backward, own_name))
     return choose
 
 
@@ -315,13 +301,9 @@ def _copy_before_recomputation(name: str, module: nn.Module, _: object) -> None:
         weight.update_usage(columnwise_usage=True)
 
 
-def _plain(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter with the values before quantisation, or dequantised, and the marks of libraries."""
+def _values_of(parameter: nn.Parameter) -> torch.Tensor:
+    """The values before quantisation, or dequantised."""
     weight: Any = parameter
     with torch.no_grad():
-        values = getattr(weight, "get_high_precision_init_val", lambda: None)()
-        values = weight.dequantize() if values is None else values
-    plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
-    own = vars(parameter.detach())  # the class's
-    vars(plain).update({key: mark for key, mark in vars(parameter).items() if key not in (*own, *_INITIAL)})
-    return plain
+        values: torch.Tensor | None = getattr(weight, "get_high_precision_init_val", lambda: None)()
+        return weight.dequantize() if values is None else values

@@ -1,0 +1,164 @@
+"""torchao's float8 weights: replaced by plain ones, and encoded to the bytes of its own all-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from lamella_precision._float8 import Float8Recipe, encode_cuts
+from lamella_precision._foreign import replace_weights
+from lamella_precision._recipe import Part, PayloadFormat, Recipe
+from lamella_precision._tiles import Cut
+
+_CLASS = "WeightWithDynamicFloat8CastTensor"
+_EPSILON = 1e-12  # torchao's smallest amax
+
+
+def replace_quantized_weights(
+    model: nn.Module, *, compute_dtype: torch.dtype = torch.bfloat16
+) -> Callable[[nn.Parameter], Recipe | None]:
+    """Replace a model's weights of torchao by plain ones, and return their recipes, as `MixedPrecisionPolicy.recipe`.
+
+    For a model after `convert_to_float8_training` with `enable_fsdp_float8_all_gather=True`, before `fully_shard` and
+    before an optimizer. Layers find torchao's `Float8TrainingTensor` in each pass: a unit's weights are encoded
+    together, and the scales of all units come from one reduction, so `precompute_float8_dynamic_scale_for_fsdp` has
+    no weight left to serve. Without this call each weight is gathered by torchao's own methods.
+
+    Args:
+        model: Changed in place. The new parameters share the weights' memory, on the meta device too.
+        compute_dtype: Dtype that the gathered weights stand for, and of their gradients: the policy's `param_dtype`.
+
+    Returns:
+        A function of a parameter: the recipe of a replaced weight, else None. The function keeps no parameter alive.
+
+    Raises:
+        ValueError: The model has no such weight.
+        NotImplementedError: A weight is a DTensor (tensor parallel), is no matrix, or has a format other than e4m3fn
+            and e5m2.
+
+    Source: torchao 0.17, `float8/fsdp_utils.py` and `float8/float8_utils.py`.
+    """
+
+    def recipe_of(name: str, _module: nn.Module, parameter: nn.Parameter) -> Recipe | None:
+        weight: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if type(weight).__name__ != _CLASS or type(weight).__module__.partition(".")[0] != "torchao":
+            return None
+        formats = (torch.float8_e4m3fn, torch.float8_e5m2)
+        if isinstance(parameter, DTensor) or weight.ndim != 2 or weight._dtype not in formats:
+            raise NotImplementedError(
+                f"Expected {name!r} as a plain matrix with a format of {formats}, got a {type(parameter).__name__} of "
+                f"shape {tuple(parameter.shape)} and {weight._dtype}. Call this before fully_shard, or leave the model "
+                "to torchao's own methods, without this call."
+            )
+        return CastWeights(type(weight), weight._linear_mm_config, weight._dtype, compute_dtype)
+
+    choose = replace_weights(model, recipe_of, lambda parameter: vars(parameter)["_tensor"])
+    if choose is None:
+        raise ValueError(
+            "Expected a model with float8 weights of torchao, got none. Convert it by `convert_to_float8_training` "
+            "with `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`, and call this before fully_shard."
+        )
+    return choose
+
+
+@dataclass(frozen=True)
+class CastWeights:
+    """The recipe of `WeightWithDynamicFloat8CastTensor`: float8 data with a scale a matrix.
+
+    The amaxes are of all ranks' rows, and the arithmetic is torchao's: the gathered bytes are those of its own
+    `fsdp_pre_all_gather` on the main weights' rows.
+
+    Args:
+        kind: The class, whose `fsdp_post_all_gather` makes the gathered tensor, once.
+        linear_mm_config: torchao's options of products.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        compute_dtype: Dtype that the weight stands for, and of its gradient.
+    """
+
+    kind: type[torch.Tensor]
+    linear_mm_config: Any
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+    @property
+    def block_rows(self) -> int:
+        """Cuts are allowed after any row: amaxes are of all ranks."""
+        return 1
+
+    @property
+    def num_past(self) -> int:
+        """Scales depend on no earlier measurement."""
+        return 0
+
+    @cached_property
+    def _tiling(self) -> Float8Recipe:
+        """Finds the shards of matrices, and their amaxes."""
+        return Float8Recipe(dtype=self.dtype)
+
+    def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> tuple[PayloadFormat, ...]:
+        """The data, for both directions.
+
+        Raises:
+            ValueError: The weight is of fewer than two dims.
+        """
+        return self._tiling.payloads(shape, main_dtype)
+
+    def columns(
+        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
+    ) -> tuple[Sequence[Cut] | None]:
+        """For each weight the views of sources, destinations and scales."""
+        return self._tiling.columns(shards, payloads, parts)
+
+    def encode(self, *columns: Sequence[Cut] | None) -> None:
+        """Multiply by the scales, saturate, and round to the format.
+
+        Effects: as `Float8Recipe.encode`.
+        """
+        (cuts,) = columns
+        encode_cuts(cuts or (), self._tiling.largest, multiplies=True)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """(1, 1) for a matrix: the number that the weight is multiplied by."""
+        return self._tiling.scale_shape(shape)
+
+    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
+        """For each weight the views of its rows and of its amax."""
+        return self._tiling.measure_columns(shards, parts)
+
+    def measure(self, *columns: Sequence[Cut]) -> None:
+        """Write the largest magnitude of each weight's part on this rank.
+
+        Effects: as `Float8Recipe.measure`.
+        """
+        self._tiling.measure(*columns)
+
+    def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
+        """Compute the scales of all weights of a group from amaxes of whole weights.
+
+        Args:
+            amaxes: (n,), fp32.
+            scales: (n,), fp32, written.
+            past: (0, n).
+
+        Effects: a few kernels on the current stream, no host sync.
+        """
+        # In fp64, as torchao: its epsilon has another value in fp32.
+        scales.copy_(self._tiling.largest / amaxes.double().clamp_min(_EPSILON))
+
+    def decode(
+        self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A `Float8TrainingTensor` over data and scale."""
+        assert scales is not None
+        (data,) = payloads
+        make: Any = self.kind
+        maker = make(data, self.linear_mm_config, self.dtype)
+        made, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
+        decoded: torch.Tensor = made
+        return decoded
