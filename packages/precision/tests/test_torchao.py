@@ -19,7 +19,7 @@ FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _recipe(layer: torchao.Float8Linear, **options: Any) -> CastWeights:
-    return cast(CastWeights, replace_quantized_weights(layer, **options)(layer.weight))
+    return cast(CastWeights, replace_quantized_weights(layer, **options)(cast(nn.Parameter, layer.weight)))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

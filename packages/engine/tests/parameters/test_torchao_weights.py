@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_models import record
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella_engine import ZERO1, MixedPrecisionPolicy, ShardingOptions, fully_shard
+from lamella_engine import ZERO1, FSDPModule, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_precision.torchao import replace_quantized_weights
 from lamella_testing import run_ranks
 from lamella_testing import torchao_weights as torchao
@@ -19,9 +20,9 @@ from lamella_testing import torchao_weights as torchao
 WIDTH = 12  # rows that 1, 2 and 3 ranks share evenly: torchao's methods know no padding
 
 
-class _Count(TorchDispatchMode):
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,10 +87,10 @@ def test_rows_that_ranks_share_unevenly_are_gathered_whole() -> None:
     def check() -> None:
         model = _sharded(replaces=True, width=7)
         whole = [
-            torchao.WeightWithDynamicFloat8CastTensor(p.full_tensor(), (), torch.float8_e4m3fn)
+            torchao.WeightWithDynamicFloat8CastTensor(cast(DTensor, p).full_tensor(), (), torch.float8_e4m3fn)
             for p in model[0].parameters()
         ]
-        model[0].unshard()
+        cast(FSDPModule, model[0]).unshard()
         for gathered, own in zip(model[0].parameters(), whole, strict=True):
             (data,), (scale,) = own.fsdp_pre_all_gather(None)
             found: Any = gathered

@@ -46,17 +46,18 @@ def replace_quantized_weights(
     """
 
     def recipe_of(name: str, _module: nn.Module, parameter: nn.Parameter) -> Recipe | None:
-        weight: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if type(weight).__name__ != _CLASS or type(weight).__module__.partition(".")[0] != "torchao":
             return None
         formats = (torch.float8_e4m3fn, torch.float8_e5m2)
-        if isinstance(parameter, DTensor) or weight.ndim != 2 or weight._dtype not in formats:
+        options, dtype = (vars(weight)[key] for key in ("_linear_mm_config", "_dtype"))
+        if isinstance(parameter, DTensor) or weight.ndim != 2 or dtype not in formats:
             raise NotImplementedError(
                 f"Expected {name!r} as a plain matrix with a format of {formats}, got a {type(parameter).__name__} of "
-                f"shape {tuple(parameter.shape)} and {weight._dtype}. Call this before fully_shard, or leave the model "
+                f"shape {tuple(parameter.shape)} and {dtype}. Call this before fully_shard, or leave the model "
                 "to torchao's own methods, without this call."
             )
-        return CastWeights(type(weight), weight._linear_mm_config, weight._dtype, compute_dtype)
+        return CastWeights(type(weight), options, dtype, compute_dtype)
 
     choose = replace_weights(model, recipe_of, lambda parameter: vars(parameter)["_tensor"])
     if choose is None:
