@@ -1,6 +1,9 @@
-"""Files other than their names promise: pipes, sparse terabytes, links, JSON without end, flipped bits."""
+"""Files other than their names promise (pipes, sparse terabytes, links, endless JSON, flipped bits), and full disks."""
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _TERABYTES = 1 << 42
@@ -38,3 +41,14 @@ def flip(file: Path, position: int) -> None:
 def make_deep(file: Path) -> None:
     """Fill the file with brackets that a recursive parser cannot close."""
     file.write_text("[" * 100_000)
+
+
+@contextmanager
+def no_file_larger_than(num_bytes: int | None) -> Iterator[None]:
+    """A full disk, for this process and the processes that it starts meanwhile; None limits nothing."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if num_bytes is None else num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

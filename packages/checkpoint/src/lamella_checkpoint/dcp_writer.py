@@ -4,6 +4,4 @@ For packages that open or write checkpoints, as lamella-convert does. Names may 
 """
 
 from lamella_checkpoint._formats.dcp_from_source import write_dcp as write_dcp
-from lamella_checkpoint._formats.dcp_write import Placed as Placed
-from lamella_checkpoint._formats.dcp_write import complete_without_manifest as complete_without_manifest
-from lamella_checkpoint._formats.dcp_write import write_items as write_items
+from lamella_checkpoint._formats.dcp_write import WithoutManifest as WithoutManifest

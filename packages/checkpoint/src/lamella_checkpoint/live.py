@@ -12,6 +12,9 @@ from lamella_checkpoint._base.ranks import rank as rank
 from lamella_checkpoint._state.contents import Contents as Contents
 from lamella_checkpoint._state.contents import Ranks as Ranks
 from lamella_checkpoint._state.recut import recut as recut
+from lamella_checkpoint._state.shares import Encoded as Encoded
 from lamella_checkpoint._state.shares import Item as Item
 from lamella_checkpoint._state.shares import Share as Share
 from lamella_checkpoint._state.shares import differing as differing
+from lamella_checkpoint._training.save import Part as Part
+from lamella_checkpoint._training.save import save_part as save_part

@@ -1,14 +1,11 @@
 """Saves in the background hold the state of the call, complete by themselves, and tell failures at the next call."""
 
 import os
-import resource
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lamella_checkpoint import AsyncSaver, CheckpointDirectory, CheckpointFailed, SaveHandle, load, save
-from lamella_checkpoint._base.directories import staging_path
-from lamella_checkpoint._base.manifest import Manifest
 from lamella_checkpoint._formats.checksums import Checksums
+from lamella_checkpoint._formats.metadata import StoredMetadata
 from lamella_checkpoint._training import async_save as _async_save
 from lamella_checkpoint._training.async_process import is_settled, mark_failed, part_name
 from lamella_testing import run_ranks
+from lamella_testing.harmed_files import no_file_larger_than
 from lamella_testing.tiny import Kit
 
 DEADLINE_S = 120
@@ -64,17 +61,6 @@ def in_child(fn: Callable[[], object]) -> int:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@contextmanager
-def no_file_larger_than(num_bytes: int) -> Iterator[None]:
-    """A full disk, for this process and those that it starts meanwhile."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_ranks_train_on_and_what_they_saved_is_the_state_of_the_call(
@@ -220,7 +206,7 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_and_no_data(tmp_path
 
 def test_a_failure_of_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
     def save_four() -> list[int]:
-        limit = 1 << 20 if dist.get_rank() == 1 else resource.RLIM_INFINITY
+        limit = 1 << 20 if dist.get_rank() == 1 else None
         with no_file_larger_than(limit):
             saver = AsyncSaver()
         saver.save(tmp_path / "a", model=nn.ModuleDict({f"r{dist.get_rank()}": filled(1.0)})).wait()
@@ -389,10 +375,10 @@ def test_several_threads_may_wait_for_a_save_and_one_answer_is_taken(
 
 
 def test_a_published_save_is_settled_though_what_it_replaced_resists_removal(tmp_path: Path) -> None:
-    save(tmp_path / "a", model=filled(1.0))
-    replace(Manifest.read(tmp_path / "a"), save_id="00000001").write(tmp_path / "a")
-    for save_id, expected in (("00000001", True), ("00000002", False)):
-        staged = staging_path(tmp_path / "a", save_id)
+    save(tmp_path / "a", model=nn.Sequential(*(filled(1.0) for _ in range(50))))  # Its metadata is long.
+    kept = StoredMetadata.read(tmp_path / "a").save_id
+    for save_id, expected in ((kept, True), ("saving-00000002", False)):
+        staged = tmp_path / f"a.{save_id}"
         staged.mkdir()
         (staged / ".nfs01").touch()
         assert is_settled(tmp_path / "a", staged) == expected

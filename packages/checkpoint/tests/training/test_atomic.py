@@ -62,7 +62,7 @@ MOMENTS = {
     "after the data": (_save, "write_items", True),
     "after the metadata": (_dcp_write, "write_metadata", True),
     "after the manifest": (_manifest.Manifest, "write", True),
-    "after the checksums": (_save, "complete", True),
+    "after the checksums": (_dcp_write, "complete", True),
     "before publishing": (_save, "publish", False),
 }
 
@@ -87,8 +87,11 @@ def test_a_killed_save_leaves_the_last_checkpoint_and_the_next_save_cleans_up(
 def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_at(monkeypatch, _save, "publish")
     assert in_child(lambda: save(tmp_path / "a", model=filled(2.0))) == -signal.SIGKILL
-    with pytest.raises(FileNotFoundError, match="Expected a checkpoint, got nothing.*/a'"):
+    [unfinished] = tmp_path.iterdir()
+    with pytest.raises(FileNotFoundError, match=f"got an unfinished save of it \\('{unfinished.name}'\\).*/a'"):
         load(tmp_path / "a", model=filled(0.0))
+    with pytest.raises(CheckpointDamaged, match=f"{unfinished.name}'.* unfinished: .*interrupted. Open 'a'"):
+        load(unfinished, model=filled(0.0))
 
 
 def test_a_save_killed_from_outside_while_it_writes_leaves_the_last_checkpoint(tmp_path: Path) -> None:
@@ -130,7 +133,7 @@ def test_a_killed_rank_leaves_the_last_checkpoint(kit: Kit, tmp_path: Path, monk
 def test_a_rank_that_cannot_write_makes_every_rank_raise_and_the_last_checkpoint_stays(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
 ) -> None:
-    def no_space(*_: object) -> None:
+    def no_space(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     def save_and_fail() -> tuple[type[Exception], str]:
@@ -174,7 +177,7 @@ def test_a_failure_on_rank_zero_alone_reaches_every_rank(
 
 
 def test_an_interrupt_on_one_rank_reaches_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     def save_and_interrupt() -> type[BaseException]:
@@ -214,7 +217,7 @@ class TestWithoutExchange:
 
             patch.setattr(Path, "rename", rename_and_die)
             # The writer renames its metadata file, which is not meant here.
-            patch.setattr(_save, "complete", lambda *_: None)
+            patch.setattr(_dcp_write, "complete", lambda *_: None)
             assert in_child(lambda: save(path, model=filled(2.0))) == -signal.SIGKILL
         assert not path.exists()
         assert value_at(path) == 1.0

@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lamella_checkpoint import CheckpointFailed, Wanted
+from lamella_checkpoint import AsyncSaver, CheckpointFailed, Wanted
 from lamella_convert import StoredPart, open_checkpoint, open_megatron, save_fsdp_dtensor, save_torch_dist
 from lamella_layout import Chunk
 from lamella_testing import run_ranks
@@ -177,6 +178,42 @@ def test_ranks_write_torch_dist(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(values[name], tensor), name
     assert opened.source.read_object(f"optimizer.state.{FC1}.step") == 5.0
+
+
+def test_a_save_in_the_background_has_the_objects_of_the_call(tmp_path: Path) -> None:
+    def save_mine() -> None:
+        model, optimizer = make()
+        scales, common = [torch.ones(3)], {"iteration": 7, "args": ARGS, "seeds": [1]}
+        objects = {"core._extra_state/shard_0_1": scales} if dist.get_rank() == 1 else {}
+        told: dict[str, Any] = {"model": model, "optimizer": optimizer, "parts": parts_of_rank()}
+        save_torch_dist(tmp_path / "blocking", objects=objects, common=common, **told)
+        with AsyncSaver() as saver:
+            save_torch_dist(tmp_path / "saved", objects=objects, common=common, saver=saver, **told)
+            scales[0].zero_()
+            common["seeds"] = [2]
+
+    run_ranks(save_mine, 4)
+    for name in ("common.pt", "metadata.json", *(f"__{rank}_0.distcp" for rank in range(4))):
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "blocking" / name).read_bytes(), name
+
+
+def test_an_error_of_one_rank_is_raised_by_the_call_on_every_rank_and_saving_goes_on(tmp_path: Path) -> None:
+    def save_mine() -> None:
+        model, optimizer = make()
+        wrong = SIZES if dist.get_rank() else {**SIZES, "tp": 3}
+        with AsyncSaver() as saver:
+            with pytest.raises((ValueError, CheckpointFailed), match="divide by 'tp' \\(3\\)"):
+                save_fsdp_dtensor(tmp_path / "saved", model=model, sizes=wrong, saver=saver)
+            assert not any(tmp_path.iterdir())
+            dist.barrier()
+            # Without an optimizer and with one, in either format: the ranks agree on each save.
+            save_torch_dist(tmp_path / "first", model=model, parts=parts_of_rank(), saver=saver)
+            told: dict[str, Any] = {"optimizer": optimizer, "sizes": SIZES, "objects": {"args": ARGS}}
+            save_fsdp_dtensor(tmp_path / "saved", model=model, saver=saver, **told)
+
+    run_ranks(save_mine, 4)
+    assert "optimizer.state." + NORM + ".exp_avg" in read_all(tmp_path / "saved")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["first", "saved"]
 
 
 def test_state_without_a_place_in_torch_dist_is_refused(tmp_path: Path) -> None:

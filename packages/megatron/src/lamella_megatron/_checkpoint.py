@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, overload
 import torch
 from torch import nn
 
-from lamella_checkpoint import PartialLoad, Source, load
+from lamella_checkpoint import AsyncSaver, PartialLoad, SaveHandle, Source, load
 from lamella_checkpoint.sources import MODEL, in_model, longest_known, rename, split_section
 from lamella_convert import (
     Format,
@@ -36,6 +36,34 @@ from lamella_megatron._whole import WholeModel, WholeOptimizer
 _Format = Literal["fsdp_dtensor", "torch_dist"]
 
 
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    format: _Format = "fsdp_dtensor",
+    iteration: int = 0,
+    args: Namespace | None = None,
+    objects: Mapping[str, object] | None = None,
+    layer_groups: str | None = None,
+    groups: Any = None,
+    saver: None = None,
+) -> Path: ...
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    format: _Format = "fsdp_dtensor",
+    iteration: int = 0,
+    args: Namespace | None = None,
+    objects: Mapping[str, object] | None = None,
+    layer_groups: str | None = None,
+    groups: Any = None,
+    saver: AsyncSaver,
+) -> SaveHandle: ...
 def save_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -47,7 +75,8 @@ def save_checkpoint(
     objects: Mapping[str, object] | None = None,
     layer_groups: str | None = None,
     groups: Any = None,
-) -> Path:
+    saver: AsyncSaver | None = None,
+) -> Path | SaveHandle:
     """Write a model sharded by `fully_shard_model` in a format of megatron-core 0.19.
 
         save_checkpoint("runs/first/iter_0000100", model=model, optimizer=optimizer, iteration=100)
@@ -69,12 +98,17 @@ def save_checkpoint(
             in brackets ("[*E][*E]"). The groups of the units may be others, and change no name. None numbers each
             layer.
         groups: As for `fully_shard_model`; with `tp`, and `ep` and `expt_tp` for a model with experts.
+        saver: Writes in the background: the call returns while the state is copied to host memory, and the checkpoint
+            appears once every rank has written. Steps of optimizers of `torch.optim`, and loads, wait for the copies;
+            before any other change of parameters or optimizer state call `wait_staged` of the handle. Every rank's
+            `path` counts then, and must be the same. None writes before the call returns.
 
     Returns:
-        The checkpoint's absolute path.
+        The checkpoint's absolute path; with `saver` a handle for the outcome.
 
     Raises:
-        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error. With `saver` also: the previous save
+            failed, on any rank; every rank raises, and nothing has begun.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The model is one of several chunks, of virtual pipeline stages.
         TypeError: `optimizer` is no `torch.optim.Optimizer`, such as a `ShardedOptimizer`.
@@ -84,7 +118,8 @@ def save_checkpoint(
 
     Effects: collective on the default group (two exchanges of small objects) and on the tensor-parallel groups (one a
         mesh); every rank writes its own parts, and a share of the values held by several ranks. Waits until the files
-        are on the disk.
+        are on the disk. With `saver` one exchange on the default group, and in place of the wait the effects of
+        `AsyncSaver.save`.
     """
     _check_optimizer(optimizer)
     if format not in get_args(_Format):
@@ -98,7 +133,13 @@ def save_checkpoint(
     if format == "torch_dist":
         places = Places.of(model, whole, groups)
         return save_torch_dist(
-            path, model=whole, optimizer=of_optimizer, parts=places.parts, objects=places.objects, common=beside
+            path,
+            model=whole,
+            optimizer=of_optimizer,
+            parts=places.parts,
+            objects=places.objects,
+            common=beside,
+            saver=saver,
         )
     return save_fsdp_dtensor(
         path,
@@ -107,6 +148,7 @@ def save_checkpoint(
         sizes=_sizes(model, whole),
         first_expert=whole.ranks.first_expert(_config(model).num_moe_experts),
         objects=beside,
+        saver=saver,
     )
 
 

@@ -68,7 +68,7 @@ def test_models_and_groups_without_a_place_in_a_checkpoint_are_refused(tmp_path:
         with pytest.raises(ValueError, match="process group `tp`, got none"):
             save_checkpoint(tmp_path / "no", model=model, groups=ProcessGroupCollection())
         with pytest.raises(ValueError, match=r"`format` to be one of \('fsdp_dtensor', 'torch_dist'\), got 'zarr'"):
-            save_checkpoint(tmp_path / "no", model=model, format="zarr")  # type: ignore[arg-type]
+            save_checkpoint(tmp_path / "no", model=model, format="zarr")  # type: ignore[call-overload]
         with pytest.raises(ValueError, match=r"number of tensor-parallel ranks \(1\), got 2"):
             save_checkpoint(tmp_path / "no", model=model, args=Namespace(tensor_model_parallel_size=2))
 

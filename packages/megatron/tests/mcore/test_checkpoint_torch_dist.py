@@ -46,7 +46,7 @@ def _save_both(world: World, kind: str, path: Path) -> None:
     wrapped = ShardedModel(model.config, ddp_config(), model)
     save_checkpoint(path / "dist", model=wrapped, optimizer=optimizer, format="torch_dist", iteration=5)
     with pytest.raises(TypeError, match=r"got _OptimizerWrapper. Pass `optimizer\.optimizer`"):
-        save_checkpoint(path / "other", model=wrapped, optimizer=_OptimizerWrapper())  # type: ignore[arg-type]
+        save_checkpoint(path / "other", model=wrapped, optimizer=_OptimizerWrapper())  # type: ignore[call-overload]
 
 
 def _megatrons_own(world: World, kind: str, path: Path) -> bool:

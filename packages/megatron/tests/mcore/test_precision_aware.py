@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from background import assert_same_files, save_thrice
 from precision_kinds import (
     AWARE,
     BF16,
@@ -228,6 +229,23 @@ def _train(model: ShardedModel, optimizer: ShardedOptimizer, num_steps: int = 1)
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_during_a_save_in_the_background_leave_the_saved_state(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    ddp, aware = KINDS[kind]
+
+    def on_each_rank() -> None:
+        model = make_model(ddp)
+        optimizer = make_optimizer(model, **aware)
+        _train(model, optimizer)
+        save_thrice(tmp_path, lambda: _train(model, optimizer), model=model.module, optimizer=optimizer.optimizer)
+
+    run_ranks(on_each_rank, NUM_RANKS)
+    assert_same_files(tmp_path)
 
 
 @pytest.mark.parametrize("is_stepped", [False, True], ids=["new", "stepped"])

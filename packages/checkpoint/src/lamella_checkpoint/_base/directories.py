@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lamella_checkpoint._base.errors import CheckpointDamaged
+
 METADATA_FILE = ".metadata"
 _LEFTOVER = re.compile(r"(?P<target>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}", re.DOTALL)
 _AT_FDCWD = -100  # "relative to the working directory", from fcntl.h
@@ -68,6 +70,11 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
 def staging_path(target: Path, token: str) -> Path:
     """The directory that a save writes before publication; `token` is eight hexadecimal digits, new for each save."""
     return target.with_name(f"{target.name}.saving-{token}")
+
+
+def save_id_of(staged: Path) -> str:
+    """The save's identifier, from the name of the directory that the save writes before publication."""
+    return staged.name.rpartition(".")[2]
 
 
 def recover(target: Path, *, spare: Path | None = None) -> None:
@@ -115,14 +122,25 @@ def find(target: Path) -> Path:
     """The path of a checkpoint: `target`, or the old checkpoint that an interrupted replacement renamed aside.
 
     Raises:
+        CheckpointDamaged: `target` is the directory of a save that has not ended.
         FileNotFoundError: Neither exists.
     """
     if target.exists():
+        _check_finished(target)
         return target
-    for leftover in leftovers(target.parent):
-        if leftover.target == target.name and leftover.kind == "replaced":
-            return leftover.path
-    raise FileNotFoundError(errno.ENOENT, "Expected a checkpoint, got nothing", str(target))
+    beside = {each.kind: each.path for each in leftovers(target.parent) if each.target == target.name}
+    if "replaced" in beside:
+        return beside["replaced"]
+    got = f"an unfinished save of it ({beside['saving'].name!r})" if "saving" in beside else "nothing"
+    raise FileNotFoundError(errno.ENOENT, f"Expected a checkpoint, got {got}", str(target))
+
+
+def _check_finished(target: Path) -> None:
+    match = _LEFTOVER.fullmatch(target.name)
+    if match and match["kind"] == "saving" and target.is_dir():
+        raise CheckpointDamaged(
+            str(target), f"it is unfinished: its save is under way, or was interrupted. Open {match['target']!r}"
+        )
 
 
 def swap(one: Path, other: Path) -> bool:

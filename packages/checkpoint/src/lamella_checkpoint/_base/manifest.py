@@ -40,9 +40,8 @@ class OptimizerKind:
 class Manifest:
     """The contents of `lamella.json`.
 
-    `extra` is the caller's; `checksums` is the name of the checksum file; `save_id` distinguishes one asynchronous
-    save from all others; `side_files` is the folder with the files beside the weights in the Hugging Face directory
-    behind a conversion.
+    `extra` is the caller's; `checksums` is the name of the checksum file; `side_files` is the folder with the files
+    beside the weights in the Hugging Face directory behind a conversion.
     """
 
     extra: Mapping[str, Any]
@@ -50,7 +49,6 @@ class Manifest:
     optimizer: OptimizerKind | None
     checksums: str | None = None
     side_files: str | None = None
-    save_id: str | None = None
 
     def write(self, directory: Path) -> None:
         """Write the file, and wait until the contents are on the disk.
@@ -104,7 +102,6 @@ class Manifest:
             },
             "checksums": self.checksums,
             "side_files": self.side_files,
-            "save_id": self.save_id,
             "extra": dict(self.extra),
         }
 
@@ -118,7 +115,6 @@ class Manifest:
             optimizer=content["optimizer"] and _kind_from_json(content["optimizer"]),
             checksums=content.get("checksums"),
             side_files=content.get("side_files"),
-            save_id=content.get("save_id"),
         )
 
 

@@ -16,10 +16,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import BinaryIO, ClassVar, Final, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -38,7 +38,7 @@ from lamella_checkpoint._base.directories import METADATA_FILE
 from lamella_checkpoint._base.manifest import MANIFEST_FILE, Manifest
 from lamella_checkpoint._formats.checksums import CHECKSUMS_FILE, Checksums, ChecksumStream, Span, of_whole_file
 from lamella_checkpoint._formats.metadata import WRITTEN_BY
-from lamella_checkpoint._state.shares import Item
+from lamella_checkpoint._state.shares import Encoded, Item
 from lamella_layout import Chunk
 
 _NUM_THREADS: Final = 4
@@ -81,13 +81,16 @@ def write_items(directory: Path, rank: int, items: Sequence[Item], *, archive_ch
         return [placed for of_file in pool.map(_write_file, files, bins) for placed in of_file]
 
 
-def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manifest) -> None:
+def complete(
+    directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manifest, save_id: str | None = None
+) -> None:
     """Complete a checkpoint from the files of all ranks: the metadata, the manifest, the checksums.
 
     Args:
         directory: Holds the files.
         parts: Each rank's placed items. If several ranks wrote a box, the first rank's counts.
         manifest: Without checksums.
+        save_id: As for `write_metadata`.
 
     Raises:
         ValueError: Ranks wrote different data for one box, or together not the whole of a tensor.
@@ -95,7 +98,7 @@ def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manif
     Effects: waits until the three files' contents are on the disk.
     """
     places = _first_of_each(parts)
-    write_metadata(directory, places)
+    write_metadata(directory, places, save_id=save_id)
     replace(manifest, checksums=CHECKSUMS_FILE).write(directory)
     files: dict[str, dict[Span, int]] = {}
     for placed in (placed for part in parts for placed in part):
@@ -106,22 +109,54 @@ def complete(directory: Path, parts: Sequence[Sequence[Placed]], manifest: Manif
     Checksums(files={**files, **own}).write(directory)
 
 
-def complete_without_manifest(
-    directory: Path, parts: Sequence[Sequence[Placed]], path_of: Callable[[str], tuple[str, ...]]
-) -> None:
-    """Complete a checkpoint in another program's names from the files of all ranks: the metadata alone.
+@dataclass(frozen=True)
+class WithManifest:
+    """The form of lamella's own checkpoints. Pickles."""
 
-    Args:
-        directory: Holds the files.
-        parts: As for `complete`.
-        path_of: Maps a name to the keys of torch's nested dicts.
+    manifest: Manifest
+    archive_checksums: ClassVar[bool] = False
 
-    Raises:
-        ValueError: As for `complete`.
+    def complete(self, directory: Path, parts: Sequence[Sequence[Placed]], save_id: str) -> None:
+        """As the function `complete`."""
+        complete(directory, parts, self.manifest, save_id)
 
-    Effects: waits until the file's contents are on the disk.
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutManifest:
+    """The form of a checkpoint in another program's names. Pickles.
+
+    Attributes:
+        path_of: Maps a name to the keys of torch's nested dicts. A function of a module.
+        files: Contents of further files, by name.
     """
-    write_metadata(directory, _first_of_each(parts), path_of=path_of, written_by=())
+
+    path_of: Callable[[str], tuple[str, ...]]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    archive_checksums: ClassVar[bool] = True
+
+    def complete(self, directory: Path, parts: Sequence[Sequence[Placed]], save_id: str) -> None:
+        """Complete a checkpoint from the files of all ranks: the metadata and the further files.
+
+        Args:
+            directory: Holds the files.
+            parts: As for the function `complete`.
+            save_id: As for the function `complete`.
+
+        Raises:
+            ValueError: As for the function `complete`.
+
+        Effects: waits until the files' contents are on the disk.
+        """
+        for name, content in self.files.items():
+            with (directory / name).open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        write_metadata(directory, _first_of_each(parts), path_of=self.path_of, written_by=(), save_id=save_id)
+
+
+Form = WithManifest | WithoutManifest
+"""How a checkpoint is completed once every rank has written its items."""
 
 
 # -- a rank's files ---------------------------------------------------------------------------------------------------
@@ -146,7 +181,10 @@ def _write_file(path: Path, items: Sequence[Item]) -> list[Placed]:
         for item in items:
             value = _on_host(item.value) if isinstance(item.value, torch.Tensor) else item.value
             try:
-                torch.save(value, cast(BinaryIO, stream))  # torch calls only `write` and `flush` of the stream.
+                if isinstance(value, Encoded):
+                    stream.write(value.content)
+                else:
+                    torch.save(value, cast(BinaryIO, stream))  # torch calls only `write` and `flush` of the stream.
             except RuntimeError as error:
                 raise stream.error or error from error
             span, checksum = stream.end_item()
@@ -265,6 +303,7 @@ def write_metadata(
     *,
     path_of: Callable[[str], tuple[str, ...]] = _section_and_name,
     written_by: Sequence[str] = (WRITTEN_BY,),
+    save_id: str | None = None,
 ) -> None:
     """Write `.metadata`.
 
@@ -273,6 +312,7 @@ def write_metadata(
         places: Each box of each name once.
         path_of: Maps a name to the keys of torch's nested dicts.
         written_by: The writer's mark; empty for a checkpoint without a manifest.
+        save_id: Differs between two saves; None makes one.
 
     Effects: waits until the file's contents are on the disk.
     """
@@ -290,7 +330,7 @@ def write_metadata(
                 table.chunks.append(ChunkStorageMetadata(offsets, sizes))
             place = _StorageInfo(placed.file, placed.span.offset, placed.span.length)
             results.append(WriteResult(index=index, size_in_bytes=placed.span.length, storage_data=place))
-    writer = _MetadataWriter(directory, written_by)
+    writer = _MetadataWriter(directory, written_by, save_id)
     writer.set_up_storage_writer(True, rank=0)
     writer.finish(Metadata(state_dict_metadata=tables, planner_data=paths), [results])
 
@@ -304,10 +344,11 @@ def _table(placed: Placed) -> TensorStorageMetadata | BytesStorageMetadata:
 class _MetadataWriter(FileSystemWriter):
     """DCP's writer, used only for its final step."""
 
-    def __init__(self, directory: Path, written_by: Sequence[str]) -> None:
+    def __init__(self, directory: Path, written_by: Sequence[str], save_id: str | None) -> None:
         super().__init__(directory, sync_files=True)
         self._written_by = list(written_by)
+        self._save_id = save_id
 
     def storage_meta(self) -> StorageMeta:
         # No checkpoint_id: it would be the staging directory's path, which no longer exists after publication.
-        return StorageMeta(save_id=self.save_id, modules=self._written_by)
+        return StorageMeta(save_id=self._save_id or self.save_id, modules=self._written_by)

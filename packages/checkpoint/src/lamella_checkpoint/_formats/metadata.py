@@ -4,6 +4,7 @@ The file is a pickle, read as data: Note [Nothing runs]. Its contents are valida
 reader may rely on them.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ WRITTEN_BY: Final = "lamella_checkpoint"
 
 T = TypeVar("T")
 
+_END_NBYTES: Final = 4096  # After all names and places, torch pickles the record of the save.
 _KNOWN_TYPES: Final = frozenset(
     {
         *(
@@ -115,6 +117,19 @@ class StoredMetadata:
             raise CheckpointUntrusted(str(file), unknown.name) from None
         except Exception as error:  # Unpickling garbage can raise any exception.
             raise CheckpointDamaged(str(file), f"{type(error).__name__}: {error}") from error
+
+
+def is_of_save(directory: Path, save_id: str) -> bool:
+    """Whether the checkpoint in `directory`, if there is one, records this save.
+
+    Effects: reads the end of the file alone: ranks that wait ask twice a second, and the file may have many megabytes.
+    """
+    try:
+        with (directory / METADATA_FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_NBYTES))
+            return save_id.encode() in file.read()
+    except OSError:
+        return False
 
 
 def _knows(module: str, name: str) -> bool:

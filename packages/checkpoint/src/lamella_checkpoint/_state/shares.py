@@ -17,6 +17,7 @@ Note [Assignment of writers]
 
 import hashlib
 import heapq
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -36,13 +37,29 @@ _QUESTION: Final = "__create_write_items__"
 _FRAME_NBYTES: Final = 1024  # An archive's approximate overhead per item.
 
 
+class Encoded(NamedTuple):
+    """Data as `torch.save` writes it: a later change of an object inside is not written.
+
+    A process that writes in the background needs none of the object's packages, and gets tensors inside as bytes.
+    """
+
+    content: bytes
+
+    @classmethod
+    def of(cls, value: object) -> "Encoded":
+        """Encode a value."""
+        file = io.BytesIO()
+        torch.save(value, file)
+        return cls(file.getvalue())
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Item:
     """One value, or one box of a tensor, written in one piece.
 
     Attributes:
         names: The value's own name, and the aliases with the same stored place.
-        value: The box as a tensor of the box's sizes, a view of the live memory; or plain data.
+        value: The box as a tensor of the box's sizes, a view of the live memory; or plain data, encoded or not.
         shape: Of the whole tensor; None for plain data.
         chunk: The box; None for plain data.
     """

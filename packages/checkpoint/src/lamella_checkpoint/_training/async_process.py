@@ -30,11 +30,10 @@ from typing import Any, Final
 
 import torch
 
-from lamella_checkpoint._base.directories import check_replaceable, publish, recover
-from lamella_checkpoint._base.errors import CheckpointDamaged
-from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.directories import check_replaceable, publish, recover, save_id_of
 from lamella_checkpoint._formats.checksums import Span
-from lamella_checkpoint._formats.dcp_write import Placed, complete, write_items
+from lamella_checkpoint._formats.dcp_write import Form, Placed, write_items
+from lamella_checkpoint._formats.metadata import is_of_save
 from lamella_checkpoint._state.contents import Ranks
 from lamella_checkpoint._state.shares import Item, differing
 from lamella_checkpoint._training.retention import Retention, clean
@@ -54,13 +53,13 @@ class Job:
 
     Attributes:
         target: The checkpoint's directory.
-        staged: The directory written first; the name ends in `manifest.save_id`.
+        staged: The directory written first, with a name of this save's own.
         rank: The rank of this process.
         num_ranks: Number of parts in the checkpoint.
         memory_nbytes: How much of the memory to map.
         items: The items to write, tensors as slots of the memory.
         digests: Of this rank's shared lists, by the sharing ranks.
-        manifest: Rank 0's is written.
+        form: Rank 0's counts.
         retention: Removes old checkpoints after publication; None removes nothing.
         is_first: Whether this is the session's first save.
     """
@@ -72,7 +71,7 @@ class Job:
     memory_nbytes: int
     items: Sequence[Item]
     digests: Mapping[Ranks, str]
-    manifest: Manifest
+    form: Form
     retention: Retention | None
     is_first: bool
 
@@ -126,10 +125,7 @@ def is_settled(target: Path, staged: Path) -> bool:
 
 def is_published(target: Path, staged: Path) -> bool:
     """Whether the staged directory has become the target: after an exchange, the path may hold the old target."""
-    try:
-        return staged.name.endswith(f"-{Manifest.read(target).save_id}")
-    except CheckpointDamaged:
-        return False
+    return is_of_save(target, save_id_of(staged))
 
 
 def outcome(target: Path, staged: Path) -> Failures:
@@ -199,7 +195,8 @@ def _write_part(job: Job, memory: Memory) -> None:
             _clean(job)
     job.staged.mkdir(parents=True, exist_ok=True)
     memory.map(job.memory_nbytes)
-    placed = write_items(job.staged, job.rank, [_over(memory, item) for item in job.items])
+    items = [_over(memory, item) for item in job.items]
+    placed = write_items(job.staged, job.rank, items, archive_checksums=job.form.archive_checksums)
     digests = {",".join(map(str, ranks)): digest for ranks, digest in job.digests.items()}
     content = {"placed": [_as_json(each) for each in placed], "digests": digests}
     temporary = job.staged / f"writing-{job.rank}"
@@ -222,7 +219,8 @@ def _publish_when_whole(job: Job, waiting: _Waiting) -> None:
     waiting.until(lambda: num_parts() == job.num_ranks, lambda: f"{num_parts()} of {job.num_ranks}")
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     _check_alike([content["digests"] for content in contents])
-    complete(job.staged, [[_from_json(each) for each in content["placed"]] for content in contents], job.manifest)
+    parts = [[_from_json(each) for each in content["placed"]] for content in contents]
+    job.form.complete(job.staged, parts, save_id_of(job.staged))
     _clean(job)
     publish(job.staged, job.target)
     with suppress(OSError):  # The checkpoint is published; the next save removes any file that remains.

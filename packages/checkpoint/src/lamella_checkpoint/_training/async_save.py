@@ -8,10 +8,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,9 +24,8 @@ from lamella_checkpoint._base.correspondence import Correspondence
 from lamella_checkpoint._base.directories import staging_path
 from lamella_checkpoint._base.errors import CheckpointFailed
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
-from lamella_checkpoint._state.contents import Contents, Ranks
-from lamella_checkpoint._state.recut import recut
-from lamella_checkpoint._state.shares import Share, Tables, differing
+from lamella_checkpoint._state.contents import Ranks
+from lamella_checkpoint._state.shares import Tables, differing
 from lamella_checkpoint._training.async_process import (
     Failures,
     Job,
@@ -40,6 +38,7 @@ from lamella_checkpoint._training.async_process import (
 )
 from lamella_checkpoint._training.copies import Copies
 from lamella_checkpoint._training.retention import Retention
+from lamella_checkpoint._training.save import Part
 from lamella_checkpoint._training.staging import Memory, lay_out
 
 _PAUSE_S: Final = 0.1
@@ -119,7 +118,7 @@ class SaveHandle:
 
 
 class _Session(NamedTuple):
-    """The ranks' agreement from their first save."""
+    """The ranks' agreement, for a save or from their first save on."""
 
     token: str
     apart: frozenset[Ranks]
@@ -218,34 +217,46 @@ class AsyncSaver(Closing):
         began = time.perf_counter()
         self.wait()
         staging = time.perf_counter()
+
+        def collect() -> Part:
+            return Part.of(model, optimizer, extra, correspondences, self._tables)
+
         with on_device_of(model.parameters()):
-            session = self._session or self._agree(model, optimizer, extra, correspondences)
-            self._num_saves += 1
-            token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
-            target = Path(os.path.realpath(path))
-            self._last = handle = SaveHandle(self, target, staging_path(target, token))
-            try:
-                contents = Contents.of(model, optimizer, extra)
-                share = recut(Share.of(contents, rank(), self._tables), correspondences)
-                items, copies = lay_out(share.items(session.apart), self._memory)
-                handle._copies = Copies(copies, contents.steady)
-                job = Job(
-                    target=target,
-                    staged=handle._staged,
-                    rank=rank(),
-                    num_ranks=num_ranks(),
-                    memory_nbytes=self._memory.nbytes,
-                    items=items,
-                    digests={ranks: digest for ranks, digest in share.digests.items() if ranks not in session.apart},
-                    manifest=replace(contents.manifest, save_id=token, extra=deepcopy(contents.manifest.extra)),
-                    retention=self._retention,
-                    is_first=self._num_saves == 1,
-                )
-                self._process = self._process or _Process(self._memory)
-                handle._sender = handle._copies.start(partial(_send_or_fail, self._process, job, handle))
-            except BaseException as error:
-                handle._fail(error)
-                raise
+            self._session = self._session or _agree(collect)
+            handle = self._begin(path, self._session, collect)
+        handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
+        return handle
+
+    def save_part(self, path: str | os.PathLike[str], collect: Callable[[], Part]) -> SaveHandle:
+        """Begin to write a checkpoint, of any form, from each rank's part: for packages with further formats.
+
+        Every other promise is `save`'s. The ranks agree on each save, so that an error of `collect` is raised by this
+        call on all ranks.
+
+        Args:
+            path: As for `save`; every rank's counts, and must be the same.
+            collect: Called once on each rank. No collective.
+
+        Returns:
+            A handle for the outcome. May be dropped.
+
+        Raises:
+            CheckpointFailed: The previous save failed on any rank, or `collect` on another rank. Nothing has begun.
+            NotImplementedError: As `save`.
+            OSError: As `save`.
+
+        Effects: as `save`, on the current device, with one small exchange on the default group at each call.
+        """
+        began = time.perf_counter()
+        self.wait()
+        staging = time.perf_counter()
+        parts: list[Part] = []
+
+        def collected() -> Part:
+            parts.append(collect())
+            return parts[0]
+
+        handle = self._begin(path, _agree(collected), lambda: parts[0])
         handle.waited_seconds, handle.stage_seconds = staging - began, time.perf_counter() - staging
         return handle
 
@@ -274,24 +285,35 @@ class AsyncSaver(Closing):
                 self._process = None
             self._memory.close()
 
-    def _agree(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Mapping[str, object] | None,
-        correspondences: Sequence[Correspondence],
-    ) -> _Session:
-        """Begin a session on all ranks, or raise on all. Effects: collective, one exchange."""
-
-        def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
-            return [_Session(secrets.token_hex(16), differing(digests))] * num_ranks()
-
-        self._session = exchange(
-            "begin to save in the background",
-            lambda: recut(Share.of(Contents.of(model, optimizer, extra), rank()), correspondences).digests,
-            begin,
-        )
-        return self._session
+    def _begin(self, path: str | os.PathLike[str], session: _Session, collect: Callable[[], Part]) -> SaveHandle:
+        """Start the copies of this rank's part. No save is in flight."""
+        self._num_saves += 1
+        token = hashlib.sha256(f"{session.token} {self._num_saves}".encode()).hexdigest()[:8]
+        target = Path(os.path.realpath(path))
+        self._last = handle = SaveHandle(self, target, staging_path(target, token))
+        try:
+            part = collect()
+            items, copies = lay_out(part.share.items(session.apart), self._memory)
+            handle._copies = Copies(copies, part.steady)
+            digests = part.share.digests.items()
+            job = Job(
+                target=target,
+                staged=handle._staged,
+                rank=rank(),
+                num_ranks=num_ranks(),
+                memory_nbytes=self._memory.nbytes,
+                items=items,
+                digests={ranks: digest for ranks, digest in digests if ranks not in session.apart},
+                form=deepcopy(part.form),
+                retention=self._retention,
+                is_first=self._num_saves == 1,
+            )
+            self._process = self._process or _Process(self._memory)
+            handle._sender = handle._copies.start(partial(_send_or_fail, self._process, job, handle))
+        except BaseException as error:
+            handle._fail(error)
+            raise
+        return handle
 
     def _settle(self, handle: SaveHandle, timeout: float | None) -> bool:
         """Learn the outcome of a save, if known within the time."""
@@ -328,6 +350,15 @@ class AsyncSaver(Closing):
                 return None
             time.sleep(_PAUSE_S)
         return outcome(handle.path, handle._staged)
+
+
+def _agree(collect: Callable[[], Part]) -> _Session:
+    """Agree on all ranks, or raise on all. Effects: collective, one exchange."""
+
+    def begin(digests: list[dict[Ranks, str]]) -> list[_Session]:
+        return [_Session(secrets.token_hex(16), differing(digests))] * num_ranks()
+
+    return exchange("begin to save in the background", lambda: collect().share.digests, begin)
 
 
 class _Process:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from lamella_checkpoint._base.correspondence import Correspondence
-from lamella_checkpoint._base.directories import publish, stage
-from lamella_checkpoint._base.manifest import Manifest
+from lamella_checkpoint._base.directories import publish, save_id_of, stage
 from lamella_checkpoint._base.ranks import exchange, num_ranks, on_device_of, rank
-from lamella_checkpoint._formats.dcp_write import Placed, complete, write_items
+from lamella_checkpoint._formats.dcp_write import Form, Placed, WithManifest, write_items
 from lamella_checkpoint._state.contents import Contents, Ranks
 from lamella_checkpoint._state.recut import recut
-from lamella_checkpoint._state.shares import Share, differing
+from lamella_checkpoint._state.shares import Share, Tables, differing
 
 
 def save(
@@ -62,57 +61,80 @@ def save(
         the files are on the disk.
     """
     with on_device_of(model.parameters()):
-        begun = _begin(path, model, optimizer, extra, correspondences)
-        try:
-            exchange("write the checkpoint's files", begun.write, begun.finish)
-        except BaseException:
-            if rank() == 0:
-                shutil.rmtree(begun.staged, ignore_errors=True)
-            raise
-    return begun.target
+        return save_part(path, lambda: Part.of(model, optimizer, extra, correspondences))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Begun:
-    """A save begun on all ranks: directories, manifest, and this rank's part.
+class Part:
+    """This rank's part of a save, in a format's names and boxes.
 
-    `apart`: groups of ranks whose shared lists differ; each such rank writes its whole list.
+    Attributes:
+        share: The items.
+        form: The format's. Rank 0's counts.
+        steady: The live tensors that an optimizer's step alone changes, by any name.
     """
 
-    target: Path
-    staged: Path
-    manifest: Manifest
     share: Share
-    apart: frozenset[Ranks]
+    form: Form
+    steady: Mapping[str, torch.Tensor]
 
-    def write(self) -> list[Placed]:
-        return write_items(self.staged, rank(), self.share.items(self.apart))
-
-    def finish(self, parts: Sequence[Sequence[Placed]]) -> list[None]:
-        complete(self.staged, parts, self.manifest)
-        publish(self.staged, self.target)
-        return [None] * len(parts)
-
-
-def _begin(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, object] | None,
-    correspondences: Sequence[Correspondence],
-) -> _Begun:
-    """Collect each rank's state, and create the staged directory. Effects: collective, one exchange."""
-    mine: list[tuple[Contents, Share]] = []
-
-    def collect() -> dict[Ranks, str]:
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, object] | None,
+        correspondences: Sequence[Correspondence],
+        tables: Tables | None = None,
+    ) -> "Part":
+        """The part of a checkpoint in lamella's own form: arguments of `save`, and `tables` as of `Share.of`."""
         contents = Contents.of(model, optimizer, extra)
-        mine.append((contents, recut(Share.of(contents, rank()), correspondences)))
-        return mine[0][1].digests
+        share = recut(Share.of(contents, rank(), tables), correspondences)
+        return cls(share=share, form=WithManifest(contents.manifest), steady=contents.steady)
+
+
+def save_part(path: str | os.PathLike[str], collect: Callable[[], Part]) -> Path:
+    """Write a checkpoint, of any form, from each rank's part.
+
+    Args:
+        path: As for `save`.
+        collect: Called once on each rank, inside the first exchange, where an error reaches all ranks. No collective.
+
+    Returns:
+        The checkpoint's absolute path.
+
+    Raises:
+        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        FileExistsError: As for `save`.
+
+    Effects: as `save`, on the current device.
+    """
+    parts: list[Part] = []
+
+    def begin() -> dict[Ranks, str]:
+        parts.append(collect())
+        return parts[0].share.digests
 
     def make_room(digests: list[dict[Ranks, str]]) -> list[tuple[Path, Path, frozenset[Ranks]]]:
         target = Path(os.path.realpath(path))
         return [(target, stage(target), differing(digests))] * num_ranks()
 
-    target, staged, apart = exchange("collect its state", collect, make_room)
-    [(contents, share)] = mine
-    return _Begun(target=target, staged=staged, manifest=contents.manifest, share=share, apart=apart)
+    target, staged, apart = exchange("collect its state", begin, make_room)
+    [part] = parts
+
+    def write() -> list[Placed]:
+        items, form = part.share.items(apart), part.form
+        return write_items(staged, rank(), items, archive_checksums=form.archive_checksums)
+
+    def finish(placed: Sequence[Sequence[Placed]]) -> list[None]:
+        part.form.complete(staged, placed, save_id_of(staged))
+        publish(staged, target)
+        return [None] * num_ranks()
+
+    try:
+        exchange("write the checkpoint's files", write, finish)
+    except BaseException:
+        if rank() == 0:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
+    return target

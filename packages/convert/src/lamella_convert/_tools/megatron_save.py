@@ -9,29 +9,26 @@ Note [Places of a rank]
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, overload
 
 import torch
 from torch import nn
 
-from lamella_checkpoint import Correspondence
-from lamella_checkpoint.dcp_writer import Placed, complete_without_manifest, write_items
-from lamella_checkpoint.files import publish, stage
+from lamella_checkpoint import AsyncSaver, Correspondence, SaveHandle
+from lamella_checkpoint.dcp_writer import WithoutManifest
 from lamella_checkpoint.live import (
     Contents,
+    Encoded,
     Item,
-    Ranks,
+    Part,
     Share,
-    differing,
-    exchange,
-    num_ranks,
     on_device_of,
     rank,
     recut,
+    save_part,
 )
 from lamella_checkpoint.sources import (
     MODEL,
@@ -47,6 +44,7 @@ from lamella_checkpoint.sources import (
 from lamella_convert._formats.megatron_files import COMMON, FORMAT
 from lamella_convert._translation.megatron import RELEASE_0_19, Dialect, keys_of, stored_names
 from lamella_convert._translation.megatron_model import from_megatron_model, global_expert
+from lamella_convert._translation.torch_dist import key_of
 from lamella_layout import Chunk
 
 _TORCH_DIST: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -69,6 +67,7 @@ class StoredPart:
     chunk: Chunk
 
 
+@overload
 def save_fsdp_dtensor(
     path: str | os.PathLike[str],
     *,
@@ -78,7 +77,31 @@ def save_fsdp_dtensor(
     first_expert: int = 0,
     dialect: Dialect = RELEASE_0_19,
     objects: Mapping[str, object] | None = None,
-) -> Path:
+    saver: None = None,
+) -> Path: ...
+@overload
+def save_fsdp_dtensor(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    sizes: Mapping[str, int],
+    first_expert: int = 0,
+    dialect: Dialect = RELEASE_0_19,
+    objects: Mapping[str, object] | None = None,
+    saver: AsyncSaver,
+) -> SaveHandle: ...
+def save_fsdp_dtensor(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    sizes: Mapping[str, int],
+    first_expert: int = 0,
+    dialect: Dialect = RELEASE_0_19,
+    objects: Mapping[str, object] | None = None,
+    saver: AsyncSaver | None = None,
+) -> Path | SaveHandle:
     """Write a live model of Megatron as `fsdp_dtensor`, which Megatron-Core and `open_checkpoint` read.
 
     No tensor is gathered: every rank writes the boxes of its own shards, and a part of the values held by several
@@ -94,22 +117,25 @@ def save_fsdp_dtensor(
         dialect: Of the reader.
         objects: Further entries of the checkpoint, by name, plain data (`args`, `iteration`, `opt_param_scheduler`); a
             dict becomes an entry for each key. Rank 0's counts.
+        saver: Writes in the background: see `AsyncSaver.save` for the state that is saved, and later errors. Every
+            rank's `path` counts then, and must be the same. None writes before the call returns.
 
     Returns:
-        The checkpoint's absolute path.
+        The checkpoint's absolute path; with `saver` a handle for the outcome.
 
     Raises:
-        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointFailed: Another rank failed. A failed rank raises its own error. With `saver` also: the previous save
+            failed, and nothing has begun.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data.
         SizeUnknown: A fused tensor needs a size that `sizes` lacks.
         ValueError: A parameter of the optimizer is not the model's; or the ranks' parts do not form one model.
 
     Effects: collective on the default group, if any (two exchanges of small objects). Copies to the host item by item;
-        waits until the files are on the disk.
+        waits until the files are on the disk. With `saver` one exchange, no wait, and the effects of `AsyncSaver.save`.
     """
 
-    def collect() -> Share:
+    def collect() -> Part:
         contents = Contents.of(model, optimizer, None)
         shapes = _model_shapes(contents)
         parts = from_megatron_model(shapes, sizes=sizes, dialect=dialect, first_expert=first_expert)
@@ -118,12 +144,14 @@ def save_fsdp_dtensor(
             Correspondence.rename(global_expert(name, first_expert), name, shape) for name, shape in shapes.items()
         ]
         share = recut(Share.of(contents, rank()), parts, options=whole)
-        return _renamed(share, stored_names(dialect, tuple(name for each in parts for name in each.left)))
+        renamed = _renamed(share, stored_names(dialect, tuple(name for each in parts for name in each.left)))
+        beside = dict(_flat(objects or {})) if rank() == 0 else {}
+        return Part(share=_with(renamed, beside), form=WithoutManifest(path_of=keys_of), steady=contents.steady)
 
-    with on_device_of(model.parameters()):
-        return _write(path, collect, dict(_flat(objects or {})), keys_of)
+    return _write(path, model, collect, saver)
 
 
+@overload
 def save_torch_dist(
     path: str | os.PathLike[str],
     *,
@@ -132,7 +160,29 @@ def save_torch_dist(
     parts: Mapping[str, Sequence[StoredPart]],
     objects: Mapping[str, object] | None = None,
     common: Mapping[str, object] | None = None,
-) -> Path:
+    saver: None = None,
+) -> Path: ...
+@overload
+def save_torch_dist(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    parts: Mapping[str, Sequence[StoredPart]],
+    objects: Mapping[str, object] | None = None,
+    common: Mapping[str, object] | None = None,
+    saver: AsyncSaver,
+) -> SaveHandle: ...
+def save_torch_dist(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    parts: Mapping[str, Sequence[StoredPart]],
+    objects: Mapping[str, object] | None = None,
+    common: Mapping[str, object] | None = None,
+    saver: AsyncSaver | None = None,
+) -> Path | SaveHandle:
     """Write a live model of Megatron as `torch_dist`, for `megatron.core.dist_checkpointing` and `open_checkpoint`.
 
     Slots of an optimizer's state with the parameter's shape are stored as `optimizer.state.<slot>.<key>`; the options
@@ -145,12 +195,13 @@ def save_torch_dist(
         parts: By the model's own names, the places of this rank's parts. A tensor without places is left out.
         objects: Values of this rank by stored name, as megatron-core stores objects of modules.
         common: The contents of `common.pt`. Rank 0's counts.
+        saver: As for `save_fsdp_dtensor`.
 
     Returns:
-        The checkpoint's absolute path.
+        As `save_fsdp_dtensor`.
 
     Raises:
-        CheckpointFailed: Another rank failed. A failed rank raises its own error.
+        CheckpointFailed: As for `save_fsdp_dtensor`.
         FileExistsError: `path` holds something else than a checkpoint.
         NotImplementedError: The optimizer keeps state of another shape than the parameter's, and no number.
         ValueError: A parameter of the optimizer is not the model's; parameters were stepped a different number of
@@ -160,29 +211,19 @@ def save_torch_dist(
     """
     shared = dict(common or {})
 
-    def collect() -> Share:
-        share = Share.of(Contents.of(model, optimizer, None), rank())
+    def collect() -> Part:
+        contents = Contents.of(model, optimizer, None)
+        share = Share.of(contents, rank())
         if optimizer is not None:
             shared.setdefault("optimizer", _steps(optimizer))
         held = {
             ranks: tuple(new for item in items for new in _placed(item, parts)) for ranks, items in share.held.items()
         }
-        mine = tuple(Item(names=(name,), value=[value]) for name, value in (objects or {}).items())
-        held[rank(),] = (*held.get((rank(),), ()), *mine)
-        return replace(share, held=held)
+        placed = _with(replace(share, held=held), {name: [value] for name, value in (objects or {}).items()})
+        files = {COMMON: Encoded.of(shared).content, FORMAT: json.dumps(_TORCH_DIST).encode()}
+        return Part(share=placed, form=WithoutManifest(path_of=key_of, files=files), steady=contents.steady)
 
-    def beside(staged: Path) -> None:
-        with (staged / COMMON).open("xb") as file:
-            torch.save(shared, file)
-            file.flush()
-            os.fsync(file.fileno())
-        with (staged / FORMAT).open("x", encoding="utf-8") as text:
-            json.dump(_TORCH_DIST, text)
-            text.flush()
-            os.fsync(text.fileno())
-
-    with on_device_of(model.parameters()):
-        return _write(path, collect, {}, lambda name: (name,), beside)
+    return _write(path, model, collect, saver)
 
 
 def _placed(item: Item, parts: Mapping[str, Sequence[StoredPart]]) -> Iterator[Item]:
@@ -235,6 +276,13 @@ def _renamed(share: Share, name: Callable[[str], str]) -> Share:
     return replace(share, held=held)
 
 
+def _with(share: Share, objects: Mapping[str, object]) -> Share:
+    """A share with values that this rank alone writes, as they are now."""
+    mine = tuple(Item(names=(name,), value=Encoded.of(value)) for name, value in objects.items())
+    own = (share.rank,)
+    return replace(share, held={**share.held, own: (*share.held.get(own, ()), *mine)})
+
+
 def _flat(objects: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in objects.items():
         if isinstance(value, dict) and value:
@@ -244,42 +292,7 @@ def _flat(objects: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def _write(
-    path: str | os.PathLike[str],
-    collect: Callable[[], Share],
-    objects: Mapping[str, object],
-    path_of: Callable[[str], tuple[str, ...]],
-    beside: Callable[[Path], None] = lambda _: None,
-) -> Path:
-    """Write each rank's share, and rank 0's objects, as a checkpoint of torch DCP without a manifest.
-
-    `beside` writes further files, on rank 0.
-    """
-    mine: list[Share] = []
-
-    def begin() -> dict[Ranks, str]:
-        mine.append(collect())
-        return mine[0].digests
-
-    def make_room(digests: list[dict[Ranks, str]]) -> list[tuple[Path, Path, frozenset[Ranks]]]:
-        target = Path(os.path.realpath(path))
-        return [(target, stage(target), differing(digests))] * num_ranks()
-
-    target, staged, apart = exchange("collect its state", begin, make_room)
-
-    def write() -> list[Placed]:
-        of_zero = [Item(names=(name,), value=value) for name, value in objects.items()] if rank() == 0 else []
-        return write_items(staged, rank(), [*of_zero, *mine[0].items(apart)], archive_checksums=True)
-
-    def finish(parts: Sequence[Sequence[Placed]]) -> list[None]:
-        beside(staged)
-        complete_without_manifest(staged, parts, path_of)
-        publish(staged, target)
-        return [None] * num_ranks()
-
-    try:
-        exchange("write the checkpoint's files", write, finish)
-    except BaseException:
-        if rank() == 0:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise
-    return target
+    path: str | os.PathLike[str], model: nn.Module, collect: Callable[[], Part], saver: AsyncSaver | None
+) -> Path | SaveHandle:
+    with on_device_of(model.parameters()):
+        return save_part(path, collect) if saver is None else saver.save_part(path, collect)

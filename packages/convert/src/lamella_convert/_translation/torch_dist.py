@@ -23,6 +23,11 @@ _NO_PARAMETERS: Final = ("optimizer.",)
 _COMMON: Final = "common_state/"
 
 
+def key_of(name: str) -> tuple[str]:
+    """The one key of a stored name."""
+    return (name,)
+
+
 def read_torch_dist(source: Source, common: Mapping[str, object] | None = None) -> Renamed:
     """A `torch_dist` checkpoint under canonical names.
 
