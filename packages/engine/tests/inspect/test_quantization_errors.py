@@ -12,7 +12,11 @@ from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, quantization_errors
 from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, matrices_of
+from lamella_precision.te import replace_quantized_weights
+from lamella_precision.torchao import replace_quantized_weights as replace_torchao_weights
 from lamella_testing import run_ranks
+from lamella_testing import te_weights as te
+from lamella_testing import torchao_weights as torchao
 
 RECIPES: dict[str, Float8Recipe | MXFP8Recipe] = {
     "tensor": Float8Recipe(),
@@ -54,6 +58,32 @@ def test_errors_are_those_of_the_whole_weight(kind: str, num_ranks: int) -> None
         assert not any(unit.weights.is_unsharded for _, unit in units(model)), "units must be left as they were"
 
     run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("library", ["te current", "te squares", "torchao"])
+def test_errors_of_weights_in_other_libraries_classes_are_those_that_their_layers_read(library: str) -> None:
+    def check() -> None:
+        torch.manual_seed(0)
+        layers: dict[str, Any] = {
+            "te current": te.Linear(140, 150, te.Float8CurrentScalingQuantizer()),
+            "te squares": te.Linear(140, 150, te.Float8BlockQuantizer(power_of_two=True)),
+            "torchao": torchao.Float8Linear(140, 150),
+        }
+        layer = layers[library]
+        model = nn.Sequential(layer)
+        replace = replace_torchao_weights if library == "torchao" else replace_quantized_weights
+        recipe = replace(model, compute_dtype=torch.float32)
+        main = layer.weight.detach().clone()
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=recipe))
+        (error,) = quantization_errors(model).values()
+        model.unshard()  # type: ignore[operator]
+        values = layer.weight.detach() + 0.0
+        assert error.relative == pytest.approx(((values - main).norm() / main.norm()).item(), rel=1e-5)
+        assert 0.001 < error.relative < 0.1
+        assert error.underflow == ((values == 0) & (main != 0)).double().mean().item()
+        assert error.overflow == 0.0
+
+    run_ranks(check, 3)
 
 
 def test_a_delayed_scale_that_is_too_small_overflows() -> None:

@@ -8,6 +8,7 @@ from lamella_precision._matmul import drop_float8_matmul as drop_float8_matmul
 from lamella_precision._matmul import use_float8_matmul as use_float8_matmul
 from lamella_precision._mxfp8 import MXFP8Recipe as MXFP8Recipe
 from lamella_precision._policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+from lamella_precision._quantized import Dequantizes as Dequantizes
 from lamella_precision._quantized import QuantizedWeight as QuantizedWeight
 from lamella_precision._recipe import CachingRecipe as CachingRecipe
 from lamella_precision._recipe import Direction as Direction

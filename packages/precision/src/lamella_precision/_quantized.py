@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 from lamella_precision._recipe import Direction
 
 
+@runtime_checkable
 class Dequantizes(Protocol):
-    """A recipe that reads values back."""
+    """A recipe that reads values back, for weights and for `quantization_errors`."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from lamella_precision._float8 import Float8Recipe, encode_cuts, newest_scales
+from lamella_precision._float8 import Float8Recipe, encode_cuts, newest_scales, times_scales
 from lamella_precision._foreign import is_quantized, replace_weights
-from lamella_precision._recipe import Part, PayloadFormat, Recipe
+from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
 from lamella_precision._tiles import Block, Cut, grid_of
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
@@ -221,6 +221,15 @@ class ScaledWeights:
         options = {"shape": shape, "dtype": self.compute_dtype, "device": data.device, "requires_grad": False}
         made: torch.Tensor = make(**options, **{**self.metadata, **tensors})
         return made
+
+    def dequantize(
+        self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
+    ) -> torch.Tensor:
+        """Data times the factors' reciprocals, multiplied in fp32 and rounded to `compute_dtype`."""
+        (data,) = payloads
+        assert scales is not None
+        cells = scales[:1].view(1, 1) if self._is_whole else scales[:, : grid_of(shape, self.block)[1]]
+        return times_scales(data, cells, shape, self.block, self.compute_dtype)
 
     def drop_caches(self, weights: Sequence[torch.Tensor]) -> None:
         """Drop transposed data, as for backward on Hopper."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_precision._float8 import Float8Recipe, encode_cuts
 from lamella_precision._foreign import replace_weights
-from lamella_precision._recipe import Part, PayloadFormat, Recipe
+from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
 from lamella_precision._tiles import Cut
 
 _CLASS = "WeightWithDynamicFloat8CastTensor"
@@ -163,3 +163,11 @@ class CastWeights:
         made, _ = maker.fsdp_post_all_gather((data,), (scales.view(()),), self.compute_dtype)
         decoded: torch.Tensor = made
         return decoded
+
+    def dequantize(
+        self, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: torch.Size, direction: Direction
+    ) -> torch.Tensor:
+        """Data over the scale, in `compute_dtype`, as torchao reads it."""
+        (data,) = payloads
+        assert scales is not None
+        return data.to(self.compute_dtype) / scales.view(()).to(self.compute_dtype)

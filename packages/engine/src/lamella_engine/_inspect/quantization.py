@@ -18,7 +18,7 @@ from lamella_engine._parameters.scales import parts_in
 from lamella_engine._parameters.sharding import groups_that_share
 from lamella_engine._tree.tree import finish_left
 from lamella_engine._unit.unit import Unit
-from lamella_precision import Direction, QuantizedWeight
+from lamella_precision import Dequantizes, Direction
 
 
 @dataclass(frozen=True)
@@ -74,32 +74,34 @@ def _units(model: nn.Module) -> Iterator[tuple[Any, Unit]]:
     """The units with quantised parameters, each once, by one of their modules."""
     units = {id(state.unit): (module, state.unit) for module in model.modules() if (state := find_state(module))}
     for module, unit in units.values():
-        if any(isinstance(p.unsharded.detach(), QuantizedWeight) for g in unit.parameters.groups for p in g.parameters):
+        if any(isinstance(group.policy.recipe, Dequantizes) for group in unit.parameters.groups):
             yield module, unit
 
 
 def _sums_of_group(group: ParameterGroup) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    recipe: object = group.policy.recipe
+    if not isinstance(recipe, Dequantizes):
+        return
     owned, shards, parts = parts_in(group.main_weight, [None] * len(group.parameters))
     here = {i: (shard, part.first_row) for i, shard, part in zip(owned, shards, parts, strict=True)}
     for i, parameter in enumerate(group.parameters):
-        weight = parameter.unsharded.detach()
-        if not isinstance(weight, QuantizedWeight):
-            continue
-        row = torch.zeros(5, dtype=torch.float64, device=weight.device)
+        payloads = [buffer.tensors[i] for buffer in group.buffers]
+        row = torch.zeros(5, dtype=torch.float64, device=payloads[0].device)
         if i in here:
             shard, first = here[i]
             rows = slice(first, first + len(shard))
-            row = _sums(shard.to(weight.device).float(), weight.dequantize_for(Direction.FORWARD)[rows], weight, rows)
+            scales = None if group.scales is None else group.scales.of_each[i]
+            values = recipe.dequantize(payloads, scales, torch.Size(group.layout.shapes[i]), Direction.FORWARD)
+            row = _sums(shard.to(row.device).float(), values[rows].float(), payloads[0][rows])
         yield parameter.sharded, row
 
 
-def _sums(main: torch.Tensor, values: torch.Tensor, weight: QuantizedWeight, rows: slice) -> torch.Tensor:
+def _sums(main: torch.Tensor, values: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """(5,): elements, elements that became zero, elements out of range, squares of errors and of weights."""
-    data = weight.payloads[0][rows].float()
-    limits = torch.finfo(weight.payloads[0].dtype)
-    values = values.float()
-    is_beyond = (data.abs() >= limits.max) & (main.abs() > values.abs() * (1 + limits.eps / 2))
-    is_lost = (main != 0) & (data == 0)
+    limits = torch.finfo(data.dtype)
+    encoded = data.float()
+    is_beyond = (encoded.abs() >= limits.max) & (main.abs() > values.abs() * (1 + limits.eps / 2))
+    is_lost = (main != 0) & (encoded == 0)
     counts = [torch.ones_like(is_lost).sum(), is_lost.sum(), is_beyond.sum()]
     squares = [(values - main).double().square().sum(), main.double().square().sum()]
     return torch.stack([each.double() for each in (*counts, *squares)])
