@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_precision._float8 import Float8Recipe, encode_cuts
 from lamella_precision._foreign import replace_weights
-from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
+from lamella_precision._recipe import Direction, Recipe
 from lamella_precision._tiles import Cut
 
 _CLASS = "WeightWithDynamicFloat8CastTensor"
@@ -57,7 +56,7 @@ def replace_quantized_weights(
                 f"shape {tuple(parameter.shape)} and {dtype}. Call this before fully_shard, or leave the model "
                 "to torchao's own methods, without this call."
             )
-        return CastWeights(type(weight), options, dtype, compute_dtype)
+        return CastWeights(kind=type(weight), linear_mm_config=options, dtype=dtype, compute_dtype=compute_dtype)
 
     choose = replace_weights(model, recipe_of, lambda parameter: vars(parameter)["_tensor"])
     if choose is None:
@@ -68,9 +67,9 @@ def replace_quantized_weights(
     return choose
 
 
-@dataclass(frozen=True)
-class CastWeights:
-    """The recipe of `WeightWithDynamicFloat8CastTensor`: float8 data with a scale a matrix.
+@dataclass(frozen=True, kw_only=True)
+class CastWeights(Float8Recipe):
+    """The recipe of `WeightWithDynamicFloat8CastTensor`: float8 data with a number a matrix that it is multiplied by.
 
     The amaxes are of all ranks' rows, and the arithmetic is torchao's: the gathered bytes are those of its own
     `fsdp_pre_all_gather` on the main weights' rows.
@@ -78,43 +77,10 @@ class CastWeights:
     Args:
         kind: The class, whose `fsdp_post_all_gather` makes the gathered tensor, once.
         linear_mm_config: torchao's options of products.
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        compute_dtype: Dtype that the weight stands for, and of its gradient.
     """
 
     kind: type[torch.Tensor]
     linear_mm_config: Any
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-
-    @property
-    def block_rows(self) -> int:
-        """Cuts are allowed after any row: amaxes are of all ranks."""
-        return 1
-
-    @property
-    def num_past(self) -> int:
-        """Scales depend on no earlier measurement."""
-        return 0
-
-    @cached_property
-    def _tiling(self) -> Float8Recipe:
-        """Finds the shards of matrices, and their amaxes."""
-        return Float8Recipe(dtype=self.dtype)
-
-    def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> tuple[PayloadFormat, ...]:
-        """The data, for both directions.
-
-        Raises:
-            ValueError: The weight is of fewer than two dims.
-        """
-        return self._tiling.payloads(shape, main_dtype)
-
-    def columns(
-        self, shards: Sequence[torch.Tensor], payloads: Sequence[Sequence[torch.Tensor] | None], parts: Sequence[Part]
-    ) -> tuple[Sequence[Cut] | None]:
-        """For each weight the views of sources, destinations and scales."""
-        return self._tiling.columns(shards, payloads, parts)
 
     def encode(self, *columns: Sequence[Cut] | None) -> None:
         """Multiply by the scales, saturate, and round to the format.
@@ -122,22 +88,7 @@ class CastWeights:
         Effects: as `Float8Recipe.encode`.
         """
         (cuts,) = columns
-        encode_cuts(cuts or (), self._tiling.largest, multiplies=True)
-
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """(1, 1) for a matrix: the number that the weight is multiplied by."""
-        return self._tiling.scale_shape(shape)
-
-    def measure_columns(self, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> tuple[Sequence[Cut]]:
-        """For each weight the views of its rows and of its amax."""
-        return self._tiling.measure_columns(shards, parts)
-
-    def measure(self, *columns: Sequence[Cut]) -> None:
-        """Write the largest magnitude of each weight's part on this rank.
-
-        Effects: as `Float8Recipe.measure`.
-        """
-        self._tiling.measure(*columns)
+        encode_cuts(cuts or (), self.largest, multiplies=True)
 
     def rescale(self, amaxes: torch.Tensor, scales: torch.Tensor, past: torch.Tensor) -> None:
         """Compute the scales of all weights of a group from amaxes of whole weights.
@@ -150,9 +101,9 @@ class CastWeights:
         Effects: a few kernels on the current stream, no host sync.
         """
         # In fp64, as torchao: its epsilon has another value in fp32.
-        scales.copy_(self._tiling.largest / amaxes.double().clamp_min(_EPSILON))
+        scales.copy_(self.largest / amaxes.double().clamp_min(_EPSILON))
 
-    def decode(
+    def decode(  # type: ignore[override]  # not a `QuantizedWeight`: torchao's layers ask for their own class
         self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A `Float8TrainingTensor` over data and scale."""

@@ -16,7 +16,7 @@ from lamella_buffers import ShardedBuffer
 from lamella_precision import Part, ScaledRecipe
 
 # Float8 products on GPUs refuse a scale whose address is no multiple of 16 bytes.
-_ALIGNMENT = 4
+_ALIGNMENT = 4  # elements
 
 
 class Scales:
