@@ -161,8 +161,11 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         if self.grad_scaler is None:
             return False
         found = torch.zeros((), dtype=torch.float32, device=self._device)
-        scale = self.grad_scaler.inv_scale.reshape(()).to(self._device)
-        torch._amp_foreach_non_finite_check_and_unscale_(_gradients(self._shares), found, scale)
+        if gradients := [each for each in _gradients(self._shares) if each.numel() > 0]:
+            # Not by `torch._amp_foreach_non_finite_check_and_unscale_`, which CUDA lacks for gradients in bf16.
+            largest = torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32))
+            found = (~largest.isfinite()).any().to(torch.float32)
+            torch._foreach_mul_(gradients, self.grad_scaler.inv_scale.reshape(()).to(self._device))
         self._reduce(found, dist.ReduceOp.MAX)
         has_inf = bool(found.item())
         self.grad_scaler.update(has_inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -283,13 +284,14 @@ def test_validation_changes_nothing_and_has_the_loss_of_training() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_a_step_is_skipped_on_all_ranks_if_a_scaled_gradient_is_not_finite() -> None:
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_step_is_skipped_on_all_ranks_if_a_scaled_gradient_is_not_finite(number: float) -> None:
     def on_each_rank() -> None:
         config, model, optimizer = _sharded(loss_scale=8.0)
         before = [p.full_tensor() for p in model.parameters()]
         _step(model, config, BATCHES[0])
         if dist.get_rank() == 1:
-            next(model.parameters()).grad.to_local().view(-1)[0] = torch.inf
+            next(model.parameters()).grad.to_local().view(-1)[0] = number
         assert optimizer.step() == (False, None, None)
         for parameter, weight in zip(model.parameters(), before, strict=True):
             assert torch.equal(parameter.full_tensor(), weight)
