@@ -24,9 +24,19 @@ def accumulate_gradients(group: ParameterGroup) -> None:
         parameter.accumulate(group.reduce_dtype)
 
 
-def take_gradients(group: ParameterGroup) -> dict[int, torch.Tensor | None]:
-    """The gradients of trainable members, by index; None if backward made no gradient."""
-    return {i: p.take_gradient() for i, p in enumerate(group.parameters) if p.trains or p.has_gradient}
+def take_gradients(group: ParameterGroup) -> tuple[dict[int, torch.Tensor | None], bool]:
+    """Take the unreduced gradients from the parameters.
+
+    Returns:
+        The gradients of trainable members, by index, None where backward made no gradient; and whether there is any.
+    """
+    taken, has_any = dict[int, torch.Tensor | None](), False
+    with attributes_alone():
+        for i, parameter in enumerate(group.parameters):
+            if parameter.trains or parameter.has_gradient:
+                taken[i] = gradient = parameter.take_gradient()
+                has_any |= gradient is not None
+    return taken, has_any
 
 
 def wire_dtype(group: ParameterGroup) -> torch.dtype:

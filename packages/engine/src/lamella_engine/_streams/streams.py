@@ -88,7 +88,8 @@ class Streams:
     @property
     def compute_stream(self) -> torch.Stream:
         """The stream that the caller runs on."""
-        stream: torch.Stream = self._accelerator.current_stream(self.device)
+        # By index: torch takes microseconds to find a device's own.
+        stream: torch.Stream = self._accelerator.current_stream(self.device.index)
         return stream
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[None]:

@@ -157,24 +157,23 @@ class Gradients:
             collective on their axis, on its own stream. No host sync on CUDA.
         """
         parameters = self.parameters
-        takes_all = self.reduces_unused_parameters
-        groups = [group for group in parameters.groups if group.has_gradients or (takes_all and group.is_trainable)]
-        if not groups:
-            self._drop_main_grads()
-            return ()
         context, streams = parameters.context, parameters.context.streams
-        # Bounds memory: without the wait a fast host would queue reductions, and hold every unit's unsharded gradients.
-        with label("post_backward_rs_wait"):
-            streams.retire_all_but(context.max_reductions_in_flight - 1)
-        stream = streams.reduce_scatter_stream
         delayed = self.delayed if self.delayed.are_expected else None
         if delayed is not None:
             delayed.join(compute)
         parts, reads = [], list[torch.Tensor | None]()
-        for group in groups:
-            taken = reduction.take_gradients(group)
-            parts.append((group, taken, self._wire_of(group)))
-            reads += taken.values()  # parameters hold these tensors no more: the reduction's record must
+        for group in parameters.groups:
+            taken, has_any = reduction.take_gradients(group)
+            if has_any or (self.reduces_unused_parameters and group.is_trainable):
+                parts.append((group, taken, self._wire_of(group)))
+                reads += taken.values()  # parameters hold these tensors no more: the reduction's record must
+        if not parts:
+            self._drop_main_grads()
+            return ()
+        # Bounds memory: without the wait a fast host would queue reductions, and hold every unit's unsharded gradients.
+        with label("post_backward_rs_wait"):
+            streams.retire_all_but(context.max_reductions_in_flight - 1)
+        stream = streams.reduce_scatter_stream
         self.has_sums = False
         if delayed is not None:
             delayed.release(compute)
@@ -195,6 +194,7 @@ class Gradients:
                     without_gaps=self.all_reduce_hook is not None,
                 )
                 reduced[group], moves[group] = made, (taken, wire, made.shards)
+            groups = [group for group, _, _ in parts]
             for same in by_axes(groups):
                 transport = same[0].reduce_transport or same[0].transport
                 reduce_scatter([moves[group] for group in same], transport, same[0].reduce_op).wait()

@@ -11,6 +11,7 @@ import torch.nn as nn
 from lamella_engine._options.placements import Strategy
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.offload import CPU
+from lamella_engine._parameters.sharded_parameter import attributes_alone
 from lamella_engine._streams.context import Context
 from lamella_engine._unit.main_grads import MainGrads
 from lamella_precision import ScaledRecipe
@@ -96,9 +97,10 @@ class UnitParameters:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has an unreduced gradient."""
-        for group in self.groups:
-            if group.has_gradients:
-                return True
+        with attributes_alone():
+            for group in self.groups:
+                if group.has_gradients:
+                    return True
         return False
 
     @property
