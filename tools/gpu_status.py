@@ -91,14 +91,15 @@ def _ask(question: str) -> str:
 
 
 def read(files: Iterable[Path]) -> list[Run]:
-    """The latest record of each session, folder and selection."""
+    """The latest record of each session, folder and selection; none of a selection before a run of all tests."""
     lines = [line for file in files if file.is_file() for line in file.read_text(encoding="utf-8").splitlines()]
     latest: dict[tuple[str, str, str], Run] = {}
     for run in (Run(**json.loads(line)) for line in lines):
         before = latest.get((run.session, run.folder, run.selection))
         if before is None or before.date <= run.date:
             latest[run.session, run.folder, run.selection] = run
-    return sorted(latest.values())
+    whole = {(session, folder): run.date for (session, folder, selection), run in latest.items() if not selection}
+    return sorted(run for run in latest.values() if run.date >= whole.get((run.session, run.folder), ""))
 
 
 def rendered(page: str, runs: Iterable[Run]) -> str:

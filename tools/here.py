@@ -37,7 +37,8 @@ MEGATRON = ROOT / "packages" / "megatron" / "tests" / "mcore"
 TESTS = [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration" / "tests", ROOT / "tests" / "soak"]
 NO_TESTS_RAN = 5  # pytest's exit code
 RANKS_PER_GPU = int(os.environ.get("LAMELLA_RANKS_PER_GPU", "1"))  # as lamella_testing reads it
-_ALL_THE_SAME = ("-q", "-v", "-x", "-s", "-n")  # arguments of pytest's that select no tests
+_ALL_THE_SAME = ("-q", "-v", "-x", "-s")  # arguments of pytest's that select no tests
+_ALL_THE_SAME_WITH_VALUE = ("-n", "-p", "--timeout")
 
 
 def main(args: list[str]) -> int:
@@ -98,7 +99,11 @@ def _pytest(marker: str, args: list[str], *, session: str, folders: list[Path] =
 def _selection(args: list[str]) -> str:
     """The arguments that leave tests out."""
     before = ["", *args]
-    return " ".join(arg for arg, last in zip(args, before, strict=False) if arg not in _ALL_THE_SAME and last != "-n")
+    return " ".join(
+        arg
+        for arg, last in zip(args, before, strict=False)
+        if arg not in (*_ALL_THE_SAME, *_ALL_THE_SAME_WITH_VALUE) and last not in _ALL_THE_SAME_WITH_VALUE
+    )
 
 
 def _sources(folder: Path) -> Iterator[str]:

@@ -49,13 +49,14 @@ def test_a_record_is_taken_over_and_a_page_without_it_is_old(copy_of_the_workspa
     assert _run(copy_of_the_workspace, "--check").returncode == 1
 
 
-def test_the_latest_run_counts_and_a_selection_has_a_row_of_its_own(
+def test_the_latest_run_counts_and_a_later_selection_has_a_row_of_its_own(
     copy_of_the_workspace: Path, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs.jsonl"
     _record(copy_of_the_workspace, runs, session="gpu(9)", date="2026-01-02")
     _record(copy_of_the_workspace, runs, session="gpu(9)", date="2026-01-01")
-    _record(copy_of_the_workspace, runs, session="gpu(9)", selection="-k norms", date="2026-01-01")
+    _record(copy_of_the_workspace, runs, session="gpu(9)", selection="-k casts", date="2026-01-01")
+    _record(copy_of_the_workspace, runs, session="gpu(9)", selection="-k norms", date="2026-01-03")
     assert _run(copy_of_the_workspace, str(runs)).returncode == 0
     page = (copy_of_the_workspace / "docs" / "reference" / "gpu-status.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| gpu(9)")]
