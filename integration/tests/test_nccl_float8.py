@@ -8,6 +8,7 @@ import torch
 import torch._dynamo  # As in test_nccl: once here instead of once a rank.
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_integration.tasks import TASKS
@@ -147,6 +148,70 @@ def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: in
         assert compiled == pytest.approx(eager, rel=0.03)
         assert eager == pytest.approx(bf16, rel=0.05)
         assert eager[-1] < eager[0]
+
+
+class Recomputed(nn.Module):
+    """A block whose forward runs again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def _losses_of_blocks(device: Device, prepare: Callable[[nn.Module], nn.Module]) -> list[float]:
+    """Five steps of a block, each rank with the whole batch."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(256, 384, bias=False), nn.GELU(), nn.Linear(384, 256)).to(device)
+    model = prepare(block)
+    x = torch.randn(24, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 5.0)
+    losses = []
+    for _ in range(5):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@DEVICES
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
+def test_block_wise_products_train_as_on_one_rank_and_in_one_graph(device: Device, num_ranks: int) -> None:
+    recipe = Float8Recipe((128, 128), compute_dtype=torch.float32)
+
+    def multiplied(block: nn.Module) -> nn.Module:
+        use_float8_matmul(block, recipe)
+        return block
+
+    def sharded(block: nn.Module) -> nn.Module:
+        return fully_shard(block, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(block, recipe)))
+
+    def compiled(block: nn.Module) -> nn.Module:
+        block.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+        return sharded(block)
+
+    def losses() -> list[list[float]]:
+        ways: list[Callable[[nn.Module], nn.Module]] = [
+            lambda block: block,
+            multiplied,
+            lambda block: sharded(multiplied(block)),
+            lambda block: compiled(Recomputed(multiplied(block))),
+        ]
+        if device == "cuda":
+            ways.append(lambda block: compiled(multiplied(block)))
+        return [_losses_of_blocks(device, prepare) for prepare in ways]
+
+    for exact, alone, eager, *in_graphs in run_ranks(losses, num_ranks, device=device):
+        assert eager == alone != exact
+        assert eager == pytest.approx(exact, rel=0.03)
+        assert eager[-1] < 0.9 * eager[0]
+        for each in in_graphs:
+            assert each == pytest.approx(eager, rel=1e-2 if device == "cuda" else 1e-6)
 
 
 @DEVICES

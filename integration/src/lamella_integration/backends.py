@@ -443,8 +443,8 @@ def _in_float8(
         torchao.convert_to_float8_training(model.blocks, config=config)
         return None
     if float8 in RECIPES:
-        if float8 != "block":  # gathered alone
-            precision.use_float8_matmul(model.blocks, RECIPES[float8])
+        if names := precision.float8_matmul_layers(model.blocks, RECIPES[float8]):  # others are gathered alone
+            precision.use_float8_matmul(model.blocks, RECIPES[float8], names=names)
         return precision.matrices_of(model.blocks, RECIPES[float8])
     te = _import("transformer_engine.pytorch", TE)
     with te.quantized_model_init(enabled=has_quantized_weights, recipe=_te_recipe(float8)):

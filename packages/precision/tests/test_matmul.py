@@ -6,43 +6,72 @@ from typing import cast
 
 import pytest
 import torch
+from float64_oracle import in_float8
 from torch import nn
 
-from lamella_precision import Float8Linear, Float8Recipe, Part, QuantizedWeight, drop_float8_matmul, use_float8_matmul
+from lamella_precision import (
+    Float8Linear,
+    Float8Recipe,
+    Part,
+    QuantizedWeight,
+    _blockwise,
+    drop_float8_matmul,
+    float8_matmul_layers,
+    use_float8_matmul,
+)
+from lamella_precision._tiles import Block
 from lamella_precision.testing import encode_into, measured
 
-TENSOR, ROW = Float8Recipe(), Float8Recipe((1, None))
+TENSOR, ROW, SQUARE = Float8Recipe(), Float8Recipe((1, None)), Float8Recipe((128, 128))
+RECIPES = pytest.mark.parametrize("recipe", [TENSOR, ROW, SQUARE], ids=["tensor", "row", "square"])
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
+# The blocks of activations, and the format of gradients.
+BLOCKS_OF: dict[Block, tuple[Block, torch.dtype]] = {
+    (None, None): ((None, None), E5M2),
+    (1, None): ((1, None), E4M3),
+    (128, 128): ((1, 128), E4M3),
+}
 
-def _quantised(matrix: torch.Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """The float64 values of a matrix in float8, with a scale for all (None) or for each index along `dim`."""
-    values = matrix.detach().float()
-    amaxes = values.abs().amax() if dim is None else values.abs().amax(1 - dim, keepdim=True)
-    scales = amaxes / torch.full_like(amaxes, torch.finfo(dtype).max)  # CUDA rounds a division by a number twice
-    return (values / scales).to(dtype).double() * scales.double()
+
+def _quantised(matrix: torch.Tensor, block: Block, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """The float64 values of a matrix in float8, with a scale for each block; cut blocks are padded with zeros."""
+    rows, columns = (length or numel for length, numel in zip(block, matrix.shape, strict=True))
+    num_rows, num_columns = matrix.shape
+    whole = nn.functional.pad(matrix.detach().float(), (0, -num_columns % columns, 0, -num_rows % rows))
+    values = whole.view(len(whole) // rows, rows, whole.shape[1] // columns, columns)
+    amaxes = values.abs().amax((1, 3), keepdim=True)
+    # CUDA rounds a division by a number twice.
+    scales = (amaxes / torch.full_like(amaxes, torch.finfo(dtype).max)).clamp_min(2.0**-126)
+    found: torch.Tensor = (values / scales).to(dtype).double() * scales.double()
+    return found.reshape(whole.shape)[:num_rows, :num_columns]
 
 
 def _expected(
-    x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, *, by_rows: bool
+    x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and both gradients of quantised operands, multiplied in float64."""
-    dim, of_gradients = (0, E4M3) if by_rows else (None, E5M2)
-    quantised = _quantised(weight, dim)
-    output = _quantised(x, dim) @ quantised.T
-    if by_rows:
+    of_x, of_gradients = BLOCKS_OF[block]
+    quantised = _quantised(weight, block)
+    output = _quantised(x, of_x) @ quantised.T
+    if block == (1, None):
         amaxes = weight.detach().float().abs().amax(1)
         scales = amaxes / torch.full_like(amaxes, 448)
-        of_x = _quantised(gradient.float() * scales, 0) @ (quantised / scales.double()[:, None])
+        gradient_of_x = _quantised(gradient.float() * scales, of_x) @ (quantised / scales.double()[:, None])
     else:
-        of_x = _quantised(gradient, None, E5M2) @ quantised
-    of_weight = _quantised(gradient.T, dim, of_gradients) @ _quantised(x.T, dim).T
-    return output, of_x, of_weight
+        gradient_of_x = _quantised(gradient, of_x, of_gradients) @ quantised
+    of_weight = _quantised(gradient.T, of_x, of_gradients) @ _quantised(x.T, of_x).T
+    return output, gradient_of_x, of_weight
 
 
 def _layer(recipe: Float8Recipe, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48, bias=False)).to(device, dtype)
+    sizes = (384, 256) if recipe is SQUARE else (64, 48)  # three blocks a row, which kernels read padded to four
+    model = nn.Sequential(nn.Linear(*sizes, bias=False)).to(device, dtype)
+    if recipe is SQUARE:  # blocks of different magnitudes: a scale of another block is then an error
+        powers = torch.exp2(torch.arange(6, dtype=dtype, device=device) * 2 - 6).view(2, 3)
+        with torch.no_grad():
+            cast(nn.Linear, model[0]).weight.mul_(powers.repeat_interleave(128, 0).repeat_interleave(128, 1))
     assert use_float8_matmul(model, recipe) == ["0"]
     return cast(nn.Linear, model[0])
 
@@ -58,16 +87,18 @@ def _gathered(weight: torch.Tensor, recipe: Float8Recipe) -> QuantizedWeight:
     return recipe.decode([data], weight.shape, scales)
 
 
-def _without_ties(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix in bf16 with a largest magnitude of 251 / 32 in each row and column.
+def _without_ties(matrix: torch.Tensor, block: tuple[int | None, int | None]) -> torch.Tensor:
+    """A matrix in bf16, with 251 times a power of two as the largest magnitude of each block, also of its transpose.
 
     Compiled division on GPUs is off by a bit, which rounds a quotient halfway between two float8 numbers to the other.
     Quotients by a prime number of the mantissa's size lie on no half.
     """
     made = matrix.detach().clone()
-    rows, columns = made.shape
-    at = torch.arange(max(rows, columns), device=made.device)
-    made[at % rows, at % columns] = 251 / 32
+    for view in (made, made.t()):
+        rows, columns = (length or size for length, size in zip(block, view.shape, strict=True))
+        for tile in (part for band in view.split(rows) for part in band.split(columns, 1)):
+            at = divmod(int(tile.abs().argmax()), tile.shape[1])
+            tile[at] = 251 / 64 * tile.abs().max().log2().floor().exp2()
     return made
 
 
@@ -75,7 +106,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", [TENSOR, ROW], ids=["tensor", "row"])
+@RECIPES
 @pytest.mark.parametrize("is_gathered", [False, True], ids=["plain", "gathered"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # both by Dynamo
@@ -86,22 +117,28 @@ def test_the_products_are_of_the_quantised_operands(
     torch._dynamo.reset()
     layer = _layer(recipe, device, torch.bfloat16)
     with torch.no_grad():
-        layer.weight.copy_(_without_ties(layer.weight))
+        layer.weight.copy_(_without_ties(layer.weight, recipe.block))
     plain = layer.weight.detach().clone()
     if is_gathered:
         layer.weight = nn.Parameter(_gathered(plain.float(), recipe))
     if is_compiled:
-        layer.compile(fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+        on_gpu = device == "cuda"
+        # Squares in symbolic sizes are traced for seconds, which the GPU's run has.
+        is_dynamic = False if recipe is SQUARE and not on_gpu else None
+        layer.compile(fullgraph=True, backend="inductor" if on_gpu else "aot_eager", dynamic=is_dynamic)
     generator = torch.Generator().manual_seed(1)
-    for num_tokens in (7, 32):  # the gradient of the weight adds up over tokens, in multiples of 16
+    of_x = (1, 128) if recipe is SQUARE else recipe.block
+    for num_tokens in (7, 32):  # the gradient of the weight adds up over tokens, in multiples of 16 or 128
         x, gradient = (
-            _without_ties(torch.randn(2 * num_tokens, size, generator=generator).bfloat16()).view(2, num_tokens, size)
-            for size in (64, 48)
+            _without_ties(torch.randn(2 * num_tokens, size, generator=generator).bfloat16(), of_x)
+            .view(2, num_tokens, size)
+            .to(device)
+            for size in (layer.in_features, layer.out_features)
         )
-        x, gradient = x.to(device).requires_grad_(), gradient.to(device)
+        x.requires_grad_()
         output = layer(x)
         output.backward(gradient)
-        expected = _expected(x.flatten(0, 1), plain, gradient.flatten(0, 1), by_rows=recipe is ROW)
+        expected = _expected(x.flatten(0, 1), plain, gradient.flatten(0, 1), recipe.block)
         for got, exact in zip((output, x.grad, layer.weight.grad), expected, strict=True):
             assert got is not None
             # A rounding to bf16. On the GPU the forward's sums have 14 bits.
@@ -110,12 +147,23 @@ def test_the_products_are_of_the_quantised_operands(
         layer.weight.grad = None
 
 
-@pytest.mark.parametrize("recipe", [TENSOR, ROW], ids=["tensor", "row"])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=["vectors", "squares"])
+def test_blocks_along_the_summed_dim_have_the_bytes_of_exact_arithmetic(block: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix = (torch.randn(128, 256) * torch.exp2(torch.arange(256.0) / 16 - 8)).bfloat16()[-block[0] :]
+    matrix[0, 3] = 0.0
+    data, scales = _blockwise.quantised(matrix, block[0])
+    expected, of_blocks = in_float8(matrix, block, E4M3)
+    assert torch.equal(data.view(torch.uint8), expected)
+    assert torch.equal(scales, of_blocks)
+
+
+@RECIPES
 def test_a_gathered_weight_computes_the_bits_of_a_plain_one(recipe: Float8Recipe) -> None:
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     results = []
     for is_gathered in (False, True):
         layer = _layer(recipe)
+        x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
         if is_gathered:
             layer.weight = nn.Parameter(_gathered(layer.weight.detach(), recipe))
         own = x.clone().requires_grad_()
@@ -132,7 +180,7 @@ def test_a_weight_of_another_recipe_is_dequantised_first() -> None:
     gathered = _gathered(layer.weight.detach(), TENSOR)
     layer.weight = nn.Parameter(gathered)
     x = torch.randn(4, 64)
-    expected = _quantised(x, 0) @ _quantised(gathered + 0, 0).T
+    expected = _quantised(x, (1, None)) @ _quantised(gathered + 0, (1, None)).T
     assert torch.allclose(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -145,7 +193,10 @@ def test_layers_are_chosen_by_name_and_changed_back() -> None:
     x = torch.randn(3, 16)
     weight, bias = (model.get_parameter(f"attn.{name}") for name in ("weight", "bias"))
     assert not torch.equal(model["attn"](x), nn.functional.linear(x, weight, bias))
+    assert float8_matmul_layers(model, TENSOR) == []  # changed already
     assert drop_float8_matmul(model) == ["attn", "mlp"]
+    assert float8_matmul_layers(model, TENSOR) == ["attn", "mlp"]
+    assert float8_matmul_layers(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 64)), SQUARE) == ["0"]
     assert torch.equal(model["attn"](x), nn.functional.linear(x, weight, bias))
     assert {type(module) for module in model.values()} == {nn.Linear}
 
@@ -153,7 +204,8 @@ def test_layers_are_chosen_by_name_and_changed_back() -> None:
 @pytest.mark.parametrize(
     ("recipe", "names", "complaint"),
     [
-        (Float8Recipe((128, 128)), "*", "a scale a tensor or a row"),
+        (Float8Recipe((1, 128)), "*", "a scale a tensor, a row or 128 x 128"),
+        (SQUARE, "0", r"'0' that are multiples of 128, .* got 16 and 16"),
         (Float8Recipe(dtype=E5M2), "*", "float8_e4m3fn"),
         (TENSOR, "*", r"'1' that are multiples of 16, .* got 16 and 5"),
         (TENSOR, "2", r"got none for \['2'\]"),

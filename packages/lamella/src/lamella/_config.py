@@ -72,8 +72,8 @@ class ParallelConfig:
     float8: Annotated[
         Literal["no", "tensor", "delayed", "row", "block"],
         Option(
-            "Gather the layers' matrices in 8 bits: a scale a tensor (of now or before), a row, or 128 x 128. With all "
-            "but block, multiply in 8 bits too."
+            "Gather the layers' matrices in 8 bits, and multiply so: a scale a tensor (of now or before), a row, or "
+            "128 x 128. Sizes that are no multiples of 16 (block: 128) are gathered alone."
         ),
     ] = "no"
     reshard_after_forward: Annotated[

@@ -30,14 +30,13 @@ from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
-from lamella_precision import Float8Recipe, matrices_of, use_float8_matmul
+from lamella_precision import Float8Recipe, float8_matmul_layers, matrices_of, use_float8_matmul
 
-_SQUARES = (128, 128)
 _FLOAT8: dict[str, tuple[tuple[int | None, int | None], int]] = {
     "tensor": ((None, None), 0),
     "delayed": ((None, None), 16),
     "row": ((1, None), 0),
-    "block": (_SQUARES, 0),
+    "block": ((128, 128), 0),
 }
 """Blocks with a common scale, and the number of past amaxes, by `ParallelConfig.float8`."""
 
@@ -66,7 +65,7 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
 def in_float8(unit: nn.Module, policy: MixedPrecisionPolicy, kind: str) -> MixedPrecisionPolicy:
     """Let a unit's linear layers multiply in float8, and return the policy that gathers their matrices so.
 
-    Layers with sizes that are no multiples of 16, which kernels need, are gathered in float8 alone.
+    Layers with sizes that are no multiples of 16 (`block`: 128), which kernels need, are gathered in float8 alone.
 
     Args:
         unit: Changed in place, before `fully_shard`.
@@ -75,9 +74,7 @@ def in_float8(unit: nn.Module, policy: MixedPrecisionPolicy, kind: str) -> Mixed
     """
     block, num_past_amaxes = _FLOAT8[kind]
     recipe = Float8Recipe(block, num_past_amaxes=num_past_amaxes, compute_dtype=policy.param_dtype or torch.float32)
-    layers = {name: module for name, module in unit.named_modules() if type(module) is nn.Linear}
-    names = [name for name, each in layers.items() if not (each.in_features % 16 or each.out_features % 16)]
-    if names and block != _SQUARES:
+    if names := float8_matmul_layers(unit, recipe):
         use_float8_matmul(unit, recipe, names=names)
     return replace(policy, recipe=matrices_of(unit, recipe))
 

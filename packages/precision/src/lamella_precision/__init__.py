@@ -5,6 +5,7 @@ from lamella_precision._float8 import Float8Recipe as Float8Recipe
 from lamella_precision._foreign import refuse_quantized as refuse_quantized
 from lamella_precision._matmul import Float8Linear as Float8Linear
 from lamella_precision._matmul import drop_float8_matmul as drop_float8_matmul
+from lamella_precision._matmul import float8_matmul_layers as float8_matmul_layers
 from lamella_precision._matmul import use_float8_matmul as use_float8_matmul
 from lamella_precision._mxfp8 import MXFP8Recipe as MXFP8Recipe
 from lamella_precision._policy import MixedPrecisionPolicy as MixedPrecisionPolicy

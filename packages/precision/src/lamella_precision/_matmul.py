@@ -5,8 +5,8 @@
     gradient of x       gradient, weight   of each              of tokens; the weight's are in the gradient
     gradient of weight  gradient.T, x      of each              of features; of features
 
-No operand has scales along the dim that a product adds up over: the gradient is multiplied by those of the weight's
-rows first.
+There no operand has scales along the dim that a product adds up over: the gradient is multiplied by those of the
+weight's rows first. Squares have: see `_blockwise`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from lamella_precision import _blockwise
 from lamella_precision._float8 import Float8Recipe, has_float8, scale_for
 from lamella_precision._quantized import QuantizedWeight
 from lamella_precision._recipe import Direction
+from lamella_precision._tiles import Block
 
 _ALIGNMENT = 16  # elements: of every dim that a kernel adds up over, and of the rows of the second operand
+_SQUARES: Block = (_blockwise.LENGTH, _blockwise.LENGTH)
+_BLOCKS: tuple[Block, ...] = ((None, None), (1, None), _SQUARES)
 
 
 class _Operand(NamedTuple):
-    """Float8 data, and fp32 scales: of all, (1, 1), or of rows, (rows, 1)."""
+    """Float8 data, and fp32 scales: of all, (1, 1), of rows, (rows, 1), or of blocks, (grid rows, grid columns)."""
 
     data: torch.Tensor
     scales: torch.Tensor
@@ -43,21 +47,23 @@ def use_float8_matmul(
 
     Args:
         model: Its `nn.Linear` modules are changed in place; parameters and state dicts stay.
-        recipe: A scale a tensor or a row; None for a scale a tensor. Activations and gradients follow current scaling.
-        names: Shell patterns of modules' names; modules that match none stay.
+        recipe: A scale a tensor, a row or a square of 128 x 128; None for a scale a tensor. Activations and gradients
+            follow current scaling: with a scale a tensor, a row, or 1 x 128.
+        names: Shell patterns of modules' names; modules that match none stay. `float8_matmul_layers` gives the names of
+            all with sizes that can be served.
 
     Returns:
         The names of the changed modules.
 
     Raises:
         ValueError: The recipe has other blocks or another dtype than torch.float8_e4m3fn, a matching module's sizes are
-            no multiples of 16, or no `nn.Linear` matches.
+            no multiples of 16 (128 with squares), or no `nn.Linear` matches.
     """
     recipe = Float8Recipe() if recipe is None else recipe
-    if recipe.block not in ((None, None), (1, None)) or recipe.dtype != torch.float8_e4m3fn:
+    if recipe.block not in _BLOCKS or recipe.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"Expected a recipe with a scale a tensor or a row, in torch.float8_e4m3fn, got {recipe}. Use "
-            "Float8Recipe() or Float8Recipe((1, None)); others are gathered and dequantised."
+            f"Expected a recipe with a scale a tensor, a row or 128 x 128, in torch.float8_e4m3fn, got {recipe}. Use "
+            "Float8Recipe() with one of these blocks; others are gathered and dequantised."
         )
     patterns = [names] if isinstance(names, str) else list(names)
     found = {
@@ -69,16 +75,36 @@ def use_float8_matmul(
         raise ValueError(
             f"Expected `names` to match an nn.Linear, got none for {patterns}. Call it before fully_shard."
         )
+    fit = set(float8_matmul_layers(model, recipe))
     for name, module in found.items():
-        if module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT:
+        if name not in fit:
             raise ValueError(
-                f"Expected sizes of {name!r} that are multiples of {_ALIGNMENT}, as float8 kernels need, got "
+                f"Expected sizes of {name!r} that are multiples of {_alignment(recipe)}, as float8 kernels need, got "
                 f"{module.in_features} and {module.out_features}. Leave it out of `names`."
             )
     for module in found.values():
         module.__class__ = Float8Linear
         module.recipe = recipe  # type: ignore[assignment]
     return list(found)
+
+
+def float8_matmul_layers(model: nn.Module, recipe: Float8Recipe) -> list[str]:
+    """The names of the `nn.Linear` modules that `use_float8_matmul` takes: sizes are multiples of 16, or of 128.
+
+    Args:
+        model: Not changed.
+        recipe: Asks for multiples of 128 if it has squares of 128 x 128.
+    """
+    alignment = _alignment(recipe)
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not (module.in_features % alignment or module.out_features % alignment)
+    ]
+
+
+def _alignment(recipe: Float8Recipe) -> int:
+    return _blockwise.LENGTH if recipe.block == _SQUARES else _ALIGNMENT
 
 
 def drop_float8_matmul(model: nn.Module) -> list[str]:
@@ -120,19 +146,27 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
         rows = x.flatten(0, -2)
-        # Kernels of the forward may add up with fewer bits, as is usual: gradients may not.
-        made = _multiply(_quantised(rows, recipe), _weight_operand(weight, recipe), x.dtype, is_fast=True)
+        made = _output(rows, weight, recipe, x.dtype)
         return made.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         recipe: Float8Recipe = ctx.recipe
-        gradients_of = _gradients_by_rows if recipe.block[0] else _gradients_by_tensors
+        gradients_of = _GRADIENTS[recipe.block]
         of_x, of_weight = gradients_of(
             gradients[0].flatten(0, -2), x.flatten(0, -2), weight, recipe, ctx.needs_input_grad
         )
         return None if of_x is None else of_x.view(x.shape), of_weight, None
+
+
+def _output(x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> torch.Tensor:
+    """`x @ weight.T`, of (tokens, in_features)."""
+    operand = _weight_operand(weight, recipe)
+    if recipe.block == _SQUARES:
+        return _blockwise.multiply(_blockwise.quantised(x, 1), operand, dtype)
+    # Kernels of the forward may add up with fewer bits, as is usual: gradients may not.
+    return _multiply(_quantised(x, recipe), operand, dtype, is_fast=True)
 
 
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -170,6 +204,25 @@ def _gradients_by_rows(
     return of_x, of_weight
 
 
+def _gradients_by_blocks(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, needed: Sequence[bool]
+) -> _Gradients:
+    """The gradients of x and weight, with scales of blocks along the dim that is added up: features, then tokens."""
+    of_x = of_weight = None
+    if needed[0]:
+        data, scales = _weight_operand(weight, recipe)
+        of_x = _blockwise.multiply(_blockwise.quantised(gradient, 1), (_transposed(data), scales.t()), x.dtype)
+    if needed[1]:
+        padding = -len(x) % _blockwise.LENGTH  # tokens of zeros, which add nothing
+        whole = [F.pad(each, (0, 0, 0, padding)) if padding else each for each in (gradient, x)]
+        ours, theirs = (_blockwise.quantised(_transposed(each), 1) for each in whole)
+        of_weight = _blockwise.multiply(ours, theirs, weight.dtype)
+    return of_x, of_weight
+
+
+_GRADIENTS = dict(zip(_BLOCKS, (_gradients_by_tensors, _gradients_by_rows, _gradients_by_blocks), strict=True))
+
+
 def _padded(operand: _Operand) -> _Operand:
     """An operand with columns of zeros, which add nothing, up to what kernels add up over."""
     data, scales = operand
@@ -190,6 +243,8 @@ def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> _Operand:
         # Not by `payloads`: a compiled graph would call the property again in each pass, to guard what it returned.
         return _Operand(weight.payload_0, weight.scales)
     plain = weight.dequantize_for(Direction.FORWARD) if isinstance(weight, QuantizedWeight) else weight.detach()
+    if recipe.block == _SQUARES:
+        return _Operand(*_blockwise.quantised(plain, _blockwise.LENGTH, power_of_two=recipe.power_of_two))
     return _quantised(plain, recipe, power_of_two=recipe.power_of_two)
 
 

@@ -1,0 +1,90 @@
+"""Float8 products with a scale for every 128 elements that are added up, as DeepSeek-V3's.
+
+product             operands           blocks
+output              x, weight.T        1 x 128; 128 x 128
+gradient of x       gradient, weight   1 x 128; 128 x 128: the transpose of the data, and of the scales
+gradient of weight  gradient.T, x      1 x 128 along the tokens, of both
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from lamella_precision._float8 import scale_for
+
+LENGTH = 128
+_DTYPE = torch.float8_e4m3fn
+_ALIGNMENT = 16  # rows of the first operand: a column of its scales is a whole number of vectors
+_GRID_COLUMNS = 4  # kernels read rows of a square's scales padded to a multiple
+_FIRST_CUDA = (12, 9)
+
+Blocks = tuple[torch.Tensor, torch.Tensor]
+"""Data, (rows, columns), and fp32 scales, (rows / block rows, columns / 128)."""
+
+
+def quantised(matrix: torch.Tensor, rows: int, *, power_of_two: bool = False) -> Blocks:
+    """A matrix by current scaling, with a scale for blocks of `rows` x 128; its sizes are multiples of both."""
+    largest = torch.finfo(_DTYPE).max
+    num_rows, num_columns = matrix.shape
+    tiles = matrix.view(num_rows // rows, rows, num_columns // LENGTH, LENGTH)
+    scales = scale_for(tiles.abs().amax((1, 3), keepdim=True).float(), largest, power_of_two=power_of_two)
+    data = (tiles / scales).clamp(-largest, largest).to(_DTYPE)
+    return data.reshape(matrix.shape).contiguous(), scales.squeeze((1, 3))
+
+
+def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> torch.Tensor:
+    """`a @ b.T`, of (m, k) and (n, k), in `dtype`; `a` has scales of 1 x 128, `b` of 1 x 128 or 128 x 128."""
+    assert a[0].shape[1] % LENGTH == 0, a[0].shape  # on every device, so that tests without a GPU see it
+    if a[0].is_cuda and _has_kernels(a[0].device.index):
+        return _by_kernel(a, b).to(dtype)
+    return (_values(*a) @ _values(*b).t()).to(dtype)
+
+
+def _by_kernel(a: Blocks, b: Blocks) -> torch.Tensor:
+    """The product in bf16. Scales of 1 x 128 are read column by column, those of squares row by row."""
+    (ours, of_ours), (theirs, of_theirs) = a, b
+    num_rows = len(ours)
+    if padding := -num_rows % _ALIGNMENT:
+        ours = F.pad(ours.view(torch.uint8), (0, 0, 0, padding)).view(_DTYPE)
+        of_ours = F.pad(of_ours, (0, 0, 0, padding))
+    kind = F.ScalingType.BlockWise1x128
+    if len(of_theirs) == len(theirs):
+        kind_of_theirs, of_theirs = kind, _by_columns(of_theirs)
+    else:
+        kind_of_theirs, of_theirs = F.ScalingType.BlockWise128x128, _padded(of_theirs).t()
+    # The operator of `torch.nn.functional.scaled_mm`, a function that Dynamo cannot trace under torch 2.11.
+    made: torch.Tensor = torch.ops.aten._scaled_mm_v2.default(
+        ours,
+        theirs.t(),
+        [_by_columns(of_ours)],
+        [kind.value],
+        [],
+        [of_theirs],
+        [kind_of_theirs.value],
+        [],
+        None,
+        torch.bfloat16,
+    )
+    return made[:num_rows]
+
+
+def _by_columns(scales: torch.Tensor) -> torch.Tensor:
+    return scales.t().contiguous().t()
+
+
+def _padded(scales: torch.Tensor) -> torch.Tensor:
+    padding = -scales.shape[1] % _GRID_COLUMNS
+    return (F.pad(scales, (0, padding)) if padding else scales).contiguous()
+
+
+def _values(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    tiles = data.float().view(len(scales), -1, scales.shape[1], LENGTH)
+    return (tiles * scales[:, None, :, None]).view(data.shape)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(index: int) -> bool:
+    """Whether cuBLAS takes such scales: on compute capability 9 alone, from CUDA 12.9 on."""
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return torch.cuda.get_device_capability(index)[0] == 9 and cuda >= _FIRST_CUDA
