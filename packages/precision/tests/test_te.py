@@ -154,6 +154,41 @@ def test_the_most_recent_amax_is_a_history_of_one() -> None:
     assert _recipe(layer).num_past == 1
 
 
+MXFP8 = te.MXFP8Quantizer()
+
+
+def test_mxfp8_conforms() -> None:
+    recipe: Recipe = replace_quantized_weights(layer := _layer(MXFP8, 128, 128))(layer.weight)  # type: ignore[assignment]
+    assert not isinstance(recipe, CachingRecipe)
+    check_recipe(recipe, relative_error=1.0)
+    check_recipe(recipe, main_dtype=torch.bfloat16, relative_error=1.0)
+
+
+@given(num_ranks=st.integers(1, 4), exponent=st.integers(-126, 120), seed=st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_mxfp8_shards_are_the_bytes_of_the_layers_own_quantisation(num_ranks: int, exponent: int, seed: int) -> None:
+    layer = _layer(MXFP8, 256, 128)
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    weight[:64, :64] = 0.0  # blocks of zeros alone
+    weight[64, :32] = 448 * 2.0 ** (exponent // 2)  # a scale that is a power of two already, and its neighbours
+    weight[65, :32] = weight[64, 0].nextafter(torch.tensor(0.0))
+    weight[66, :32] = weight[64, 0].nextafter(torch.tensor(torch.inf))
+    expected: Any = MXFP8(weight)
+    recipe: Recipe = replace_quantized_weights(layer, compute_dtype=torch.float32)(layer.weight)  # type: ignore[assignment]
+    payloads = [torch.empty(each.shape, dtype=each.dtype) for each in recipe.payloads(weight.shape, weight.dtype)]
+    for blocks in torch.arange(8).tensor_split(num_ranks):
+        first, last = blocks[0].item(), blocks[-1].item() + 1
+        own = [each[first:last] if len(each) == 8 else each[32 * first : 32 * last] for each in payloads]
+        encode_into(recipe, weight[32 * first : 32 * last], own, Part(weight.shape, 32 * int(first), None))
+    decoded: Any = recipe.decode(payloads, weight.shape, None)
+    assert type(decoded) is type(expected)
+    for name, tensor in expected.get_metadata().items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(decoded.get_metadata()[name], tensor), name
+    assert torch.equal(decoded.dequantize(), expected.dequantize())
+    assert torch.equal(decoded.transposed(), expected.transposed())
+
+
 def _with_function() -> nn.Module:
     layer = _layer(te.Float8Quantizer())
     layer.fp8_meta["recipe"] = te.delayed_scaling(4, algorithm=max)
@@ -170,6 +205,7 @@ def _with_vectors() -> nn.Module:
     ("build", "error", "complaint"),
     [
         (lambda: _layer(te.NVFP4Quantizer(), preserves=False), NotImplementedError, r"'1\.weight'.* NVFP4Tensor"),
+        (lambda: _layer(MXFP8, 96, 128), NotImplementedError, r"'1\.weight'.* multiples of 128.*\(96, 128\)"),
         (_with_vectors, NotImplementedError, r"'1\.weight'.* Float8BlockwiseQTensor"),
         (_with_function, NotImplementedError, r"'1\.weight'.*Use Float8CurrentScaling"),
         (lambda: _layer(CURRENT).to_empty(device="meta"), ValueError, r"'1\.weight' on a device"),

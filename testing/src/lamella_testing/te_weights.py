@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 _MODULE = "transformer_engine.pytorch.tensor.stand_in"
 _TILE = 128
+_LENGTH = 32
 
 
 class DType(Enum):
@@ -108,6 +109,40 @@ class Float8BlockQuantizer(_Quantizer):
             fp8_dtype=self.dtype,
             quantizer=self,
             is_2D_scaled=True,
+        )
+
+
+def in_mxfp8(values: torch.Tensor, *, by_columns: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float8 data (e4m3) of a whole matrix, and a byte for 32 elements: the exponent of a power of two, rounded up.
+
+    Independent of recipes: by logarithms, and in Transformer Engine's arithmetic, which multiplies amaxes by a rounded
+    reciprocal and leaves tiny blocks unscaled.
+    """
+    if by_columns:
+        data, bytes_of_blocks = in_mxfp8(values.t().contiguous())
+        return data.t().contiguous(), bytes_of_blocks.t().contiguous()
+    blocks = values.float().view(len(values), -1, _LENGTH)
+    scales = (blocks.abs().amax(2) * torch.tensor(1 / 448, dtype=torch.float32)).double()
+    exponents = (torch.log2(scales).ceil() + 127).clamp_min(0)  # of zero: minus infinity
+    factors = torch.where(exponents == 0, 1.0, torch.exp2(127 - exponents))
+    data = (blocks.double() * factors[:, :, None]).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    return data.view(values.shape), exponents.to(torch.uint8)
+
+
+class MXFP8Quantizer(_Quantizer):
+    """A power of two for 32 elements, by rows and by columns. Sizes are multiples of 128: scales have no padding."""
+
+    def __call__(self, values: torch.Tensor) -> MXFP8Tensor:
+        by_rows, by_columns = in_mxfp8(values), in_mxfp8(values, by_columns=True)
+        return MXFP8Tensor(
+            shape=values.shape,
+            dtype=values.dtype,
+            rowwise_data=by_rows[0].view(torch.uint8),
+            rowwise_scale_inv=by_rows[1],
+            columnwise_data=by_columns[0].view(torch.uint8),
+            columnwise_scale_inv=by_columns[1],
+            fp8_dtype=self.dtype,
+            quantizer=self,
         )
 
 
@@ -253,11 +288,40 @@ class Float8BlockwiseQTensor(_Quantised):
         return (data.view(self._fp8_dtype.value).float() * of_each).to(dtype)
 
 
+class MXFP8Tensor(_Quantised):
+    """Data and scales by rows and by columns, each of the matrix's shape; nothing is made later."""
+
+    _names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype")
+    _rowwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor
+    _columnwise_data: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor
+    _fp8_dtype: DType
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        assert self._rowwise_data is not None
+        powers = torch.exp2(self._rowwise_scale_inv.double() - 127).repeat_interleave(_LENGTH, 1)
+        return (self._rowwise_data.view(self._fp8_dtype.value).double() * powers).to(dtype or self.dtype)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        for usage, data in ((rowwise_usage, self._rowwise_data), (columnwise_usage, self._columnwise_data)):
+            if usage and data is None:
+                raise RuntimeError("Requested usage, but MXFP8Tensor is missing the data")
+        self._rowwise_data = None if rowwise_usage is False else self._rowwise_data
+        self._columnwise_data = None if columnwise_usage is False else self._columnwise_data
+
+    def transposed(self) -> torch.Tensor:
+        """The data by columns, dequantised: (columns, rows)."""
+        assert self._columnwise_data is not None
+        powers = torch.exp2(self._columnwise_scale_inv.double() - 127).repeat_interleave(_LENGTH, 0)
+        return (self._columnwise_data.view(self._fp8_dtype.value).double() * powers).to(self.dtype).t()
+
+
 class NVFP4Tensor(_Quantised):
     """A format that no recipe serves; without data."""
 
 
-for _kind in (Float8Tensor, Float8BlockwiseQTensor, NVFP4Tensor):
+for _kind in (Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor, NVFP4Tensor):
     _kind.__module__ = _MODULE
 
 

@@ -31,15 +31,16 @@ QUANTIZERS: dict[str, Any] = {
     "current": te.Float8CurrentScalingQuantizer(),
     "squares": te.Float8BlockQuantizer(power_of_two=True),
 }
+MXFP8: dict[str, Any] = {"mxfp8": te.MXFP8Quantizer()}
 NUM_STEPS = 3
 WAY_OUT = r"'(up|0).weight' .* of transformer_engine, .*te\.replace_quantized_weights\(model\)"
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, quantizer: Any, *, recomputes: bool, up: type[te.Linear]) -> None:
+    def __init__(self, width: int, hidden: int, quantizer: Any, *, recomputes: bool, up: type[te.Linear]) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = up(width, 37, quantizer), te.Linear(37, width, quantizer)
+        self.up, self.down = up(width, hidden, quantizer), te.Linear(hidden, width, quantizer)
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None) -> torch.Tensor:
@@ -54,10 +55,16 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     def __init__(
-        self, quantizer: Any, *, recomputes: bool = False, width: int = 20, up: type[te.Linear] = te.Linear
+        self,
+        quantizer: Any,
+        *,
+        recomputes: bool = False,
+        width: int = 20,
+        hidden: int = 37,
+        up: type[te.Linear] = te.Linear,
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, quantizer, recomputes=recomputes, up=up) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, hidden, quantizer, recomputes=recomputes, up=up) for _ in range(2))
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -68,6 +75,8 @@ class Model(nn.Module):
 
 def _model(name: str, **options: Any) -> Model:
     torch.manual_seed(0)
+    if name in MXFP8:
+        return Model(MXFP8[name], width=128, hidden=256, **options)
     return Model(QUANTIZERS[name], **options)
 
 
@@ -84,10 +93,10 @@ def _sharded(model: Model, *, layers: bool = False, **options: Any) -> Model:
     return model
 
 
-def _losses(model: nn.Module, step: int) -> Iterator[torch.Tensor]:
+def _losses(model: Model, step: int) -> Iterator[torch.Tensor]:
     """The losses of two microbatches."""
     for i in range(2):
-        x = torch.randn(6, 20, generator=torch.Generator().manual_seed(10 * step + i))
+        x = torch.randn(6, model.head.in_features, generator=torch.Generator().manual_seed(10 * step + i))
         yield model(x, is_first_microbatch=i == 0).square().mean()
 
 
@@ -191,6 +200,23 @@ def test_a_layer_that_leaves_its_copy_to_forward_has_the_copy_in_backward(
     def check() -> None:
         model = _assert_trains_as_whole(name, up=te.LayerNormMLP, layers=layers, recomputes=recomputes)
         assert _copies(model) == 0
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recompute"])
+def test_mxfp8_weights_gather_a_payload_a_pass_and_train_to_the_bit(recomputes: bool) -> None:
+    def check() -> None:
+        model = _assert_trains_as_whole("mxfp8", recomputes=recomputes, up=te.LayerNormMLP if recomputes else te.Linear)
+        assert len(list(_weights(model))) == 4
+        log = record(model)
+        next(_losses(model, 0)).backward()  # type: ignore[no-untyped-call]
+        gathers = [event.nbytes for event in log.events if event.unit == "blocks.0" and event.kind == "gather"]
+        assert len(gathers) == 2
+        # Recomputation in backward reads the rows again.
+        num_elements, norm = 2 * 128 * 256, 4 * 2 * 128
+        expected = [num_elements * 33 // 32 + norm, num_elements * 33 // 32 * (2 if recomputes else 1) + norm]
+        assert gathers == expected
 
     run_ranks(check, 2)
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lamella_precision.te import replace_quantized_weights
 from lamella_testing import run_ranks
+from lamella_testing.te_weights import in_mxfp8
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of Transformer Engine
 
@@ -334,3 +335,90 @@ def test_weights_that_keep_no_format_of_their_own_in_shards_are_refused(
             fully_shard(model[0], mp_policy=policy or MixedPrecisionPolicy())
 
     run_ranks(check, 1, device="cuda")
+
+
+def _in_mxfp8(model: _Stack) -> _Stack:
+    """Weights in MXFP8 with the values of before; not quantised, which takes a GPU with MXFP8."""
+    for layer in cast(Any, model):
+        values = layer.weight.detach().cpu()
+        weight: Any = nn.Parameter(_mxfp8().make_empty(values.shape, dtype=torch.bfloat16, device="cuda"))
+        weight.get_high_precision_init_val = lambda values=values: values
+        layer.weight = weight
+    return model
+
+
+def _mxfp8() -> Any:
+    kind = importlib.import_module("transformer_engine.pytorch.tensor.mxfp8_tensor").MXFP8Quantizer
+    return kind(importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3)
+
+
+def _mxfp8_bytes(weight: Any) -> dict[str, torch.Tensor]:
+    return {name: each.cpu() for name, each in weight.get_metadata().items() if isinstance(each, torch.Tensor)}
+
+
+def _assert_mxfp8_bytes(quantised: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    """Gather MXFP8 weights before and after a step, and compare all bytes of their class."""
+    torch.manual_seed(0)
+    linear = partial(_te().Linear, WIDTH, 2 * WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    model = _shard(_in_mxfp8(_Stack(linear(), linear())))
+    for _ in range(2):
+        main = {name: cast(DTensor, weight).full_tensor() for name, weight in model.named_parameters()}
+        with _unsharded(model):
+            found = {name: _mxfp8_bytes(weight) for name, weight in _quantised(model).items()}
+        assert found.keys() == main.keys()
+        for name, got in found.items():
+            expected = quantised(main[name])
+            assert got.keys() == expected.keys()
+            for part, each in got.items():
+                assert torch.equal(each, expected[part]), f"{name}: {part}"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.7)
+
+
+def _by_exact_arithmetic(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = (in_mxfp8(values.cpu(), by_columns=by_columns) for by_columns in (False, True))
+    named = {"rowwise_data": rows[0], "rowwise_scale_inv": rows[1]}
+    named |= {"columnwise_data": columns[0], "columnwise_scale_inv": columns[1]}
+    return {name: each.view(torch.uint8) for name, each in named.items()}
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)]
+)
+def test_mxfp8_weights_are_gathered_into_their_class_to_the_bytes_of_the_whole(num_ranks: int) -> None:
+    def check() -> None:
+        _assert_mxfp8_bytes(_by_exact_arithmetic)
+
+    run_ranks(check, num_ranks, device="cuda")
+
+
+def _by_transformer_engine(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    quantizer = _mxfp8()
+    made = quantizer.make_empty(values.shape, device="cuda")
+    for each in made.get_metadata().values():
+        if isinstance(each, torch.Tensor):
+            each.fill_(1)
+    quantizer.update_quantized(values, made)
+    return _mxfp8_bytes(made)
+
+
+def _has_mxfp8_kernels() -> bool:
+    """Whether Transformer Engine quantises on this GPU: below compute capability 10 it fails, or writes nothing."""
+    try:
+        found = _by_transformer_engine(torch.randn(WIDTH, WIDTH, device="cuda"))
+    except RuntimeError:
+        assert torch.cuda.get_device_capability() < (10, 0)
+        return False
+    return not all((each == 1).all() for each in found.values())
+
+
+@pytest.mark.gpu1
+def test_gathered_mxfp8_bytes_are_those_of_transformer_engines_quantisation() -> None:
+    def check() -> bool:
+        if has_kernels := _has_mxfp8_kernels():
+            _assert_mxfp8_bytes(_by_transformer_engine)
+        return has_kernels
+
+    if not all(run_ranks(check, 1, device="cuda")):
+        pytest.skip("Transformer Engine has no MXFP8 kernels for this GPU: they ask for compute capability 10.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -80,19 +80,7 @@ class MXFP8Recipe:
 
         Effects: a temporary fp32 copy of the shards, for one direction at a time.
         """
-        for direction in (columns[:3], columns[3:]):
-            sources, data, scales = (list(chain.from_iterable(column or ())) for column in direction)
-            if not sources:
-                continue
-            sources = as_float(sources)
-            amaxes = [torch.linalg.vector_norm(each, float("inf"), (2, 4), True) for each in sources]
-            flat = torch.cat([each.view(-1) for each in amaxes])
-            exponents = exponents_for(scale_for(flat, _LARGEST, power_of_two=False))
-            numels = [each.numel() for each in amaxes]
-            stored, of_blocks = torch.split(exponents.to(torch.uint8), numels), torch.split(power_of(exponents), numels)
-            torch._foreach_copy_(scales, [e.view(like.shape) for e, like in zip(stored, amaxes, strict=True)])
-            own = [each.view(like.shape) for each, like in zip(of_blocks, amaxes, strict=True)]
-            round_to(data, torch._foreach_div(sources, own), _LARGEST)
+        encode_directions(columns, _scales)
 
     def decode(
         self, payloads: Sequence[torch.Tensor], shape: torch.Size, scales: torch.Tensor | None = None
@@ -109,3 +97,36 @@ class MXFP8Recipe:
         return times_scales(
             data, power_of(exponents.int()), shape, _COLUMNS if is_backward else _ROWS, self.compute_dtype
         )
+
+
+def encode_directions(
+    columns: Sequence[Sequence[Tiles] | None], scales_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Write data and scales of both directions, or of one.
+
+    Args:
+        columns: Sources, data and scales, from `MXFP8Recipe.columns`.
+        scales_of: From amaxes of blocks, fp32: biased exponents (int32), and the numbers that data is divided by.
+    """
+    for direction in (columns[:3], columns[3:]):
+        sources, data, scales = (list(chain.from_iterable(column or ())) for column in direction)
+        if not sources:
+            continue
+        sources = as_float(sources)
+        amaxes = [torch.linalg.vector_norm(each, float("inf"), (2, 4), True) for each in sources]
+        exponents, divisors = scales_of(torch.cat([each.view(-1) for each in amaxes]))
+        numels = [each.numel() for each in amaxes]
+        stored, of_blocks = torch.split(exponents.to(torch.uint8), numels), torch.split(divisors, numels)
+        torch._foreach_copy_(scales, [e.view(like.shape) for e, like in zip(stored, amaxes, strict=True)])
+        own = [each.view(like.shape) for each, like in zip(of_blocks, amaxes, strict=True)]
+        round_to(data, torch._foreach_div(sources, own), _LARGEST)
+
+
+def exponents_of(amaxes: torch.Tensor) -> torch.Tensor:
+    """Biased exponents (int32, at least 1) of scales with which no element saturates."""
+    return exponents_for(scale_for(amaxes, _LARGEST, power_of_two=False))
+
+
+def _scales(amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    exponents = exponents_of(amaxes)
+    return exponents, power_of(exponents)

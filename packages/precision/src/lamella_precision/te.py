@@ -6,6 +6,8 @@
     backward     read                     made from the data by the layer, or just before it
     reshard      no bytes                 dropped
 
+MXFP8 has no such copy: data by rows travels for forward, data by columns for backward.
+
 The classes come from the parameters themselves: nothing here imports Transformer Engine.
 """
 
@@ -22,6 +24,7 @@ import torch.nn as nn
 from lamella_precision._float8 import Float8Recipe, encode_cuts, newest_scales, times_scales
 from lamella_precision._foreign import is_quantized, replace_weights
 from lamella_precision._recipe import Direction, Part, PayloadFormat, Recipe
+from lamella_precision._te_mxfp8 import MULTIPLE, MXFP8Weights
 from lamella_precision._tiles import Block, Cut, grid_of
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
@@ -55,7 +58,8 @@ def replace_quantized_weights(
 
     Raises:
         ValueError: The model has no quantised weight, or has weights on the meta device.
-        NotImplementedError: A weight has a format without a recipe, as NVFP4.
+        NotImplementedError: A weight has a format without a recipe, as NVFP4, or is an MXFP8Tensor with sizes that are
+            no multiples of 128.
 
     Source: Transformer Engine 2.11, `pytorch/tensor` and `pytorch/quantization.py`.
     """
@@ -252,6 +256,8 @@ def _recipe_of(name: str, module: nn.Module, parameter: nn.Parameter, compute_dt
     weight: Any = parameter
     metadata = {key: value for key, value in weight.get_metadata().items() if not isinstance(value, torch.Tensor)}
     kind, quantizer = type(parameter), metadata["quantizer"].copy()
+    if kind.__name__ == "MXFP8Tensor":
+        return _mxfp8(name, parameter, metadata, compute_dtype)
     # Not the copy for backward: the layer makes it in backward, and forward would keep it for nothing.
     quantizer.set_usage(rowwise=True, columnwise=False)
     metadata["quantizer"] = quantizer
@@ -268,12 +274,23 @@ def _recipe_of(name: str, module: nn.Module, parameter: nn.Parameter, compute_dt
             power_of_two, epsilon = quantizer.force_pow_2_scales, quantizer.amax_epsilon
         case _:
             raise NotImplementedError(
-                f"Expected {name!r} as a Float8Tensor (current or delayed scaling), or as a Float8BlockwiseQTensor "
-                f"with squares of 128 x 128, got {formats[0]} of {formats[1]}. Build its layer under "
+                f"Expected {name!r} as a Float8Tensor (current or delayed scaling), a Float8BlockwiseQTensor with "
+                f"squares of 128 x 128, or an MXFP8Tensor, got {formats[0]} of {formats[1]}. Build its layer under "
                 "`quantized_model_init` with another recipe, or in bf16 and choose MXFP8Recipe for gathers."
             )
     dtype = _DTYPES[metadata["fp8_dtype"].name]
     return ScaledWeights(kind, metadata, dtype, block, power_of_two, epsilon, *delayed, compute_dtype)
+
+
+def _mxfp8(name: str, parameter: nn.Parameter, metadata: Mapping[str, Any], compute_dtype: torch.dtype) -> MXFP8Weights:
+    is_aligned = parameter.ndim == 2 and not any(size % MULTIPLE for size in parameter.shape)
+    if not is_aligned or _DTYPES[metadata["fp8_dtype"].name] != torch.float8_e4m3fn:
+        raise NotImplementedError(
+            f"Expected {name!r} as an MXFP8Tensor in e4m3 with two sizes that are multiples of {MULTIPLE}, without "
+            f"padded scales, got {tuple(parameter.shape)} in {metadata['fp8_dtype']}. Build its layer in bf16 and "
+            "choose MXFP8Recipe for gathers."
+        )
+    return MXFP8Weights(type(parameter), metadata, compute_dtype)
 
 
 def _delayed(name: str, module: nn.Module) -> _Delayed:
