@@ -96,6 +96,7 @@ def test_a_gathered_weight_asks_for_no_copy_in_forward_and_drops_the_copy_of_bac
             sum(value.numel() for value in held)
             == 12 * 20 + weight.get_metadata().get("rowwise_scale_inv", scales[:1]).numel()
         )
+        assert recipe.cached_nbytes((12, 20)) == 12 * 20 + (16 if name == "squares" else 0)
         weight.update_usage(columnwise_usage=True)  # made anew, from the data now
         assert weight.transposed().shape == (20, 12)
 

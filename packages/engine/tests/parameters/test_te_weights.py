@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from engine_models import mesh_of, record, units
+from engine_models import fsdp, mesh_of, record, record_third_step, units
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +21,7 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     ShardingOptions,
     fully_shard,
+    plan_units,
 )
 from lamella_precision import Float8Recipe
 from lamella_precision.te import replace_quantized_weights
@@ -248,6 +249,44 @@ def test_copies_for_backward_are_made_in_backward_and_go_when_the_unit_is_reshar
         assert _copies(model) == 0
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_copies_for_backward_count_in_budgets_and_plans(name: str) -> None:
+    def check() -> None:
+        model = _sharded(_model(name))
+        block = cast(Any, model.blocks[1])
+        unit = dict(units(model))["blocks.1"].parameters
+        (group,) = [group for group in unit.groups if len(group.parameters) == 2 and group.scales]
+        block.unshard()
+        weights = [p.unsharded for p in group.parameters]
+        before = [set(map(id, _tensors(weight))) for weight in weights]
+        for weight in cast(Any, weights):
+            weight.update_usage(columnwise_usage=True)
+        pairs = zip(weights, before, strict=True)
+        copies = sum(each.nbytes for weight, known in pairs for each in _tensors(weight) if id(each) not in known)
+        assert copies >= 2 * 20 * 37
+        buffers = sum(buffer.flat.nbytes for buffer in group.buffers)
+        assert group.unsharded_nbytes == buffers + copies
+        block.reshard()
+
+        for short_of, is_kept in ((1, False), (0, True)):
+            fsdp(model).set_options(keep_budget=unit.unsharded_nbytes - short_of)
+            record_third_step(model, lambda _: next(_losses(model, 0)))
+            loss = next(_losses(model, 0))
+            assert dict(units(model))["blocks.1"].weights.is_unsharded == is_kept
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        fresh = _model(name)
+        policy = MixedPrecisionPolicy(recipe=replace_quantized_weights(fresh, compute_dtype=torch.float32))
+        (planned,) = [p for p in plan_units(fresh, units=Block, mp_policy=policy).units[0].parameters if "up" in p.name]
+        assert planned.unsharded_nbytes == 20 * 37 + copies // 2
+
+    run_ranks(check, 2)
+
+
+def _tensors(weight: Any) -> list[torch.Tensor]:
+    return [each for each in weight.get_metadata().values() if isinstance(each, torch.Tensor)]
 
 
 def test_a_byte_an_element_travels_and_one_reduction_a_pass() -> None:

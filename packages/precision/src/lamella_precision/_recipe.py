@@ -194,6 +194,10 @@ class ScaledRecipe(Recipe, Protocol):
 class CachingRecipe(Recipe, Protocol):
     """A recipe of weights that cache tensors computed from the payloads, as a transpose for backward."""
 
+    def cached_nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of the tensors that a weight of `shape` caches at most, beside its payloads."""
+        ...
+
     def drop_caches(self, weights: Sequence[torch.Tensor]) -> None:
         """Drop the caches: the payloads lose their bytes, or get new values before the next use.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -234,6 +235,11 @@ class ScaledWeights:
         assert scales is not None
         cells = scales[:1].view(1, 1) if self._is_whole else scales[:, : grid_of(shape, self.block)[1]]
         return times_scales(data, cells, shape, self.block, self.compute_dtype)
+
+    def cached_nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of the transpose, and of its squares' scales."""
+        rows, columns = shape
+        return rows * columns + (0 if self._is_whole else 4 * prod(self.scale_shape((columns, rows))))
 
     def drop_caches(self, weights: Sequence[torch.Tensor]) -> None:
         """Drop transposed data, as for backward on Hopper."""

@@ -23,7 +23,7 @@ class PlannedParameter(NamedTuple):
         shape: Of the whole parameter.
         main_dtype: At rest.
         compute_dtype: In compute.
-        unsharded_nbytes: Bytes of the gathered parameter, in the format that its recipe gives it.
+        unsharded_nbytes: Bytes of the gathered parameter, in the format that its recipe gives it, and of its caches.
     """
 
     name: str

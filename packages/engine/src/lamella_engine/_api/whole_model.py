@@ -33,6 +33,7 @@ from lamella_engine._api.reads import reads_of
 from lamella_engine._common.text import clean_name, size_text
 from lamella_engine._modules.attached import find_state, state_of
 from lamella_engine._parameters.group import dtypes_of
+from lamella_engine._parameters.unsharded_weight import cached_nbytes
 from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module)
@@ -186,9 +187,9 @@ class _Tree:
     def _described(self, name: str, parameter: nn.Parameter) -> PlannedParameter:
         policy, shape = self._policy.resolved_for(parameter), tuple(parameter.shape)
         main, compute, _ = dtypes_of(parameter, policy)
-        payloads = policy.recipe_of(main).payloads(shape, main)
-        nbytes = sum(prod(payload.shape) * payload.dtype.itemsize for payload in payloads)
-        return PlannedParameter(name, shape, main, compute, nbytes)
+        recipe = policy.recipe_of(main)
+        nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in recipe.payloads(shape, main))
+        return PlannedParameter(name, shape, main, compute, nbytes + cached_nbytes(recipe, [shape]))
 
     def nbytes(self, module: nn.Module) -> int:
         """Bytes of a module's unsharded parameters."""

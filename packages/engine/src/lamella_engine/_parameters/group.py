@@ -243,13 +243,14 @@ class ParameterGroup:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded group, on the model-parallel rank with the most: equal on all ranks."""
+        """Bytes of the unsharded group and its caches, on the model-parallel rank with the most: equal on all ranks."""
         main_dtype, _, _ = dtypes_of(self.parameters[0].sharded, self.policy)
         layout = self.layout
         largest = [p.sharding.largest_part(shape) for p, shape in zip(self.parameters, layout.shapes, strict=True)]
         if isinstance(layout, EvenLayout) and largest != list(layout.shapes):
             layout = EvenLayout.build(largest, layout.num_shards, dims=layout.dims)
-        return self.payload_layouts(layout, main_dtype).nbytes
+        payloads = self.payload_layouts(layout, main_dtype)
+        return payloads.nbytes + payloads.cached_nbytes
 
     @property
     def is_replaced(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from lamella_buffers import (
 )
 from lamella_engine._parameters.scales import Scales, parts_in
 from lamella_layout import EvenLayout, FlatLayout
-from lamella_precision import Direction, PayloadFormat, Recipe
+from lamella_precision import CachingRecipe, Direction, PayloadFormat, Recipe
 
 Layout = EvenLayout | FlatLayout
 
@@ -44,6 +44,7 @@ class PayloadLayouts:
     Attributes:
         formats: Of the payloads; a format's shape is the first parameter's.
         layouts: Of the payloads, in the unsharded buffers.
+        cached_nbytes: Bytes of the tensors that unsharded weights cache at most.
 
     Raises:
         ValueError: The layout cuts a block of rows apart.
@@ -55,6 +56,7 @@ class PayloadLayouts:
         self.formats: Sequence[PayloadFormat] = of_each[0]
         self._shapes = [[formats[p].shape for formats in of_each] for p in range(len(self.formats))]
         self.layouts = self.like(layout)
+        self.cached_nbytes = cached_nbytes(recipe, layout.shapes)
 
     def like(self, layout: Layout) -> list[Layout]:
         """The payloads' layouts where the parameters lie as in `layout`."""
@@ -70,6 +72,11 @@ class PayloadLayouts:
         """Indices of the payloads that a direction needs and `there` does not."""
         needed = [each.direction for each in self.formats]
         return tuple(p for p, each in enumerate(needed) if each.meets(direction) and not each.meets(there))
+
+
+def cached_nbytes(recipe: Recipe, shapes: Iterable[Sequence[int]]) -> int:
+    """Bytes of the tensors that weights cache at most; 0 for a recipe without caches."""
+    return sum(map(recipe.cached_nbytes, shapes)) if isinstance(recipe, CachingRecipe) else 0
 
 
 class UnshardedWeight:
