@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -26,6 +29,8 @@ from lamella_engine import (
     MixedPrecisionPolicy,
     ShardingOptions,
     fully_shard,
+    load_scaling_state,
+    scaling_state,
 )
 from lamella_engine._modules.attached import state_of
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
@@ -295,6 +300,50 @@ def test_recomputed_layers_and_delayed_scaling_train() -> None:
         assert losses == pytest.approx(train(as_oracle(decoder(), Float8Recipe(compute_dtype=FP32)), 5), rel=0.02)
 
     run_ranks(check, 2)
+
+
+def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    recipe = Float8Recipe(num_past_amaxes=4, compute_dtype=FP32)
+    sgd = partial(torch.optim.SGD, lr=1.0)
+
+    def whole() -> list[float]:
+        model = _sharded(decoder(), recipe)
+        train(model, 3, sgd)
+        weights = {name: cast(DTensor, value).full_tensor() for name, value in model.state_dict().items()}
+        state = scaling_state(model)
+        assert all(len(rows) == 5 and rows[4] == [-1.0] for rows in state.values())  # measured three times
+        if dist.get_rank() == 0:
+            torch.save((json.dumps(state), weights), tmp_path / "saved")
+        return train(model, 3, sgd)
+
+    def resumed() -> list[list[float]]:
+        text, weights = torch.load(tmp_path / "saved")
+        found = []
+        states: list[dict[str, list[list[float]]]] = [json.loads(text), {}]
+        for state in states:
+            model = decoder()
+            model.load_state_dict(weights)
+            model = _sharded(model, recipe)
+            missing = load_scaling_state(model, state)
+            assert missing == ([] if state else list(states[0]))
+            found.append(train(model, 3, sgd))
+        return found
+
+    expected = run_ranks(whole, 2)[0]
+    for kept, fresh in run_ranks(resumed, 3):
+        assert kept == expected
+        assert fresh != expected
+
+
+def test_scales_of_another_recipe_are_refused() -> None:
+    def check() -> None:
+        model = _sharded(decoder(), Float8Recipe(num_past_amaxes=4, compute_dtype=FP32))
+        name = next(iter(scaling_state(model)))
+        with pytest.raises(ValueError, match=rf"5 rows of 1 numbers in `state` for '{name}', .* got \(2, 1\)"):
+            load_scaling_state(model, {name: [[1.0], [1.0]]})
+        assert scaling_state(_sharded(decoder(), Float8Recipe(compute_dtype=FP32))) == {}
+
+    run_ranks(check, 1)
 
 
 def test_optimizer_state_and_state_dict_are_of_fp32_main_weights() -> None:

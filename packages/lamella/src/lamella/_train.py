@@ -29,7 +29,7 @@ from lamella._saves import TRY, Saves, reason_of
 from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
-from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard
+from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard, load_scaling_state, scaling_state
 from lamella_precision import Float8Recipe, float8_matmul_layers, matrices_of, use_float8_matmul
 
 _FLOAT8: dict[str, tuple[tuple[int | None, int | None], int]] = {
@@ -194,7 +194,9 @@ class Trainer:
                 load_weights(self._pretrained, self._model, self._spec)
             return 0
         try:
-            return int(load(latest, model=self._model, optimizer=self._optimizer)["step"])
+            extra = load(latest, model=self._model, optimizer=self._optimizer)
+            load_scaling_state(self._model, extra.get("scaling", {}))
+            return int(extra["step"])
         except (CheckpointDamaged, CheckpointFailed) as error:
             if (problem := damage_in(error)) is None:
                 raise
@@ -281,6 +283,8 @@ class Trainer:
 
     def _save(self, step: int, progress: Progress, *, wait: bool) -> None:
         extra = stream_settings(self._config) | {"fingerprint": self._data.fingerprint, "step": step}
+        if scaling := scaling_state(self._model):
+            extra["scaling"] = scaling
         self._saves.save(step, extra, progress.say, wait=wait)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ class Scales:
         amaxes: (n,), fp32, of all parameters, each from a multiple of 16 bytes on: of this rank's rows, and of all
             ranks' after the reduction.
         of_each: For each parameter its scales, of the recipe's `scale_shape`.
+        num_past: Earlier measurements that the next scales depend on.
 
     Effects: allocates 4 * (2 + num_past) bytes a scale, on the current stream.
     """
@@ -40,8 +41,10 @@ class Scales:
         own = [recipe.scale_shape(shape) for shape in shapes]
         self.amaxes = torch.zeros(sum(_aligned(shape) for shape in own), device=device)
         self._scales = torch.ones_like(self.amaxes)
+        self.num_past = recipe.num_past
         self._past = torch.full((recipe.num_past, len(self.amaxes)), -1.0, device=device)
         self.of_each = _split(self._scales, own)
+        self._past_of_each = [_split(row, own) for row in self._past]
         self._amaxes_of_each = _split(self.amaxes, own)
         self._columns: tuple[Sequence[object], ...] | None = None  # of main weights that stay where they are
 
@@ -68,6 +71,23 @@ class Scales:
         Effects: as the recipe's `rescale`, on the current stream.
         """
         self._recipe.rescale(self.amaxes, self._scales, self._past)
+
+    def state_shape(self, i: int) -> tuple[int, int]:
+        """Rows and columns of `state_of`."""
+        return 1 + self.num_past, self.of_each[i].numel()
+
+    def state_of(self, i: int) -> list[list[float]]:
+        """The scales of parameter `i`, and its past amaxes from the latest on, a row each. Effects: host sync."""
+        rows: list[list[float]] = torch.stack([row.flatten() for row in self._rows(i)]).tolist()
+        return rows
+
+    def load(self, i: int, rows: torch.Tensor) -> None:
+        """Write the numbers of `state_of`. Effects: on the current stream."""
+        for row, values in zip(self._rows(i), rows, strict=True):
+            row.copy_(values.view(row.shape))
+
+    def _rows(self, i: int) -> list[torch.Tensor]:
+        return [self.of_each[i], *(past[i] for past in self._past_of_each)]
 
 
 def parts_in(
