@@ -41,7 +41,7 @@ class UnitResidence:
 
     Args:
         model: The outermost unit, with the parameters around the layers.
-        layers: The unit of each layer, in the order of the schedule's layers.
+        layers: The unit of each layer, or the units of each layer, in the order of the schedule's layers.
         num_microbatches: Microbatches of a step. The microbatch with the last index ends the step. None leaves both to
             the caller: `set_is_last_backward` before each backward, and `wait_for_gradients` after the last.
 
@@ -49,15 +49,21 @@ class UnitResidence:
         ValueError: A layer or the model is no unit, or `num_microbatches` is below 1.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], *, num_microbatches: int | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module | Sequence[nn.Module]],
+        *,
+        num_microbatches: int | None,
+    ) -> None:
         if num_microbatches is not None and num_microbatches < 1:
             raise ValueError(
                 f"Expected num_microbatches to be 1 or more, got {num_microbatches}. Give the number of chunks."
             )
         self._model = _unit(model, "the model")
-        self._layers = [_unit(layer, f"layer {i}") for i, layer in enumerate(layers)]
+        self._layers = [_units(layer, f"layer {i}") for i, layer in enumerate(layers)]
         self._last = None if num_microbatches is None else num_microbatches - 1
-        self._holds: dict[tuple[int, int | None, str], Hold] = {}
+        self._holds: dict[tuple[int, int | None, str], list[Hold]] = {}
 
     def acquire(self, event: ResidenceEvent) -> None:
         """Start to gather a layer's parameters.
@@ -72,14 +78,17 @@ class UnitResidence:
                 f"Expected microbatches up to num_microbatches={self._last + 1}, got index {event.microbatch}. "
                 "Make the residence with the number of chunks of a step."
             )
-        self._holds[_key(event)] = self._unit_of(event).hold()
+        self._holds[_key(event)] = [unit.hold() for unit in self._units_of(event)]
+        if event.layer is None and event.phase == "backward":
+            _keep_sums_apart(self._model)
 
     def used(self, event: ResidenceEvent) -> None:
         """Make the module hold the unsharded parameters.
 
         Effects: the current stream waits for the gather; blocks the host on gloo.
         """
-        self._holds[_key(event)].wait()
+        for hold in self._holds[_key(event)]:
+            hold.wait()
 
     def finished(self, event: ResidenceEvent) -> None:
         """Let go of the parameters. After a backward, reduce the gradients; after the step's last, end the step.
@@ -87,15 +96,17 @@ class UnitResidence:
         Effects: as `FSDPModule.reduce_gradients` and `Hold.release`; after the step's last backward those of
             `FSDPModule.wait_for_gradients`.
         """
-        unit, ends_step = self._unit_of(event), False
+        ends_step = False
         if event.phase == "backward":
             is_last = event.microbatch == self._last
             if self._last is not None:
                 self._model.set_is_last_backward(is_last)
-            _mark_read(unit)
-            unit.reduce_gradients()
+            for unit in self._units_of(event):
+                _mark_read(unit)
+                unit.reduce_gradients()
             ends_step = is_last and event.layer is None
-        self._holds.pop(_key(event)).release()
+        for hold in self._holds.pop(_key(event)):
+            hold.release()
         if ends_step:
             self._model.wait_for_gradients()
 
@@ -107,15 +118,19 @@ class UnitResidence:
         self._holds.clear()
         self._model.reset_iter_state()
 
-    def _unit_of(self, event: ResidenceEvent) -> FSDPModule:
+    def _units_of(self, event: ResidenceEvent) -> list[FSDPModule]:
         if event.layer is None:
-            return self._model
+            return [self._model]
         if event.layer >= len(self._layers):
             raise ValueError(
                 f"Expected a unit for each layer of the schedule, got {len(self._layers)} units and layer "
                 f"{event.layer}. Give the residence all layers."
             )
         return self._layers[event.layer]
+
+
+def _units(layer: nn.Module | Sequence[nn.Module], name: str) -> list[FSDPModule]:
+    return [_unit(layer, name)] if isinstance(layer, nn.Module) else [_unit(each, name) for each in layer]
 
 
 def _unit(module: nn.Module, name: str) -> FSDPModule:
@@ -128,6 +143,17 @@ def _unit(module: nn.Module, name: str) -> FSDPModule:
 
 def _key(event: ResidenceEvent) -> tuple[int, int | None, str]:
     return event.microbatch, event.layer, event.phase
+
+
+def _keep_sums_apart(unit: FSDPModule) -> None:
+    """Keep earlier microbatches' gradients out of `.grad`, to which each slot of a microbatch adds.
+
+    A pass in one graph adds up a parameter's gradients before `.grad` sees them. Without the sum apart, gradients of a
+    tied or twice-read embedding would be added in another order.
+    """
+    for group in state_of(unit).acting.unit.parameters.groups:
+        for parameter in group.parameters:
+            parameter.keeps_grad_clear = True
 
 
 def _mark_read(unit: FSDPModule) -> None:

@@ -52,7 +52,7 @@ class ShardedParameter:
         unsharded: The computing form: a view of the unsharded buffer. Autograd leaves the gradient here.
         accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
         keeps_grad_clear: Move earlier microbatches' gradients out of `.grad` in any dtype: a layer may write over
-            `.grad`.
+            `.grad`, or several graphs of a microbatch add to `.grad`.
     """
 
     name: str

@@ -105,8 +105,8 @@ def _check_between_steps(groups: Sequence[ParameterGroup], gone: Sequence[Sharde
         )
     if any(parameter.keeps_grad_clear for parameter in gone):
         raise RuntimeError(
-            f"Expected {names} to be tied before set_main_grads and delay_gradient, got some that were given to them. "
-            f"{_WAY_OUT}"
+            f"Expected {names} to be tied before set_main_grads, delay_gradient and UnitResidence, got some that were "
+            f"given to them. {_WAY_OUT}"
         )
     if any(parameter.sharding.keep is not None for parameter in gone):
         raise NotImplementedError(
