@@ -259,7 +259,13 @@ def tiny_gpt(config: Any, **changes: Any) -> nn.Module:
 
 
 def tiny_hybrid(config: Any, pattern: str, **changes: Any) -> nn.Module:
-    """A HybridModel of torch's own operators, of layers `M`, `*`, `-` and `E`; keywords go to its constructor."""
+    """A HybridModel of torch's own operators, of layers `M`, `*`, `-` and `E`; keywords go to its constructor.
+
+    Args:
+        config: Of as many layers and depths of multi-token prediction as the pattern.
+        pattern: With `|` between pipeline stages, and `/` before each depth of multi-token prediction.
+        changes: For the constructor.
+    """
     model: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
     fields = {"vocab_size": VOCAB_SIZE, "max_sequence_length": LENGTH, "hybrid_layer_pattern": pattern}
     made: nn.Module = model(config=config, hybrid_stack_spec=_hybrid_spec(), **{**fields, **changes})
@@ -275,6 +281,7 @@ def _hybrid_spec() -> Any:
     gpt, hybrid, mamba = core("models.gpt.gpt_layer_specs"), core("models.hybrid.hybrid_block"), core("ssm.mamba_layer")
     mixer, layers, parallel = core("ssm.mamba_mixer"), core("transformer.transformer_layer"), core("tensor_parallel")
     spec, norm = core("transformer.spec_utils").ModuleSpec, core("transformer.torch_norm").WrappedTorchNorm
+    tokens = core("transformer.multi_token_prediction")
     add = core("fusions.fused_bias_dropout").get_bias_dropout_add
     dense = gpt.get_gpt_layer_local_submodules()
     experts = gpt.get_gpt_layer_local_submodules(num_experts=NUM_EXPERTS)
@@ -287,6 +294,10 @@ def _hybrid_spec() -> Any:
         return layer(kind, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add)
 
     attention = {"input_layernorm": norm, "self_attention": dense.self_attention, "self_attn_bda": add}
+    prediction = tokens.MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=parallel.ColumnParallelLinear
+    )
+    depth = spec(module=tokens.MultiTokenPredictionLayer, submodules=prediction)
     scan = spec(module=mixer.MambaMixer, submodules=mixer.MambaMixerSubmodules(**linears))
     return spec(
         module=hybrid.HybridStack,
@@ -298,6 +309,10 @@ def _hybrid_spec() -> Any:
             attention_layer=layer(layers.TransformerLayer, **attention),
             mlp_layer=with_mlp(core("ssm.mlp_layer").MLPLayer, dense.mlp),
             moe_layer=with_mlp(layers.MoETransformerLayer, experts.mlp),
+            mtp_block_spec=spec(
+                module=tokens.MultiTokenPredictionBlock,
+                submodules=tokens.MultiTokenPredictionBlockSubmodules(layer_specs=[depth]),
+            ),
         ),
     )
 

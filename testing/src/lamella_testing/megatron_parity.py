@@ -77,15 +77,15 @@ class Layout:
 
 def has_experts(kind: str) -> bool:
     """Whether the models of a kind have experts."""
-    return kind == "moe" or "E" in kind
+    return "moe" in kind or "E" in kind
 
 
 def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
     """A small model of two to four layers, with the same weights on each call.
 
     Args:
-        kind: `gpt`, `moe`, `tied` (embedding and output layer), `mtp` (a multi-token prediction layer), or a
-            HybridModel's pattern.
+        kind: `gpt`, `moe`, `tied` (embedding and output layer), `mtp` (a multi-token prediction layer), `moe-mtp` (two,
+            of experts), or a HybridModel's pattern.
         layout: The groups to make, before the model.
         changes: Fields of the `TransformerConfig`.
 
@@ -111,9 +111,11 @@ def make_model(kind: str, layout: Layout, **changes: Any) -> nn.Module:
         return tiny_gpt(tiny_config(**fields))
     if kind == "tied":
         return tiny_gpt(tiny_config(**fields), share_embeddings_and_output_weights=True)
-    if kind == "mtp":
-        return _with_prediction(tiny_config(mtp_num_layers=1, **fields))
-    return tiny_hybrid(tiny_config(num_layers=len(kind), **{**MAMBA, **fields}), kind)
+    if kind in ("mtp", "moe-mtp"):
+        return _with_prediction(tiny_config(**{"mtp_num_layers": 1 if kind == "mtp" else 2, **fields}))
+    main, *depths = kind.split("/")
+    sizes = {"num_layers": len(main.replace("|", "")), "mtp_num_layers": len(depths) or None}
+    return tiny_hybrid(tiny_config(**{**sizes, **MAMBA, **fields}), kind)
 
 
 def _with_prediction(config: Any) -> nn.Module:

@@ -1,15 +1,7 @@
-"""Expert-parallel overlap: the forward of one microbatch beside the backward of another, for megatron-core's models.
-
-Note [The model's own forward, cut at the decoder]
-    A schedule needs the layers one by one, with embeddings before and loss after. Both come from the model's own
-    `forward`: the first time the decoder is exchanged for a function that keeps the decoder's arguments and leaves,
-    the second time for a function that applies the final norm to the hidden states of the last layer. So position
-    embeddings, tied weights, multi-token prediction and the loss are megatron-core's, whatever the model's options.
-"""
+"""Expert-parallel overlap: the forward of one microbatch beside the backward of another, for megatron-core's models."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +13,15 @@ from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine.extending import local_of
+from lamella_megatron._cuts import (
+    arguments_of_decoder,
+    arguments_of_prediction,
+    forward_after_decoder,
+    forward_after_prediction,
+)
 from lamella_megatron._model import innermost
 from lamella_megatron._patterns import parse_pattern
-from lamella_megatron._slots import Item
+from lamella_megatron._slots import Entered, Item, Prediction, layers_inside
 from lamella_schedule import Chunk, Flight, Lanes, run, run_pair
 
 
@@ -43,14 +41,15 @@ def forward_backward_overlapped(
         optimizer.step()
 
     Losses and gradients are those of one microbatch after the other, bit by bit. A layer, or a group of layers with
-    experts at the end, is cut into attention and router, dispatch, experts and combine; `lamella_schedule.order` is
-    the order. Parameters of units are gathered a layer ahead, and up to four units are unsharded at a time.
+    experts at the end, is cut into attention and router, dispatch, experts and combine, and so is each depth of
+    multi-token prediction; `lamella_schedule.order` is the order. Parameters of units are gathered a layer ahead.
 
     Args:
-        model: A GPTModel or HybridModel on one pipeline stage, also in wrappers; in units of `fully_shard_model`, or
-            without units.
+        model: A GPTModel or HybridModel, whole or the last pipeline stage, also in wrappers; in units of
+            `fully_shard_model`, or without units.
         microbatches: Of each, the arguments of the model's forward: `input_ids`, `position_ids`, `attention_mask`,
-            `labels`.
+            `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch, width): a leaf
+            with `requires_grad`, whose `.grad` is for the stage before.
         loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's.
         layer_groups: As for `fully_shard_model`, and the same.
         early_release: As for `lamella_schedule.run`.
@@ -61,17 +60,18 @@ def forward_backward_overlapped(
 
     Raises:
         ValueError: An option of the model's configuration leaves nothing to overlap, or no order of slots keeps; or
-            `layer_groups` does not fit.
+            `layer_groups` does not fit; or the model is another stage than the last, or lacks its input tensor.
 
     Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
     """
     inner = innermost(model)
     _check_schedulable(inner.config)
-    items = _items(inner, layer_groups)
-    chunks = [_chunk(inner, items, batch, loss_of) for batch in microbatches]
+    _check_stage(inner, microbatches)
+    parts = _parts(inner, layer_groups)
+    chunks = [_chunk(inner, parts, batch, loss_of) for batch in microbatches]
     residence = None
     if isinstance(inner, FSDPModule):
-        residence = UnitResidence(inner, [item[0] for item in items], num_microbatches=len(chunks))
+        residence = UnitResidence(inner, parts.units, num_microbatches=len(chunks))
     return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
 
 
@@ -86,7 +86,7 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
     def __init__(self, schedule: _Schedule, batch: Mapping[str, Any]) -> None:
         self.schedule = schedule
         self.flight = Flight(
-            _chunk(schedule.model, schedule.items, batch, lambda output: output), schedule.lanes, next(schedule.numbers)
+            _chunk(schedule.model, schedule.parts, batch, lambda output: output), schedule.lanes, next(schedule.numbers)
         )
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # for the driver's loss; the lanes have others
 
@@ -130,14 +130,14 @@ class _Schedule:
 
     Attributes:
         model: In units.
-        items: The layers of each item.
+        parts: The layers.
         lanes: The streams of all plans.
         residence: Of the units.
         numbers: Of microbatches, over all steps.
     """
 
     model: Any
-    items: list[list[nn.Module]]
+    parts: _Parts
     lanes: Lanes
     residence: UnitResidence
     numbers: Iterator[int]
@@ -147,13 +147,13 @@ class _Schedule:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        decoder_input: None = None,
+        decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **more: Any,
     ) -> SchedulePlan:
         """A plan of one microbatch; takes the arguments of the model's forward."""
         given = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        return SchedulePlan(self, {**given, "labels": labels, **more})
+        return SchedulePlan(self, {**given, "decoder_input": decoder_input, "labels": labels, **more})
 
 
 def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
@@ -163,10 +163,16 @@ def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
         ValueError: As `forward_backward_overlapped`.
     """
     _check_schedulable(model.config)
-    items = _items(model, layer_groups)
-    residence = UnitResidence(model, [item[0] for item in items], num_microbatches=None)
+    if (num := model.config.pipeline_model_parallel_size) > 1:
+        raise ValueError(
+            f"Expected `config.pipeline_model_parallel_size` to be 1 for megatron-core's overlapped driver, got {num}: "
+            "stages have a driver of their own. Step without overlap, or run the last stage by "
+            "lamella_megatron.training.forward_backward_overlapped."
+        )
+    parts = _parts(model, layer_groups)
+    residence = UnitResidence(model, parts.units, num_microbatches=None)
     lanes = Lanes(local_of(next(model.parameters())).device)
-    model.build_schedule_plan = _Schedule(model, items, lanes, residence, itertools.count()).build
+    model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build
 
 
 def _check_schedulable(config: Any) -> None:
@@ -177,8 +183,12 @@ def _check_schedulable(config: Any) -> None:
     """
     modules = getattr(config, "recompute_modules", None) or []
     for name, found, wanted, reason in (
-        ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, 1, "Stages have schedules of their own."),
-        ("virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size, None, "So have chunks."),
+        (
+            "virtual_pipeline_model_parallel_size",
+            config.virtual_pipeline_model_parallel_size,
+            None,
+            "Interleaved stages have an order of their own.",
+        ),
         ("recompute_granularity", config.recompute_granularity == "full", False, "Layers would run a second time."),
         ("recompute_modules", "moe" in modules, False, "Recomputed experts would exchange tokens a second time."),
         ("moe_shared_expert_overlap", config.moe_shared_expert_overlap, False, "Shared experts run before dispatch."),
@@ -205,8 +215,61 @@ def _check_schedulable(config: Any) -> None:
         )
 
 
+def _check_stage(model: Any, microbatches: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a pipeline stage without a loss, or without its input.
+
+    Raises:
+        ValueError: Another stage has the output layer; or a microbatch has no input tensor.
+    """
+    if not model.post_process:
+        raise ValueError(
+            "Expected a model with the loss, the last pipeline stage (`post_process=True`), got one with "
+            "`post_process=False`. Step the stages before by megatron-core's driver without overlap."
+        )
+    without = [i for i, batch in enumerate(microbatches) if batch.get("decoder_input") is None]
+    if without and not model.pre_process:
+        raise ValueError(
+            "Expected `decoder_input`, the output of the stage before, in each microbatch of a model with "
+            f"`pre_process=False`, got none in microbatch {without[0]}. Pass the tensor that set_input_tensor takes."
+        )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The layers of a model's schedule, in order.
+
+    Attributes:
+        decoder: The layers of each item of the decoder.
+        predictions: The layers of multi-token prediction, one a depth.
+        units: The units of each item and each depth.
+    """
+
+    decoder: list[list[nn.Module]]
+    predictions: list[nn.Module]
+    units: list[list[nn.Module]]
+
+
+def _parts(model: Any, layer_groups: str | None) -> _Parts:
+    decoder, predictions = _items(model, layer_groups), _predictions(model)
+    owners = model.decoder.layers if layer_groups is None else [item[0] for item in decoder]
+    units = [[owner] for owner in owners]
+    units += [
+        [each, *(inner for inner in layers_inside(each) if isinstance(inner, FSDPModule))] for each in predictions
+    ]
+    return _Parts(decoder, predictions, units)
+
+
+def _predictions(model: Any) -> list[nn.Module]:
+    """The layers of multi-token prediction. One layer for all depths is left to the postprocess.
+
+    Its gradients of several depths would be reduced one by one, and added in another order.
+    """
+    is_repeated = getattr(model.config, "mtp_use_repeated_layer", False)
+    return [] if is_repeated or not getattr(model, "mtp_process", False) else list(model.mtp.layers)
+
+
 def _items(model: Any, layer_groups: str | None) -> list[list[nn.Module]]:
-    """The layers of each item of the schedule."""
+    """The layers of each item of the decoder."""
     layers = list(model.decoder.layers)
     if layer_groups is None:
         return [list(getattr(layer, "layers", None) or [layer]) for layer in layers]
@@ -220,55 +283,32 @@ def _items(model: Any, layer_groups: str | None) -> list[list[nn.Module]]:
 
 
 def _chunk(
-    model: Any, items: list[list[nn.Module]], batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
+    model: Any, parts: _Parts, batch: Mapping[str, Any], loss_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Chunk:
-    given: dict[str, Any] = {}  # the decoder's arguments, from the beginning of the forward on
+    # The arguments of layers, from the beginning of the forward, or of the first prediction, on.
+    given, of_predictions = dict[str, Any](), dict[str, Any]()
 
     def preprocess() -> torch.Tensor:
-        given.update(_arguments_of_decoder(model, batch))
+        given.update(arguments_of_decoder(model, batch))
         hidden: torch.Tensor = given.pop("hidden_states")
         return hidden
 
-    def postprocess(hidden: torch.Tensor) -> torch.Tensor:
-        return loss_of(_forward_after_decoder(model, batch, hidden))
+    def enter(hidden: torch.Tensor) -> Entered:
+        found, normed = arguments_of_prediction(model, batch, hidden)
+        tokens = [found.pop(name) for name in ("input_ids", "position_ids", "padding_mask")]
+        first: torch.Tensor = found.pop("hidden_states")
+        of_predictions.update(found)
+        return first, (*tokens, normed)
 
-    return Chunk(preprocess, [Item(layers, given).slots() for layers in items], postprocess)
+    def postprocess(*values: torch.Tensor) -> torch.Tensor:
+        if not parts.predictions:
+            return loss_of(forward_after_decoder(model, batch, *values))
+        _, _, _, normed, *predicted = values
+        return loss_of(forward_after_prediction(model, batch, normed, predicted))
 
-
-class _ReachedDecoderError(Exception):
-    """Ends a model's forward at its decoder."""
-
-
-def _arguments_of_decoder(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def keep(**arguments: Any) -> None:
-        found.update(arguments)
-        raise _ReachedDecoderError
-
-    with _as_decoder(model, keep), contextlib.suppress(_ReachedDecoderError):
-        model.forward(**batch)
-    return found
-
-
-def _forward_after_decoder(model: Any, batch: Mapping[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-    decoder = model.decoder
-    norm = getattr(decoder, "final_layernorm", None) or getattr(decoder, "final_norm", None)
-
-    def last(**_: Any) -> torch.Tensor:
-        found: torch.Tensor = hidden if norm is None else norm(hidden)
-        return found
-
-    with _as_decoder(model, last):
-        # Given hidden states, the model looks up no embeddings.
-        made: torch.Tensor = model.forward(**batch, decoder_input=hidden)
-    return made
-
-
-@contextlib.contextmanager
-def _as_decoder(model: Any, function: Callable[..., Any]) -> Iterator[None]:
-    model.decoder.forward = function
-    try:
-        yield
-    finally:
-        del model.decoder.forward
+    slots = [Item(layers, given).slots() for layers in parts.decoder]
+    slots += [
+        Prediction(layer, of_predictions, enter if depth == 0 else None).slots()
+        for depth, layer in enumerate(parts.predictions)
+    ]
+    return Chunk(preprocess, slots, postprocess)

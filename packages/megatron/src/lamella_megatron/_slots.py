@@ -1,17 +1,23 @@
-"""megatron-core's layers in the slots of a schedule: attention and router, dispatch, experts, combine."""
+"""megatron-core's layers in the slots of a schedule: attention and router, dispatch, experts, combine.
+
+Values of one slot go to the next as return values, and values for a later slot go along.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lamella_schedule import LayerSlots, Slot
+
+Along: TypeAlias = torch.Tensor | None
+Entered: TypeAlias = tuple[torch.Tensor, tuple[Along, ...]]
 
 # Arguments of the decoder that layers take too, under the same names.
 _OF_ATTENTION = (
@@ -32,11 +38,13 @@ class Item:
 
     Attributes:
         layers: In order.
-        given: The decoder's arguments, once the forward has begun.
+        given: The arguments of layers, once the forward has begun.
+        before: Modules that the first slot calls before the layers.
     """
 
     layers: list[nn.Module]
     given: dict[str, Any]
+    before: tuple[nn.Module, ...] = ()
 
     def slots(self) -> LayerSlots:
         """The functions of the schedule's slots."""
@@ -50,9 +58,15 @@ class Item:
                 combine=self._combine,
                 delayed=delayed,
             )
-        if _has_mlp(last):
-            return LayerSlots(pre=self._attend, experts=last._forward_mlp, delayed=delayed)
-        return LayerSlots(pre=self._attend, experts=lambda hidden: hidden, delayed=delayed)
+        experts = self._run_mlp if _has_mlp(last) else lambda *values: values
+        return LayerSlots(pre=self._run_to_mlp, experts=experts, delayed=delayed)
+
+    def _run_to_mlp(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+        return self._attend(hidden), *along
+
+    def _run_mlp(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+        last: Any = self.layers[-1]
+        return last._forward_mlp(hidden), *along
 
     def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
         """All layers up to the last one's MLP."""
@@ -66,7 +80,7 @@ class Item:
             hidden, _ = attention._forward_attention(hidden, **self._chosen(_OF_ATTENTION))
             return hidden
 
-    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def _route(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
         """Up to the rows that leave the rank; the residual and the shared experts' output go along."""
         residual = self._attend(hidden)
         last: Any = self.layers[-1]
@@ -80,17 +94,13 @@ class Item:
             mask = self.given.get("padding_mask")
             shared = experts.shared_experts_compute(normed)
             probabilities, routing = experts.route(normed, None if mask is None else mask.transpose(0, 1).bool())
-            return (*experts.preprocess(normed, probabilities, routing), residual, shared)
+            return (*experts.preprocess(normed, probabilities, routing), residual, shared, *along)
 
-    def _dispatch(
-        self, rows: torch.Tensor, probabilities: torch.Tensor, *along: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def _dispatch(self, rows: torch.Tensor, probabilities: torch.Tensor, *along: Along) -> tuple[Along, ...]:
         last: Any = self.layers[-1]
         return (*last.mlp.dispatch(rows, probabilities), *along)
 
-    def _compute(
-        self, rows: torch.Tensor, probabilities: torch.Tensor, *along: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def _compute(self, rows: torch.Tensor, probabilities: torch.Tensor, *along: Along) -> tuple[Along, ...]:
         last: Any = self.layers[-1]
         with _random_states(last):
             made, _ = last.mlp.routed_experts_compute(rows, probabilities)
@@ -99,13 +109,14 @@ class Item:
             last.pre_mlp_norm_checkpoint.discard_output_and_register_recompute(made)
         return (made, *along)
 
-    def _combine(self, rows: torch.Tensor, residual: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    def _combine(
+        self, rows: torch.Tensor, residual: torch.Tensor, shared: torch.Tensor | None, *along: Along
+    ) -> tuple[Along, ...]:
         last: Any = self.layers[-1]
         with _random_states(last), last.bias_dropout_add_exec_handler():
             made = last.mlp.postprocess(last.mlp.combine(rows), shared)
             add = last.mlp_bda(last.training, last.config.bias_dropout_fusion)
-            hidden: torch.Tensor = add((made, None), residual, last.hidden_dropout)
-            return hidden
+            return add((made, None), residual, last.hidden_dropout), *along
 
     def _whole(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """A layer without cuts, past the hooks of its unit, which the schedule holds."""
@@ -123,9 +134,59 @@ class Item:
         last: Any = self.layers[-1]
         ends = last.mlp if _has_mlp(last) else None
         late = [] if ends is None else _delaying(getattr(ends, "experts", None) or ends)
-        early = [each for layer in self.layers for each in _delaying(layer) if each not in late]
+        modules = (*self.layers, *self.before)
+        early = [each for module in modules for each in _delaying(module) if each not in late]
         found = {Slot.PRE: early, Slot.EXPERTS: late}
         return {slot: _all_of(modules) for slot, modules in found.items() if modules}
+
+
+@dataclass
+class Prediction:
+    """A depth of multi-token prediction: an item between the projection before and the norm behind.
+
+    From depth to depth go the tokens, their positions and the padding mask, each rolled once a depth, and behind these
+    the decoder's output and the output of each depth.
+
+    Attributes:
+        layer: megatron-core's layer of the depth.
+        given: The arguments of all depths, once the first has begun.
+        enter: Of the first depth: from the decoder's last hidden states to this depth's input and the values above.
+    """
+
+    layer: Any
+    given: dict[str, Any]
+    enter: Callable[[torch.Tensor], Entered] | None = None
+    _inside: dict[str, Any] = field(default_factory=dict)
+
+    def slots(self) -> LayerSlots:
+        """The functions of the schedule's slots."""
+        inner = Item(layers_inside(self.layer), self._inside, before=(self.layer.eh_proj,)).slots()
+        return replace(inner, pre=lambda *values: inner.pre(*self._project(*values)), post=self._norm)
+
+    def _project(self, *values: Any) -> tuple[Along, ...]:
+        """The input of the layers inside, from the hidden states of the depth before and the next tokens."""
+        hidden, values = (values[-1], values) if self.enter is None else self.enter(*values)
+        ids, positions, mask, *outputs = values
+        ids, positions, mask, embedded, hidden = self.layer._get_embeddings(
+            input_ids=ids,
+            position_ids=positions,
+            embedding=self.given["embedding"],
+            hidden_states=hidden,
+            packed_seq_params=self.given.get("packed_seq_params"),
+            padding_mask=mask,
+        )
+        self._inside.update(self.given, padding_mask=mask)
+        with _random_states(self.layer):
+            return self.layer._concat_embeddings(hidden, embedded), ids, positions, mask, *outputs
+
+    def _norm(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
+        return *along, self.layer._postprocess(hidden)
+
+
+def layers_inside(prediction: Any) -> list[nn.Module]:
+    """The layers in a layer of multi-token prediction: one, or those of a stack."""
+    inner = prediction.mtp_model_layer
+    return list(getattr(inner, "layers", None) or [inner])
 
 
 def _delaying(module: nn.Module) -> list[Any]:

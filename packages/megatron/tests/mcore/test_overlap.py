@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions
+from lamella_engine._modules.attached import units_of
 from lamella_testing import run_ranks
-from lamella_testing.megatron import LENGTH, VOCAB_SIZE
+from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, tiny_config, tiny_hybrid
 from lamella_testing.megatron_parity import Layout, has_experts, make_model
 
 NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS = 3, 4, 4
@@ -71,22 +74,38 @@ KINDS = [
     ("MM*-E", "M[M*-]E"),
     ("M*M*", "[M*]M*"),
 ]
-ALL = [
-    Case(
-        kind=kind,
-        groups=groups,
-        num_ranks=num_ranks,
-        shares=shares,
-        stage=stage,
-        delays=delays,
-        early=early,
-        recomputes=recomputes,
-    )
-    for (kind, groups), num_ranks, stage in itertools.product(KINDS, (2, 4), ("ZeRO-1", "ZeRO-3"))
-    for shares, delays, early, recomputes in itertools.product((False, True), repeat=4)
-    if has_experts(kind) or not (shares or recomputes)
+PREDICTIONS = [  # of several tokens
+    ("moe-mtp", None),
+    ("*E/*E", None),
+    ("*E/*E/*E", "[*E]"),
+    ("*E/E*E-", None),
 ]
-SOME = random.Random(0).sample(ALL, 8)
+
+
+def _cases(kinds: Sequence[tuple[str, str | None]], nums_ranks: Sequence[int]) -> list[Case]:
+    return [
+        Case(
+            kind=kind,
+            groups=groups,
+            num_ranks=num_ranks,
+            shares=shares,
+            stage=stage,
+            delays=delays,
+            early=early,
+            recomputes=recomputes,
+        )
+        for (kind, groups), num_ranks, stage in itertools.product(kinds, nums_ranks, ("ZeRO-1", "ZeRO-3"))
+        for shares, delays, early, recomputes in itertools.product((False, True), repeat=4)
+        if has_experts(kind) or not (shares or recomputes)
+    ]
+
+
+ALL = _cases(KINDS, (2, 4)) + _cases(PREDICTIONS, (2,))
+SOME = [
+    *random.Random(0).sample(_cases(KINDS, (2, 4)), 6),
+    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes=True),
+    Case(kind="*E/*E/*E", groups="[*E]", delays=True, recomputes=True),
+]
 
 
 def _inputs(rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -174,15 +193,139 @@ def test_all_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> Non
     _assert_equal_bits(case)
 
 
-@pytest.mark.parametrize("kind", ["mtp", "tied"])
-def test_an_embedding_that_is_read_twice_is_right(kind: str) -> None:
-    """In ZeRO-3 both of its gradients are in each reduction; elsewhere they are added in another order."""
-    _assert_equal_bits(Case(kind=kind))
+@pytest.mark.parametrize("case", [Case(kind="mtp"), Case(kind="tied", stage="ZeRO-1")], ids=str)
+def test_an_embedding_that_is_read_twice_is_right(case: Case) -> None:
+    _assert_equal_bits(case)
+
+
+def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microbatch() -> None:
+    def on_each_rank() -> tuple[Counter[str], Counter[str]]:
+        model = _model(Case(kind="*E/*E/*E", groups="[*E]"))
+        gathers, reductions = Counter[str](), Counter[str]()
+        for unit in units_of(model, recurse=True):
+            dense = unit.parameters.groups[0]
+            dense.transport = _Counting(dense.transport, unit.parameters.name, gathers, reductions)
+        _overlapped(model, DATA[0], Case(kind="*E/*E/*E", groups="[*E]"))
+        return gathers, reductions
+
+    of_depths = [f"mtp.layers.{depth}{inner}" for depth in (0, 1) for inner in ("", *INSIDE)]
+    layers = ["decoder.layers.0, decoder.layers.1", *of_depths]
+    for gathers, reductions in run_ranks(on_each_rank, 2):
+        assert reductions == dict.fromkeys(["", *layers], NUM_MICROBATCHES)
+        # The forward and the backward beside it have the depth in the middle at once.
+        num_shared = NUM_MICROBATCHES - 1
+        for name in layers:
+            is_shared = name.startswith("mtp.layers.0")
+            assert gathers[name] == 2 * NUM_MICROBATCHES - is_shared * num_shared, name
+
+
+INSIDE = (".mtp_model_layer.layers.0", ".mtp_model_layer.layers.1")
+
+
+class _Counting:
+    def __init__(self, inner: Any, name: str, gathers: Counter[str], reductions: Counter[str]) -> None:
+        self._inner, self._name = inner, name
+        self._counters = {"all_gather": gathers, "reduce_scatter": reductions}
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in self._counters:
+            self._counters[attribute][self._name] += 1
+        return getattr(self._inner, attribute)
+
+
+def test_no_graph_of_a_prediction_runs_twice() -> None:
+    def on_one_rank() -> list[float]:
+        model: Any = make_model("*E/*E/*E", Layout(num_ranks=1))
+        for layer in model.mtp.layers:
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                setattr(layer, name, nn.Sequential(getattr(layer, name), _Once()))
+        return [float(loss) for loss in _overlapped(model, DATA[0], Case(kind="*E/*E/*E"))]
+
+    [losses] = run_ranks(on_one_rank, 1)
+    assert len(losses) == NUM_MICROBATCHES
+
+
+class _Once(nn.Module):
+    """Passes gradients once a forward, as some fused norms do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed: torch.Tensor = _PassOnce.apply(x)  # type: ignore[no-untyped-call]
+        return passed
+
+
+class _PassOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.num_backwards = itertools.count()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert next(ctx.num_backwards) == 0
+        return gradient
 
 
 @pytest.mark.parametrize(("kind", "groups"), [("moe", None), ("*E*E", "[*E][*E]")])
 def test_tensor_parallel_ranks_overlap(kind: str, groups: str | None) -> None:
     _assert_equal_bits(Case(kind=kind, groups=groups, num_ranks=4, tp=2))
+
+
+# -- the last pipeline stage -------------------------------------------------------------------------------------------
+
+
+def _stage() -> Any:
+    """A stage of `*E|/*E`, on two ranks: the last has no layer before the prediction, and a norm that matters."""
+    from lamella_megatron import fully_shard_model
+
+    is_first = importlib.import_module("megatron.core.parallel_state").is_pipeline_first_stage()
+    config = tiny_config(
+        mtp_num_layers=1,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        expert_model_parallel_size=2,
+        **EXPERTS,
+    )
+    torch.manual_seed(0)
+    model: Any = tiny_hybrid(config, "*E|/*E", pre_process=is_first, post_process=not is_first)
+    if not is_first:
+        nn.init.normal_(model.decoder.final_norm.weight)
+    return fully_shard_model(model)
+
+
+def test_a_last_stage_without_layers_before_its_prediction_is_its_plain_forward() -> None:
+    def on_each_rank() -> None:
+        from lamella_megatron.training import forward_backward_overlapped
+
+        parallel = importlib.import_module("megatron.core.parallel_state")
+        parallel.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+        plain, model = _stage(), _stage()
+        if not model.post_process:
+            with pytest.raises(ValueError, match=r"the last pipeline stage .*got one with `post_process=False`"):
+                forward_backward_overlapped(model, _microbatches(DATA[0]), _share)
+            return
+        batches, losses = _microbatches(DATA[0]), []
+        inputs = torch.randn(2, NUM_MICROBATCHES, LENGTH, NUM_ROWS // 2, 32, generator=torch.Generator().manual_seed(2))
+        inputs[1] = inputs[0]
+        expected, found = ([each.clone().requires_grad_() for each in copies] for copies in inputs)
+        for batch, tensor in zip(batches, expected, strict=True):
+            plain.set_input_tensor(tensor)
+            loss = _share(plain(**batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        normed: list[torch.Tensor] = []
+        model.decoder.final_norm.register_forward_hook(lambda *given: normed.append(given[-1]))
+        with pytest.raises(ValueError, match=r"`decoder_input`.*got none in microbatch 1"):
+            forward_backward_overlapped(model, [{**batches[0], "decoder_input": found[0]}, *batches[1:]], _share)
+        stage = [{**batch, "decoder_input": tensor} for batch, tensor in zip(batches, found, strict=True)]
+        assert forward_backward_overlapped(model, stage, _share) == losses
+        assert len(normed) == NUM_MICROBATCHES, "the norm of an empty decoder, once a microbatch"
+        for one, other in zip(expected, found, strict=True):
+            assert one.grad is not None and other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        for (name, weight), other_weight in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(weight.grad.to_local(), other_weight.grad.to_local()), name
+
+    run_ranks(on_each_rank, 4)
 
 
 # -- weight gradients after the backward -------------------------------------------------------------------------------
@@ -266,7 +409,7 @@ def test_a_wrapped_model_steps_by_its_optimizer() -> None:
     [
         ("moe", None, False, "optim"),
         ("moe", None, True, "optim_grads_params"),
-        ("*E*E", "[*E][*E]", False, "optim_grads_params"),
+        ("*E/*E", "[*E]", False, "optim_grads_params"),
         ("*E*E", "[*E][*E]", True, "optim"),
     ],
 )
@@ -346,7 +489,6 @@ def test_an_exception_leaves_the_model_at_rest() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("pipeline_model_parallel_size", 2),
         ("virtual_pipeline_model_parallel_size", 2),
         ("recompute_granularity", "full"),
         ("recompute_modules", ["moe"]),
@@ -368,6 +510,20 @@ def test_an_option_that_no_order_keeps_is_refused(field: str, value: object) -> 
         assert not isinstance(model, FSDPModule)
 
     run_ranks(on_each_rank, 1)
+
+
+def test_stages_are_refused_for_megatron_cores_driver() -> None:
+    def on_one_rank() -> None:
+        from lamella_megatron.training import ShardedModel
+        from lamella_testing.megatron import ddp_config
+
+        model: Any = make_model("moe", Layout(num_ranks=1))
+        model.config.overlap_moe_expert_parallel_comm = True
+        model.config.pipeline_model_parallel_size = 2
+        with pytest.raises(ValueError, match=r"`config.pipeline_model_parallel_size` to be 1 .*got 2"):
+            ShardedModel(model.config, ddp_config(), model)
+
+    run_ranks(on_one_rank, 1)
 
 
 def test_groups_of_other_layers_are_refused() -> None:
