@@ -30,12 +30,23 @@ def layers_of(model: MoE) -> list[MoELayer]:
     return [cast(MoELayer, layer) for layer in model.layers]
 
 
-def sharded(ep: int, stage: str, *, has_shared: bool, is_delayed: bool, device: str = "cpu", width: int = WIDTH) -> MoE:
+def sharded(
+    ep: int,
+    stage: str,
+    *,
+    has_shared: bool,
+    is_delayed: bool,
+    device: str = "cpu",
+    width: int = WIDTH,
+    num_layers: int = LAYERS,
+) -> MoE:
     """Experts on `ep` ranks and sharded over the other ranks, all else sharded over all ranks."""
     world = dist.get_world_size()
     meshes = init_device_mesh(device, (world // ep, ep), mesh_dim_names=("edp", "ep"))
     with torch.device(device):
-        model = MoE(LAYERS, group=meshes["ep"].get_group(), has_shared=has_shared, is_delayed=is_delayed, width=width)
+        model = MoE(
+            num_layers, group=meshes["ep"].get_group(), has_shared=has_shared, is_delayed=is_delayed, width=width
+        )
     mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), device, mesh_dim_names=("dp",))
     experts = {layer.experts.weight for layer in layers_of(model)}
     placed = Placed(Shard(0), FSDPMeshInfo(meshes["edp"], shard_mesh_dim=0))
@@ -80,12 +91,14 @@ def scheduled_step(
     batches: Sequence[torch.Tensor],
     *,
     early_release: bool = False,
+    ahead: int = 1,
     around: Callable[[Event], AbstractContextManager[object]] | None = None,
 ) -> list[torch.Tensor]:
     """The forward of each microbatch beside the backward before."""
     residence = UnitResidence(model, layers_of(model), num_microbatches=len(batches))
     chunks = [model.chunk(batch, 1 / len(batches)) for batch in batches]
-    return run(chunks, residence=residence, early_release=early_release, device=batches[0].device, around=around)
+    device = batches[0].device
+    return run(chunks, residence=residence, early_release=early_release, ahead=ahead, device=device, around=around)
 
 
 def train(

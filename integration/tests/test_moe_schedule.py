@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,11 +25,11 @@ from moe_training import (
     train,
 )
 
-from lamella_engine import UnitResidence
+from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine._modules.attached import units_of
 from lamella_engine._unit.weights import Residency
 from lamella_integration.moe import MoE
-from lamella_schedule import Event, Kind, Slot, run
+from lamella_schedule import Event, Kind, Slot, run, run_order
 from lamella_testing import run_ranks
 
 
@@ -128,6 +129,77 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_said(stage: str, reductio
             passes = found[f"all_gather {name}"] / groups
             assert passes == 1 if stage == "ZERO1" else MICROBATCHES < passes <= 2 * MICROBATCHES, found
         assert max(present) <= 4
+
+
+@dataclass(frozen=True)
+class _Budgets:
+    """Budgets in layers, and the most layers present."""
+
+    prefetch: int | None
+    keep: int
+    ahead: int
+    num_present: int
+
+
+@pytest.mark.parametrize(
+    ("stage", "cases"),
+    [
+        (
+            "ZERO3",
+            [
+                _Budgets(prefetch=None, keep=0, ahead=1, num_present=4),
+                _Budgets(prefetch=0, keep=0, ahead=1, num_present=3),  # one layer ahead, in either pass
+                _Budgets(prefetch=2, keep=0, ahead=1, num_present=4),
+                _Budgets(prefetch=None, keep=0, ahead=0, num_present=2),
+                _Budgets(prefetch=1, keep=3, ahead=1, num_present=4),
+            ],
+        ),
+        ("ZERO1", [_Budgets(prefetch=0, keep=3, ahead=1, num_present=6)]),
+    ],
+)
+def test_the_counted_peak_in_bytes_is_the_computed_one(stage: str, cases: list[_Budgets]) -> None:
+    def on_each_rank() -> list[Counter[str]]:
+        model = sharded(1, stage, has_shared=False, is_delayed=False, num_layers=6)
+        assert isinstance(model, FSDPModule)
+        losses, gathers = [], []
+        with _counted(model) as found:
+            for budgets in cases:
+                before = Counter(found)
+                losses.append(_step_within(model, budgets))
+                gathers.append(found - before)
+                model.zero_grad()
+        assert all(each == losses[0] for each in losses)
+        return gathers
+
+    one, other = run_ranks(on_each_rank, 2)
+    assert one == other
+    if stage == "ZERO3":  # the last layer in forward, first in backward, is kept
+        freed, kept = (found["all_gather layers.5"] for found in (one[0], one[-1]))
+        assert freed == 2 * kept == 2 * 2 * MICROBATCHES  # experts lie on a mesh of their own
+
+
+def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
+    """Take a step within budgets, and hold its peak against the computed one."""
+    assert isinstance(model, FSDPModule)
+    layers = [unit for layer in layers_of(model) for unit in units_of(layer, recurse=False)]
+    [root] = units_of(model, recurse=False)
+    [nbytes] = {unit.parameters.unsharded_nbytes for unit in layers}
+    prefetch = None if budgets.prefetch is None else budgets.prefetch * nbytes
+    model.set_options(prefetch_budget=prefetch, keep_budget=budgets.keep * nbytes)
+    counted: list[int] = []
+
+    @contextmanager
+    def around(_: Event) -> Iterator[None]:
+        groups = [group for unit in (*layers, root) for group in unit.parameters.groups]
+        counted.append(sum(group.unsharded_weight.flat.untyped_storage().nbytes() for group in groups))
+        yield
+
+    losses = scheduled_step(model, microbatches(0), ahead=budgets.ahead, around=around)
+    residence = UnitResidence(model, layers_of(model), num_microbatches=MICROBATCHES)
+    computed = residence.peak_nbytes(run_order(MICROBATCHES, len(layers), ahead=budgets.ahead))
+    assert max(counted) == computed == root.parameters.unsharded_nbytes + budgets.num_present * nbytes
+    assert all(unit.weights.num_holds == 0 for unit in layers)
+    return losses
 
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])

@@ -13,6 +13,7 @@ from lamella_engine._api.module import FSDPModule as FSDPModule
 from lamella_engine._api.plan import PlannedParameter as PlannedParameter
 from lamella_engine._api.plan import PlannedUnit as PlannedUnit
 from lamella_engine._api.plan import ShardingPlan as ShardingPlan
+from lamella_engine._api.presence import peak_unsharded_nbytes as peak_unsharded_nbytes
 from lamella_engine._api.reads import declare_reads as declare_reads
 from lamella_engine._api.residence import UnitResidence as UnitResidence
 from lamella_engine._api.whole_model import fully_shard_model as fully_shard_model

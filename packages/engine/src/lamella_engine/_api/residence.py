@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch.nn as nn
 
 from lamella_engine._api.module import FSDPModule
+from lamella_engine._api.presence import Key, Presence, ResidenceEvent, key_of, peak
 from lamella_engine._modules.attached import state_of
 from lamella_engine._modules.handles import Hold
-
-
-class ResidenceEvent(Protocol):
-    """A step in the residence of a layer's parameters, as `lamella_schedule.ResidenceEvent`."""
-
-    @property
-    def microbatch(self) -> int:
-        """Index in the step."""
-
-    @property
-    def layer(self) -> int | None:
-        """Index among the layers; None for the parameters around the layers."""
-
-    @property
-    def phase(self) -> str:
-        """The pass that reads the parameters: "forward" or "backward"."""
+from lamella_engine._unit.unit import Unit
 
 
 class UnitResidence:
@@ -37,7 +23,12 @@ class UnitResidence:
     `finished`, and the outermost unit during the whole pass. Each backward reduces with ZeRO-2 and ZeRO-3; ZeRO-1 and
     DDP keep gradients until the last microbatch. The backward of the last microbatch ends the step, as
     `wait_for_gradients()` does. With the schedule's `ahead=1` up to four layers are unsharded at a time, beside the
-    outermost unit: two in forward and two in backward; with `ahead=0` up to two.
+    outermost unit: two in forward and two in backward; with `ahead=0` up to two. `peak_nbytes` tells the bytes.
+
+    The tree's budgets count. Layers acquired ahead of their turn weigh no more than `prefetch_budget` together, in
+    forward and backward; one layer is acquired ahead at any weight, and a layer without room is gathered in its turn.
+    Layers that weigh no more than `keep_budget` together, the last first, stay from a microbatch's forward to its
+    backward; a microbatch without a backward leaves the layers unsharded until `reset_iter_state()`.
 
     Args:
         model: The outermost unit, with the parameters around the layers.
@@ -63,7 +54,8 @@ class UnitResidence:
         self._model = _unit(model, "the model")
         self._layers = [_units(layer, f"layer {i}") for i, layer in enumerate(layers)]
         self._last = None if num_microbatches is None else num_microbatches - 1
-        self._holds: dict[tuple[int, int | None, str], list[Hold]] = {}
+        self._holds: dict[Key, list[Hold]] = {}
+        self._presence = self._nothing_present()
 
     def acquire(self, event: ResidenceEvent) -> None:
         """Start to gather a layer's parameters.
@@ -71,23 +63,30 @@ class UnitResidence:
         Raises:
             ValueError: The event's microbatch or layer is out of range.
 
-        Effects: as `FSDPModule.hold`.
+        Effects: as `FSDPModule.hold`, unless the prefetch budget has no room.
         """
         if self._last is not None and event.microbatch > self._last:
             raise ValueError(
                 f"Expected microbatches up to num_microbatches={self._last + 1}, got index {event.microbatch}. "
                 "Make the residence with the number of chunks of a step."
             )
-        self._holds[_key(event)] = [unit.hold() for unit in self._units_of(event)]
+        if event.layer is None and not self._holds:
+            self._presence = self._nothing_present()  # between steps budgets may change
+        units = self._units_of(event)
+        if self._presence.acquire(key_of(event)):
+            self._holds[key_of(event)] = [unit.hold() for unit in units]
         if event.layer is None and event.phase == "backward":
             _keep_sums_apart(self._model)
 
     def used(self, event: ResidenceEvent) -> None:
         """Make the module hold the unsharded parameters.
 
-        Effects: the current stream waits for the gather; blocks the host on gloo.
+        Effects: the current stream waits for the gather; blocks the host on gloo. Those of `acquire`, if the prefetch
+            budget had no room then.
         """
-        for hold in self._holds[_key(event)]:
+        if self._presence.use(key_of(event)):
+            self._holds[key_of(event)] = [unit.hold() for unit in self._units_of(event)]
+        for hold in self._holds[key_of(event)]:
             hold.wait()
 
     def finished(self, event: ResidenceEvent) -> None:
@@ -105,7 +104,11 @@ class UnitResidence:
                 _mark_read(unit)
                 unit.reduce_gradients()
             ends_step = is_last and event.layer is None
-        for hold in self._holds.pop(_key(event)):
+        holds = self._holds.pop(key_of(event))
+        if not self._presence.finish(key_of(event)):
+            self._holds[event.microbatch, event.layer, "backward"] = holds
+            return
+        for hold in holds:
             hold.release()
         if ends_step:
             self._model.wait_for_gradients()
@@ -116,7 +119,38 @@ class UnitResidence:
         Effects: as `FSDPModule.reset_iter_state`; not a collective.
         """
         self._holds.clear()
+        self._presence = self._nothing_present()
         self._model.reset_iter_state()
+
+    def peak_nbytes(self, events: Iterable[object]) -> int:
+        """Compute the bytes of unsharded parameters at the peak of an order, with padding, equal on every rank.
+
+            residence.peak_nbytes(run_order(len(chunks), chunks[0].plans))
+
+        Parameters that a rank computes with and does not gather, on a mesh of one rank, count nothing.
+
+        Args:
+            events: `lamella_schedule.order` or `run_order`.
+        """
+        return peak(events, self._nothing_present())
+
+    def _nothing_present(self) -> Presence:
+        options = self._model.sharding_options
+        return Presence(
+            self._nbytes,
+            [layer for layer, units in self._acting.items() if all(u.parameters.strategy.keeps_copy for u in units)],
+            prefetch_budget=options.prefetch_budget,
+            keep_budget=options.keep_budget,
+        )
+
+    @cached_property
+    def _nbytes(self) -> dict[int | None, int]:
+        return {layer: sum(map(_gathered_nbytes, units)) for layer, units in self._acting.items()}
+
+    @cached_property
+    def _acting(self) -> dict[int | None, list[Unit]]:
+        units: dict[int | None, list[FSDPModule]] = {None: [self._model], **dict(enumerate(self._layers))}
+        return {layer: [state_of(unit).acting.unit for unit in of_layer] for layer, of_layer in units.items()}
 
     def _units_of(self, event: ResidenceEvent) -> list[FSDPModule]:
         if event.layer is None:
@@ -141,8 +175,8 @@ def _unit(module: nn.Module, name: str) -> FSDPModule:
     return module
 
 
-def _key(event: ResidenceEvent) -> tuple[int, int | None, str]:
-    return event.microbatch, event.layer, event.phase
+def _gathered_nbytes(unit: Unit) -> int:
+    return sum(group.unsharded_nbytes for group in unit.parameters.groups if not group.computes_with_main)
 
 
 def _keep_sums_apart(unit: FSDPModule) -> None:

@@ -50,7 +50,8 @@ class ShardingOptions:
             more: in the compute dtype, with padding, beside units that run or are kept. The next unit is always
             gathered ahead, at any weight. None, the default, gathers only the next unit. Units with a list
             (`set_modules_to_forward_prefetch` and its sibling) follow the list instead. A constant, not a share of free
-            memory: ranks with different decisions communicate in different orders.
+            memory: ranks with different decisions communicate in different orders. `UnitResidence` tells the meaning
+            under a schedule.
         keep_budget: Of the tree, in bytes, counted as for `prefetch_budget`. So many unsharded parameters may stay from
             their units' forward to the end of their backward, beside the activations and beside units that were told to
             stay. Each unit that stays is gathered once less; units that backward wants first stay, by the order of the
