@@ -26,8 +26,14 @@ VOCABULARY, LENGTH, NUM_STEPS, NUM_MICROBATCHES = 1024, 32, 3, 4
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def _model(*, delays: bool, shares: bool) -> nn.Module:
-    """A GPTModel of two layers with eight experts, over all ranks. Effects: collective over the world."""
+def _model(kind: str, *, delays: bool, shares: bool) -> nn.Module:
+    """A model of two layers with eight experts, over all ranks. Effects: collective over the world.
+
+    Args:
+        kind: `gpt`, `gpt-mtp` with a layer of multi-token prediction, or a HybridModel's pattern.
+        delays: Whether layers delay weight gradients.
+        shares: Whether layers have a shared expert.
+    """
     os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
     torch.use_deterministic_algorithms(True)
     num_ranks = dist.get_world_size()
@@ -35,6 +41,9 @@ def _model(*, delays: bool, shares: bool) -> nn.Module:
     importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(0)
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     gpt = importlib.import_module("megatron.core.models.gpt").GPTModel
+    hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
+    hybrid_specs = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs")
+    predicts = "mtp" in kind or "/" in kind
     config = tiny_config(
         hidden_size=512,
         num_attention_heads=8,
@@ -45,6 +54,7 @@ def _model(*, delays: bool, shares: bool) -> nn.Module:
         moe_grouped_gemm=True,
         moe_shared_expert_intermediate_size=512 if shares else None,
         ffn_hidden_size=512,
+        mtp_num_layers=1 if predicts else None,
         expert_model_parallel_size=num_ranks,
         bf16=True,
         params_dtype=torch.bfloat16,
@@ -56,8 +66,13 @@ def _model(*, delays: bool, shares: bool) -> nn.Module:
         delay_wgrad_compute=delays,
     )
     torch.manual_seed(0)
+    if not kind.startswith("gpt"):
+        stack = hybrid_specs.hybrid_stack_spec
+        model: nn.Module = hybrid(config, stack, VOCABULARY, LENGTH, hybrid_layer_pattern=kind)
+        return model.to("cuda", torch.bfloat16)
     spec = specs.get_gpt_layer_with_transformer_engine_spec(num_experts=8, moe_grouped_gemm=True)
-    model: nn.Module = gpt(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
+    block = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if predicts else None
+    model = gpt(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope", mtp_block_spec=block)
     return model.to("cuda", torch.bfloat16)
 
 
@@ -77,11 +92,11 @@ def _share(losses: torch.Tensor) -> torch.Tensor:
     return losses.float().mean() / NUM_MICROBATCHES
 
 
-def _train(*, overlaps: bool, shares: bool, delays: bool) -> Trained:
+def _train(kind: str, *, overlaps: bool, shares: bool, delays: bool) -> Trained:
     from lamella_megatron import fully_shard_model
     from lamella_megatron.training import forward_backward_overlapped
 
-    model: Any = _model(delays=delays and overlaps, shares=shares)
+    model: Any = _model(kind, delays=delays and overlaps, shares=shares)
     half, single = torch.bfloat16, torch.float32
     fully_shard_model(model, mp_policy=MixedPrecisionPolicy(half, single, cast_forward_inputs=False, main_dtype=single))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -106,9 +121,9 @@ def _train(*, overlaps: bool, shares: bool, delays: bool) -> Trained:
     return losses, weights
 
 
-def _assert_equal_bits(num_ranks: int, *, shares: bool, delays: bool) -> None:
+def _assert_equal_bits(kind: str, num_ranks: int, *, shares: bool, delays: bool) -> None:
     def on_each_rank(overlaps: bool) -> Trained:
-        return _train(overlaps=overlaps, shares=shares, delays=delays)
+        return _train(kind, overlaps=overlaps, shares=shares, delays=delays)
 
     expected, found = (run_ranks(on_each_rank, num_ranks, overlaps, device="cuda") for overlaps in (False, True))
     for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
@@ -117,13 +132,19 @@ def _assert_equal_bits(num_ranks: int, *, shares: bool, delays: bool) -> None:
             assert torch.equal(weight, other_weights[name]), name
 
 
+KINDS = ["gpt", "gpt-mtp", "*E/*E"]
+
+
 @pytest.mark.gpu1
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [False, True])
-def test_one_gpu_has_equal_bits(shares: bool) -> None:
-    _assert_equal_bits(1, shares=shares, delays=False)  # megatron-core delays with several expert-parallel ranks only
+def test_one_gpu_has_equal_bits(kind: str, shares: bool) -> None:
+    # megatron-core delays with several expert-parallel ranks only
+    _assert_equal_bits(kind, 1, shares=shares, delays=False)
 
 
 @pytest.mark.gpu2
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shares", "delays"), [(False, False), (True, False), (True, True)])
-def test_two_gpus_have_equal_bits(shares: bool, delays: bool) -> None:
-    _assert_equal_bits(2, shares=shares, delays=delays)
+def test_two_gpus_have_equal_bits(kind: str, shares: bool, delays: bool) -> None:
+    _assert_equal_bits(kind, 2, shares=shares, delays=delays)

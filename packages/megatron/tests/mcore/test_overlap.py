@@ -43,6 +43,8 @@ class Case:
         delays: Whether linears leave weight gradients to `backward_dw`.
         early: `early_release`.
         recomputes: Whether norms are recomputed in backward.
+        option: A field of the `TransformerConfig` to set; "" for none.
+        pads: Whether the last tokens of a row are padding, which no expert sees.
     """
 
     kind: str
@@ -54,10 +56,13 @@ class Case:
     delays: bool = False
     early: bool = False
     recomputes: bool = False
+    option: str = ""
+    pads: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("shares", "delays", "early", "recomputes") if getattr(self, name)]
-        return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags])
+        flags = [name for name in ("shares", "delays", "early", "recomputes", "pads") if getattr(self, name)]
+        options = [self.option] if self.option else []
+        return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags, *options])
 
     @property
     def layout(self) -> Layout:
@@ -121,18 +126,22 @@ def _model(case: Case) -> Any:
     from lamella_megatron import fully_shard_model
 
     shared = {"moe_shared_expert_intermediate_size": 16} if case.shares else {}
-    model = make_model(case.kind, case.layout, **shared, **(LAYERNORM if case.recomputes else {}))
+    option = {case.option: True} if case.option else {}
+    model = make_model(case.kind, case.layout, **shared, **option, **(LAYERNORM if case.recomputes else {}))
     if case.delays:
         _delay_weight_gradients(model)
     placements = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}[case.stage]
     return fully_shard_model(model, options=ShardingOptions(placements=placements), layer_groups=case.groups)
 
 
-def _microbatches(step: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+def _microbatches(step: torch.Tensor, case: Case | None = None) -> list[dict[str, torch.Tensor]]:
     from megatron.core import parallel_state
 
     num, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    return [_inputs(rows.chunk(num)[rank]) for rows in step]
+    found = [_inputs(rows.chunk(num)[rank]) for rows in step]
+    for i, batch in enumerate(found if case is not None and case.pads else ()):
+        batch["padding_mask"] = torch.arange(LENGTH).expand(len(batch["labels"]), -1) >= LENGTH - 4 + i
+    return found
 
 
 def _share(losses: torch.Tensor) -> torch.Tensor:
@@ -143,13 +152,13 @@ def _overlapped(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor
     from lamella_megatron.training import forward_backward_overlapped
 
     return forward_backward_overlapped(
-        model, _microbatches(step), _share, layer_groups=case.groups, early_release=case.early
+        model, _microbatches(step, case), _share, layer_groups=case.groups, early_release=case.early
     )
 
 
 def _one_after_the_other(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]:
     losses = []
-    for i, batch in enumerate(_microbatches(step)):
+    for i, batch in enumerate(_microbatches(step, case)):
         model.set_is_last_backward(i == NUM_MICROBATCHES - 1)
         loss = _share(model(**batch))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -193,6 +202,21 @@ def test_all_bits_are_those_of_one_microbatch_after_the_other(case: Case) -> Non
     _assert_equal_bits(case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kind="moe-mtp", option="mtp_detach_heads"),
+        Case(kind="moe-mtp", pads=True),
+        Case(kind="*E/*E/*E", option="mtp_use_repeated_layer"),
+        Case(kind="moe-mtp", num_ranks=4, tp=2),
+    ],
+    ids=str,
+)
+def test_options_of_predictions_have_their_bits(case: Case) -> None:
+    _assert_equal_bits(case)
+
+
 @pytest.mark.parametrize("case", [Case(kind="mtp"), Case(kind="tied", stage="ZeRO-1")], ids=str)
 def test_an_embedding_that_is_read_twice_is_right(case: Case) -> None:
     _assert_equal_bits(case)
@@ -231,6 +255,19 @@ class _Counting:
         if attribute in self._counters:
             self._counters[attribute][self._name] += 1
         return getattr(self._inner, attribute)
+
+
+def test_each_prediction_has_exchanges_of_its_own_in_the_schedule() -> None:
+    def on_one_rank() -> set[str]:
+        model = make_model("*E/*E/*E", Layout(num_ranks=1))
+        with torch.profiler.profile() as profiler:
+            _overlapped(model, DATA[0], Case(kind="*E/*E/*E"))
+        return {event.name for event in profiler.events()}
+
+    [names] = run_ranks(on_one_rank, 1)
+    slots = [f"{slot} {phase}" for slot in ("dispatch", "combine") for phase in ("forward", "backward")]
+    with_experts = {f"schedule::{slot} (layer {i})" for slot in slots for i in range(8)} & names
+    assert with_experts == {f"schedule::{slot} (layer {i})" for slot in slots for i in (1, 2, 3)}
 
 
 def test_no_graph_of_a_prediction_runs_twice() -> None:
@@ -486,30 +523,33 @@ def test_an_exception_leaves_the_model_at_rest() -> None:
         assert losses == wanted[:1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("virtual_pipeline_model_parallel_size", 2),
-        ("recompute_granularity", "full"),
-        ("recompute_modules", ["moe"]),
-        ("moe_shared_expert_overlap", True),
-        ("moe_token_dispatcher_type", "allgather"),
-        ("cuda_graph_impl", "local"),
-        ("overlap_dispatch_backward_with_experts_wgrad", True),
-        ("fp8", "hybrid"),
-    ],
-)
-def test_an_option_that_no_order_keeps_is_refused(field: str, value: object) -> None:
-    def on_each_rank() -> None:
+REFUSED = [
+    ("virtual_pipeline_model_parallel_size", 2),
+    ("recompute_granularity", "full"),
+    ("recompute_modules", ["moe"]),
+    ("moe_shared_expert_overlap", True),
+    ("moe_token_dispatcher_type", "allgather"),
+    ("cuda_graph_impl", "local"),
+    ("overlap_dispatch_backward_with_experts_wgrad", True),
+    ("fp8", "hybrid"),
+    ("fp4", "e2m1"),
+]
+
+
+def test_an_option_that_no_order_keeps_is_refused() -> None:
+    def on_one_rank() -> None:
         from lamella_megatron.training import forward_backward_overlapped
 
         model: Any = make_model("moe", Layout(num_ranks=1))
-        setattr(model.config, field, value)
-        with pytest.raises(ValueError, match=f"`config.{field}` .*{value if field != 'recompute_modules' else 'moe'}"):
-            forward_backward_overlapped(model, [], _share)
+        for field, value in REFUSED:
+            usual = getattr(model.config, field)
+            setattr(model.config, field, value)
+            with pytest.raises(ValueError, match=f"`config.{field}` .*{value if isinstance(value, str) else ''}"):
+                forward_backward_overlapped(model, [], _share)
+            setattr(model.config, field, usual)
         assert not isinstance(model, FSDPModule)
 
-    run_ranks(on_each_rank, 1)
+    run_ranks(on_one_rank, 1)
 
 
 def test_stages_are_refused_for_megatron_cores_driver() -> None:
