@@ -95,6 +95,33 @@ def test_a_caller_may_say_which_backward_is_the_last(placements: AxisPlacement, 
     run_ranks(on_each_rank, 2)
 
 
+def test_a_layer_may_be_several_units() -> None:
+    def on_each_rank() -> None:
+        reference, model = twins(Stack, _shard)
+        assert isinstance(model, Stack)
+        first, *others = model.layers
+        log = record(model)
+        residence = UnitResidence(model, [first, others], num_microbatches=1)
+        events = [_Event(0, layer, "backward") for layer in (None, 0, 1)]
+        for event in events:
+            residence.acquire(event)
+            residence.used(event)
+        for each, batch in ((reference, BATCHES[0]), (model, rows_of_this_rank(BATCHES[0]))):
+            x = each.stem(batch)
+            for piece in (piece for layer in each.layers for piece in layer.pieces):
+                x = piece(x)
+            each.finish(x).backward()
+            backward_dw(each)
+        for event in reversed(events):
+            residence.finished(event)
+        assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+        assert_at_rest(model)
+        for verb in ("gather", "reduce"):
+            assert sorted(log.units_of(verb)) == sorted(name for name, _ in units(model))
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_dropped_events_leave_every_unit_at_rest_without_a_collective() -> None:
     def on_each_rank() -> None:
         model = Stack()

@@ -22,7 +22,7 @@ from lamella_megatron._cuts import (
 from lamella_megatron._model import innermost
 from lamella_megatron._patterns import parse_pattern
 from lamella_megatron._slots import Entered, Item, Prediction, layers_inside
-from lamella_schedule import Chunk, Flight, Lanes, run, run_pair
+from lamella_schedule import Chunk, Flight, Lanes, run, run_order, run_pair
 
 
 def forward_backward_overlapped(
@@ -73,6 +73,36 @@ def forward_backward_overlapped(
     if isinstance(inner, FSDPModule):
         residence = UnitResidence(inner, parts.units, num_microbatches=len(chunks))
     return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
+
+
+def overlapped_peak_nbytes(
+    model: nn.Module,
+    num_microbatches: int,
+    *,
+    layer_groups: str | None = None,
+    early_release: bool = False,
+    ahead: int = 1,
+) -> int:
+    """Compute the bytes of unsharded parameters at the peak of an overlapped step, within the model's budgets.
+
+    Args:
+        model: In units of `fully_shard_model`, also in wrappers.
+        num_microbatches: Of a step.
+        layer_groups: As for `fully_shard_model`, and the same.
+        early_release: As for `forward_backward_overlapped`.
+        ahead: As for `forward_backward_overlapped`.
+
+    Returns:
+        As `UnitResidence.peak_nbytes`, equal on every rank.
+
+    Raises:
+        ValueError: `model` is not in units, or `layer_groups` does not fit.
+    """
+    inner = innermost(model)
+    parts = _parts(inner, layer_groups)
+    plans = _chunk(inner, parts, {}, lambda output: output).plans
+    residence = UnitResidence(inner, parts.units, num_microbatches=num_microbatches)
+    return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=early_release, ahead=ahead))
 
 
 class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core has no types

@@ -7,6 +7,7 @@ from lamella_megatron._muon import keep_matrices as keep_matrices
 from lamella_megatron._optimizer import ShardedOptimizer as ShardedOptimizer
 from lamella_megatron._optimizer import sharded_optimizer as sharded_optimizer
 from lamella_megatron._overlap import forward_backward_overlapped as forward_backward_overlapped
+from lamella_megatron._overlap import overlapped_peak_nbytes as overlapped_peak_nbytes
 from lamella_megatron._wrapper import ShardedModel as ShardedModel
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "ShardedOptimizer",
     "forward_backward_overlapped",
     "keep_matrices",
+    "overlapped_peak_nbytes",
     "sharded_optimizer",
 ]

@@ -224,12 +224,22 @@ def test_an_embedding_that_is_read_twice_is_right(case: Case) -> None:
 
 def test_units_of_predictions_are_gathered_once_a_pass_and_reduced_once_a_microbatch() -> None:
     def on_each_rank() -> tuple[Counter[str], Counter[str]]:
-        model = _model(Case(kind="*E/*E/*E", groups="[*E]"))
-        gathers, reductions = Counter[str](), Counter[str]()
+        from lamella_megatron.training import overlapped_peak_nbytes
+
+        case = Case(kind="*E/*E/*E", groups="[*E]")
+        model = _model(case)
+        gathers, reductions, counted = Counter[str](), Counter[str](), list[int]()
+        groups = [group for unit in units_of(model, recurse=True) for group in unit.parameters.groups]
+        buffers = [group.unsharded_weight.flat for group in groups if not group.computes_with_main]
+
+        def weigh() -> None:
+            counted.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers))
+
         for unit in units_of(model, recurse=True):
             dense = unit.parameters.groups[0]
-            dense.transport = _Counting(dense.transport, unit.parameters.name, gathers, reductions)
-        _overlapped(model, DATA[0], Case(kind="*E/*E/*E", groups="[*E]"))
+            dense.transport = _Counting(dense.transport, unit.parameters.name, gathers, reductions, weigh)
+        _overlapped(model, DATA[0], case)
+        assert max(counted) == overlapped_peak_nbytes(model, NUM_MICROBATCHES, layer_groups=case.groups)
         return gathers, reductions
 
     of_depths = [f"mtp.layers.{depth}{inner}" for depth in (0, 1) for inner in ("", *INSIDE)]
@@ -247,13 +257,16 @@ INSIDE = (".mtp_model_layer.layers.0", ".mtp_model_layer.layers.1")
 
 
 class _Counting:
-    def __init__(self, inner: Any, name: str, gathers: Counter[str], reductions: Counter[str]) -> None:
-        self._inner, self._name = inner, name
+    def __init__(
+        self, inner: Any, name: str, gathers: Counter[str], reductions: Counter[str], weigh: Callable[[], None]
+    ) -> None:
+        self._inner, self._name, self._weigh = inner, name, weigh
         self._counters = {"all_gather": gathers, "reduce_scatter": reductions}
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute in self._counters:
             self._counters[attribute][self._name] += 1
+            self._weigh()  # the unsharded buffer is there
         return getattr(self._inner, attribute)
 
 

@@ -44,9 +44,6 @@ class Presence:
             counts as fitting. None: as many layers as the schedule acquires.
         keep_budget: Bytes that layers may weigh together which stay from a microbatch's forward to its backward. The
             layers that backward wants first stay; a layer too large for the rest of the budget is left out.
-
-    Attributes:
-        total: Bytes present.
     """
 
     def __init__(
