@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import queue
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,12 +60,13 @@ def megatron_on_cpu() -> Iterator[None]:
     Tensors asked for on CUDA are made on the CPU, and streams do nothing. Random states of megatron-core are the CPU's;
     a state without a seed is the default one. Collectives take parts of different sizes, and sizes as tensors, as
     NCCL's do. Norms are torch's, with sequence parallelism's mark. Mamba layers scan by torch's own operators, step by
-    step.
+    step. Saves start no process, and ask no psutil.
     """
     with warnings.catch_warnings():
         # Warnings about each fused library that is missing, and about deprecated names of torch.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        files = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
         mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
         hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
         norms = importlib.import_module("megatron.core.transformer.torch_norm")
@@ -96,8 +99,17 @@ def megatron_on_cpu() -> Iterator[None]:
             stack.enter_context(patch.object(random, name, value, create=True))
         put(norms.WrappedTorchNorm, __new__=_torchs_norm)
         put(hybrid, TENorm=norms.WrappedTorchNorm)
+        # megatron-core's own queue is in a server process, started by each rank that saves, and left behind by a rank
+        # that ends without the interpreter's shutdown.
+        put(files, get_write_results_queue=_results_of_threads, _process_memory=lambda: 0)
         put(mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GroupedRMSNorm, mamba_split_conv1d_scan_combined=scan_in_steps)
         yield
+
+
+@functools.cache
+def _results_of_threads() -> queue.Queue[object]:
+    """The queue of a rank's writers, which are threads."""
+    return queue.Queue()
 
 
 def _add_state(tracker: Any, name: str, seed: int) -> None:

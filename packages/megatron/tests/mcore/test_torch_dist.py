@@ -1,10 +1,6 @@
-"""What megatron-core writes as `torch_dist` is read: stacked layers, halves of two ranks, experts."""
+"""Files of megatron-core as `torch_dist` are read: stacked layers, halves of two ranks, experts."""
 
-import contextlib
-import importlib
-import warnings
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from lamella_testing import run_ranks
 # megatron-core and torch warn about what they do to themselves.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
-# What of a rank's tensors lies along which dim of the whole; what is not named is on every rank.
+# Tensors of which a rank has rows, or columns, of the whole; all others are on every rank.
 ROWS = ("word_embeddings.weight", "linear_qkv.weight", "output_layer.weight")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 # Specs without Transformer Engine have norms of their own, which checkpoints name as those with it do.
@@ -27,25 +23,6 @@ NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_cpu() -> Iterator[None]:
-    """Import megatron-core in the parent, once, and take the GPU out of what it does."""
-    with warnings.catch_warnings():
-        # It warns about each fused library that is not installed, and imports what torch has deprecated.
-        warnings.simplefilter("ignore")
-        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-        importlib.import_module("megatron.core.dist_checkpointing")
-        random = importlib.import_module("megatron.core.tensor_parallel.random")
-        files = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(torch.cuda, "synchronize", lambda: None)
-        patch.setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)
-        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-        patch.setattr(files, "_process_memory", lambda: 0)  # It asks psutil, to log it.
-        yield
 
 
 def save_and_tell(path: Path, experts: int | None, num_tp: int) -> dict[str, torch.Tensor]:
@@ -107,7 +84,7 @@ def whole(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("experts", "num_tp"), [(None, 2), (2, 1)])
-def test_what_megatron_writes_is_read(tmp_path: Path, experts: int | None, num_tp: int) -> None:
+def test_files_of_megatron_core_are_read(tmp_path: Path, experts: int | None, num_tp: int) -> None:
     ranks = run_ranks(save_and_tell, num_tp, tmp_path, experts, num_tp)
     opened = open_megatron(tmp_path)
     assert opened.format == "torch_dist"
