@@ -15,14 +15,14 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lamella_integration import bench, profile
+from lamella_integration import bench, phases, profile
 from lamella_integration.backends import BACKENDS, Training, Workload
 from lamella_integration.bench import parse_options, run
 from lamella_integration.collectives import CollectiveCounter
 from lamella_integration.llama import SIZES, Block, Llama, next_token_loss, num_flops_per_token
 from lamella_integration.report import Failure, HostTime, Measurement, Phases, Report
 from lamella_integration.variants import backend_of
-from lamella_testing import run_ranks
+from lamella_testing import load_compiler, run_ranks
 
 # The compiler looks for `.grad` on everything that it sees.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -156,6 +156,8 @@ def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on() ->
     ids=" ".join,
 )
 def test_backends_that_train_alike_do_so_with_every_setting(arguments: tuple[str, ...]) -> None:
+    if "--compile" in arguments:
+        load_compiler()
     report = _run("--backends", "ideal", "lamella", "fsdp2", "ddp", *arguments, "--steps", "2", "--warmup", "1")
     assert report.is_sound(), report.markdown()
     rows = report.measurements()
@@ -261,6 +263,7 @@ def test_blocks_are_compiled_once_for_all_if_told_so(backend: str) -> None:
         graphs: int = counter.frame_count
         return graphs
 
+    load_compiler()
     assert run_ranks(num_graphs, 2) == [1, 1]
 
 
@@ -286,7 +289,10 @@ def test_a_mesh_is_replicas_by_shards() -> None:
     assert run_ranks(shapes, 2)[0] == [(1, 2), (1, 2)]
 
 
-def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(tmp_path: Path) -> None:
+def test_phases_are_told_for_every_backend_and_host_time_for_every_unit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(phases, "NUM_HOST_STEPS", 10)  # The fastest tenth is one.
     report = _run(
         "--backends", "ideal", "lamella", "fsdp2", "--phases", "--steps", "1", "--warmup", "1", "--out", str(tmp_path)
     )
@@ -351,25 +357,29 @@ def test_losses_beyond_their_tolerance_are_flagged_with_both_values() -> None:
     assert not report.is_sound()
 
 
-@pytest.mark.parametrize("wrong", ["a rank's gradient is lost", "one weight of eight is not updated"])
-def test_a_backend_that_trains_wrong_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_wrong(workload: Workload) -> Training:
+def test_backends_that_train_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_a_ranks_gradient(workload: Workload) -> Training:
+        def backward(loss: torch.Tensor) -> None:
+            (loss * 0.0 if dist.get_rank() == 1 else loss).backward()  # type: ignore[no-untyped-call]
+
+        return replace(BACKENDS["fsdp2"](workload), backward=backward)
+
+    def with_one_weight_of_eight_as_it_was(workload: Workload) -> Training:
         training = BACKENDS["fsdp2"](workload)
         parameters = list(training.model.parameters())[::8]
 
-        def backward(loss: torch.Tensor) -> None:
-            (loss * 0.0 if wrong.startswith("a rank") and dist.get_rank() == 1 else loss).backward()  # type: ignore[no-untyped-call]
-
         def step() -> None:
-            for parameter in parameters if wrong.startswith("one weight") else []:
+            for parameter in parameters:
                 parameter.grad = None
             training.optimizer_step()
 
-        return replace(training, backward=backward, optimizer_step=step)
+        return replace(training, optimizer_step=step)
 
-    monkeypatch.setitem(BACKENDS, "wrong", train_wrong)
-    report = _run("--backends", "fsdp2", "lamella", "wrong", "--steps", "10", num_ranks=4)
-    assert list(report.disagreements()) == ["wrong"]
+    wrong = {"no gradient": without_a_ranks_gradient, "no update": with_one_weight_of_eight_as_it_was}
+    for name, train in wrong.items():
+        monkeypatch.setitem(BACKENDS, name, train)
+    report = _run("--backends", "fsdp2", "lamella", *wrong, "--steps", "10", num_ranks=4)
+    assert list(report.disagreements()) == list(wrong)
     assert not report.is_sound()
 
 

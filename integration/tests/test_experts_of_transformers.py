@@ -116,8 +116,17 @@ def _train(family: str, is_scheduled: bool, stage: Any, experts: str = "eager") 
     return [*losses, *weights]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("stage", "num_ranks"), [(ZERO3, 2), (ZERO1, 4)], ids=["ZERO3", "ZERO1, two data ranks"])
+@pytest.mark.parametrize(
+    ("family", "stage", "num_ranks"),
+    [
+        *(pytest.param(family, ZERO3, 2, id=f"{family}, ZERO3") for family in FAMILIES),
+        pytest.param("qwen3_moe", ZERO1, 4, id="qwen3_moe, ZERO1, two data ranks"),
+        *(
+            pytest.param(family, ZERO1, 4, id=f"{family}, ZERO1, two data ranks", marks=pytest.mark.slow)
+            for family in FAMILIES[1:]
+        ),
+    ],
+)
 def test_scheduled_bits_are_those_of_the_models_own_forward(family: str, stage: Any, num_ranks: int) -> None:
     def on_each_rank() -> tuple[int, list[torch.Tensor]]:
         plain, scheduled = (_train(family, is_scheduled, stage) for is_scheduled in (False, True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,7 +56,8 @@ def _counted(model: MoE) -> Iterator[Counter[str]]:
 
 
 ALL = list(itertools.product(("ZERO1", "ZERO2", "ZERO3"), (2, 4), (False, True), (False, True)))
-SOME = random.Random(0).sample(ALL, 6)  # with each change; the rest are minutes
+# With each change, every value in one case at least; the rest are minutes.
+SOME = [("ZERO1", 2, False, True), ("ZERO2", 4, True, False), ("ZERO3", 2, True, True)]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,15 @@ def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
-@pytest.mark.parametrize("stage", ["ZERO1", "ZERO3"])
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        ("ZERO1", Kind.BACKWARD),
+        ("ZERO3", Kind.FORWARD),
+        pytest.param("ZERO1", Kind.FORWARD, marks=pytest.mark.slow),
+        pytest.param("ZERO3", Kind.BACKWARD, marks=pytest.mark.slow),
+    ],
+)
 def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_works(stage: str, kind: Kind) -> None:
     def on_each_rank() -> list[str]:
         expected = train(sharded(2, stage, has_shared=True, is_delayed=False), scheduled_step)

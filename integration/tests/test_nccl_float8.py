@@ -22,7 +22,7 @@ from lamella_precision import (
     use_float8_matmul,
 )
 from lamella_precision.testing import encode_into, measured
-from lamella_testing import run_ranks
+from lamella_testing import load_compiler, run_ranks
 
 Device = Literal["cpu", "cuda"]
 DEVICES = pytest.mark.parametrize(
@@ -131,6 +131,8 @@ def test_every_recipe_trains_near_bf16(device: Device, num_ranks: int, name: str
 def test_float8_products_of_gathered_weights_train(device: Device, num_ranks: int, name: str) -> None:
     recipe = RECIPES[name]
     assert isinstance(recipe, Float8Recipe)
+    if device == "cpu":
+        load_compiler()
 
     def prepare(is_compiled: bool) -> Callable[[nn.Module], object]:
         def on_block(block: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,15 +14,15 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from lamella_testing import load_compiler
+
 # The compiler looks for `.grad` on everything that it sees.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    """Compile something small here, once: every forked rank then has what the compiler imports, seconds of it."""
-    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
-    torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))
+def _loaded() -> None:
+    load_compiler()
 
 
 Backend = str | Callable[..., object]
