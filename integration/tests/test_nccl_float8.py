@@ -185,6 +185,8 @@ def _losses_of_blocks(device: Device, prepare: Callable[[nn.Module], nn.Module])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # It imports what is so declared.
 def test_block_wise_products_train_as_on_one_rank_and_in_one_graph(device: Device, num_ranks: int) -> None:
     recipe = Float8Recipe((128, 128), compute_dtype=torch.float32)
+    if device == "cpu":
+        load_compiler()
 
     def multiplied(block: nn.Module) -> nn.Module:
         use_float8_matmul(block, recipe)
