@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch
 
 # torch imports these when the first optimizer is made and the first DTensor is computed with. Imported here, once,
@@ -50,6 +51,14 @@ EVERY_STAGE: dict[str, tuple[tuple[int, ...], Any]] = {
     **{f"HSDP, {name}": ((2, 2), (HSDP, ONE_AXIS[name])) for name in ("ZERO1", "ZERO2", "ZERO3")},
     "HFSDP, ZERO3": ((2, 2), (HFSDP, ZERO3)),
 }
+# With each change, one stage beside replicas and one on two sharded axes: test_zero_stages trains every stage.
+SOME_STAGES = pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=pytest.mark.slow if stage in ("HSDP, ZERO1", "HSDP, ZERO3") else ())
+        for stage in EVERY_STAGE
+    ],
+)
 
 
 class Residual(nn.Module):

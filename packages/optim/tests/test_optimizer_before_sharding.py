@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from engine_models import (
     EVERY_STAGE,
+    SOME_STAGES,
     Net,
     adamw,
     assert_at_rest,
@@ -197,7 +198,7 @@ def test_tied_and_frozen_parameters_go_on_too() -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("stage", EVERY_STAGE)
+@SOME_STAGES
 def test_state_lies_as_the_main_weights_do_at_every_stage(stage: str) -> None:
     shape, placements = EVERY_STAGE[stage]
 

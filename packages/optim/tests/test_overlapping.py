@@ -11,6 +11,7 @@ import torch
 from engine_models import (
     BF16,
     EVERY_STAGE,
+    SOME_STAGES,
     Collective,
     Log,
     Net,
@@ -259,7 +260,7 @@ def test_one_that_is_given_twice_is_refused() -> None:
 # -- every way to shard ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", EVERY_STAGE)
+@SOME_STAGES
 @pytest.mark.parametrize("reduces_each", [True, False], ids=["reduce_each", "reduce_last"])
 def test_every_stage_takes_the_same_steps_with_several_microbatches(stage: str, reduces_each: bool) -> None:
     shape, placements = EVERY_STAGE[stage]

@@ -9,10 +9,16 @@ import torch
 from engine_models import Net, assert_trains_alike, inputs, mean_square, shard, twins
 from torch._dynamo.testing import CompileCounter
 
-from lamella_testing import run_ranks
+from lamella_testing import load_compiler, run_ranks
 
 # The compiler looks for `.grad` on everything that it sees.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loaded() -> None:
+    load_compiler()
+
 
 X = inputs()
 NUM_LAYERS = 2

@@ -66,8 +66,13 @@ def _check(apply: Callable[..., object], make_optimizer: MakeOptimizer, num_step
     assert_at_rest(sharded)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+@pytest.mark.parametrize(
+    ("num_ranks", "make_optimizer"),
+    [
+        *((1, sgd), (2, adamw), (3, sgd), (4, adamw)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, adamw), (2, sgd), (3, adamw), (4, sgd))),
+    ],
+)
 def test_twenty_steps_give_the_unsharded_models_losses_and_weights(
     num_ranks: int, make_optimizer: MakeOptimizer
 ) -> None:

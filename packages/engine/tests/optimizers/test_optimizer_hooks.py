@@ -26,7 +26,7 @@ from lamella_engine import fully_shard
 from lamella_engine._modules.attached import state_of
 from lamella_engine._optimizer_hooks import note_step
 from lamella_engine.extending import Listener, Tree, replace_step_hook
-from lamella_testing import run_ranks
+from lamella_testing import load_compiler, run_ranks
 
 LOSS = mean_square(lambda model: model(rows_of_this_rank(inputs())))
 # As the engine has them: another package's tests in the same process may have put theirs in place.
@@ -187,4 +187,5 @@ def test_a_step_may_be_compiled() -> None:
                     parameter.sub_(parameter.grad, alpha=0.2)
         assert_weights_equal(reference, sharded)
 
+    load_compiler()
     run_ranks(check, 1)

@@ -34,7 +34,7 @@ from lamella_engine import (
 )
 from lamella_engine._modules.attached import state_of
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
-from lamella_testing import run_ranks
+from lamella_testing import load_compiler, run_ranks
 
 FP32 = torch.float32
 RECIPES: dict[str, AnyRecipe] = {
@@ -68,7 +68,7 @@ def _assert_trains_as_oracle(model: Decoder, oracle: Decoder, recipe: AnyRecipe,
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_llama_trains_to_the_bit_as_one_rank_that_quantises_whole_weights(name: str, num_ranks: int) -> None:
     # MXFP8 needs blocks of 32 rows on one rank: sizes that the flat layout can pack. All others: rows that no rank
     # count divides, and blocks cut by every rank.
@@ -448,6 +448,8 @@ def test_gathered_payloads_have_no_bytes_at_rest() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks wrappers for gradients
 @pytest.mark.parametrize("recipe", [Float8Recipe(), Float8Recipe((8, 8)), MXFP8Recipe(gathers_both=True)], ids=repr)
 def test_compiled_layers_train_in_one_graph_as_eager_layers(recipe: AnyRecipe) -> None:
+    load_compiler()
+
     def check() -> None:
         losses = []
         for is_compiled in (False, True):

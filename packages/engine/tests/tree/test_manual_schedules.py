@@ -77,8 +77,15 @@ def _step_by_hand(model: Stack, batches: list[torch.Tensor], **how: Any) -> list
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dw_at_once", [True, False], ids=["dw in its slot", "dw at the end"])
+@pytest.mark.parametrize(
+    ("dtype", "dw_at_once"),
+    [
+        pytest.param(torch.float32, True, id="fp32, dw in its slot"),
+        pytest.param(torch.bfloat16, False, id="bf16, dw at the end"),
+        pytest.param(torch.float32, False, id="fp32, dw at the end", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, True, id="bf16, dw in its slot", marks=pytest.mark.slow),
+    ],
+)
 def test_interleaved_microbatches_train_as_unsharded(stage: str, dtype: torch.dtype, dw_at_once: bool) -> None:
     def on_each_rank() -> None:
         reference, model = twins(lambda: Stack().to(dtype), lambda model: _shard(model, stage))
