@@ -24,10 +24,10 @@ def run(*argv: str, launcher: tuple[str, ...] = ()) -> "subprocess.CompletedProc
 def test_the_command_trains_and_run_again_resumes(
     options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first = run(*options, "--steps", "3")
-    assert first.returncode == 0, first.stderr
-    assert "Traceback" not in first.stderr
-    lines = first.stdout.splitlines()
+    assert main([*options, "--steps", "3"]) == 0
+    first = capfd.readouterr()
+    assert "Traceback" not in first.err
+    lines = first.out.splitlines()
     assert "[optim]" in lines and "steps = 3" in lines and "ranks = 2" in lines
     assert any(line.startswith("data: 3 files, ") for line in lines)
     step = next(line for line in lines if line.startswith("step: 3  loss: "))

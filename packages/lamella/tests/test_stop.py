@@ -214,12 +214,18 @@ def test_a_worker_that_leaves_before_its_first_step_takes_the_others_along(tmp_p
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize(("launcher", "exit_code"), [((), 143), (TORCHRUN, 1)])
+# The interval of 3 has a save in the background when the signal comes, from a process for each rank.
+@pytest.mark.parametrize(("launcher", "exit_code", "interval"), [((), 143, 3), (TORCHRUN, 1, 100_000)])
 def test_a_command_that_is_asked_to_stop_saves_its_step_and_the_same_command_goes_on(
-    start_python: StartPython, options: list[str], tmp_path: Path, launcher: tuple[str, ...], exit_code: int
+    start_python: StartPython,
+    options: list[str],
+    tmp_path: Path,
+    launcher: tuple[str, ...],
+    exit_code: int,
+    interval: int,
 ) -> None:
-    saved_often = ("--steps", "100000", "--checkpoint-interval", "3")
-    run = start_python(*(launcher or ("-P",)), "-m", "lamella", *options, *saved_often)
+    endless = ("--steps", "100000", "--checkpoint-interval", str(interval))
+    run = start_python(*(launcher or ("-P",)), "-m", "lamella", *options, *endless)
     assert run.stdout is not None
     assert any(line.startswith("step: 4  loss") for line in run.stdout)
     run.send_signal(signal.SIGTERM)

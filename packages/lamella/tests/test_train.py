@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trained_runs import TrainOn
+from trained_runs import Run, TrainOn
 
 from lamella import Config, OptimConfig
 from lamella._report import read
@@ -71,11 +71,22 @@ def test_bfloat16_compute_stays_close_to_float32(config: Config, train: TrainOn)
     assert run.losses == pytest.approx(exact.losses, rel=0.01)  # bfloat16 has 8 bits.
 
 
+@pytest.fixture(scope="module")
+def exact(shared_config: Config, train: TrainOn) -> Run:
+    """A run in fp32 with a checkpoint on the way too, which a process of its own writes for each rank."""
+    return train(replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3)), 2)
+
+
 @pytest.mark.parametrize("kind", ["tensor", "delayed", "row", "block"])
-def test_float8_stays_close_and_goes_on_from_a_run_without(config: Config, train: TrainOn, kind: Any) -> None:
-    config = replace(config, run=replace(config.run, checkpoint_interval=3))
-    exact = train(in_folder(config, "fp32"), 2)
-    quantised = replace(config, parallel=replace(config.parallel, float8=kind))
+def test_float8_stays_close_and_goes_on_from_a_run_without(
+    shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any
+) -> None:
+    has_history = kind == "delayed"  # the only kind with numbers of its own in a checkpoint
+    quantised = replace(
+        shared_config,
+        parallel=replace(shared_config.parallel, float8=kind),
+        run=replace(shared_config.run, directory=str(tmp_path / "run"), checkpoint_interval=3 if has_history else 6),
+    )
     run = train(in_folder(quantised, "float8"), 2)
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=0.02)
@@ -83,11 +94,11 @@ def test_float8_stays_close_and_goes_on_from_a_run_without(config: Config, train
 
     def cut(directory: Path, name: str) -> Config:
         """A copy of a run as after its third step, in float8 from there on."""
-        shutil.copytree(directory, resumed := directory.with_name(name))
+        shutil.copytree(directory, resumed := tmp_path / name)
         shutil.rmtree(resumed / "checkpoints" / "step_00000006")
         return in_folder(quantised, name)
 
-    if kind == "delayed":  # the only kind with numbers of its own in a checkpoint
+    if has_history:
         assert train(cut(run.directory.root, "again"), 2).losses == run.losses
     later = train(cut(exact.directory.root, "resumed"), 2)
     assert later.losses[3] == exact.losses[3]
