@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,13 @@ def types(session: nox.Session) -> None:
 @nox.session(default=False)
 def contracts(session: nox.Session) -> None:
     """Hold imports against the layers and the declared dependencies, and the workspace against its rules."""
-    _install(session, "--group", "contracts")
+    _install(session, "--group", "contracts", "--group", "parallel")
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
     for folder in FOLDERS.values():
         session.chdir(folder)
         session.run("deptry", "src")
     session.chdir(ROOT)
-    session.run("python", "-m", "pytest", "tests/workspace", *session.posargs)
+    session.run("python", "-m", "pytest", *_processes(session.posargs), "tests/workspace", *session.posargs)
 
 
 @nox.session(default=False)
@@ -306,20 +306,26 @@ def _install_megatron_core(session: nox.Session) -> None:
 
 
 def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
-    """Run tests in a folder, and in a mode (`-I`), where no source tree can be imported by accident.
-
-    All tests of a folder are shared by up to four processes. Arguments select tests or look into them, so that pytest
-    then stays in this process, unless they say otherwise: `-n 2`.
-    """
+    """Run tests in a folder, and in a mode (`-I`), where no source tree can be imported by accident."""
     session.chdir(session.create_tmp())
     config = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     options = [option for option in session.posargs if option != "--published"]
-    processes = [] if options else ["--numprocesses", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
     # Ranks share the cores, and a sum must not depend on how many there are.
     session.env["OMP_NUM_THREADS"] = "1"
     session.env["PYTHONDONTWRITEBYTECODE"] = ""  # Else every process that a test starts compiles torch once more.
     session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
-    session.run("python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *processes, *map(str, args), *options)
+    session.run(
+        "python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *_processes(options), *map(str, args), *options
+    )
+
+
+def _processes(options: Sequence[str]) -> list[str]:
+    """Return pytest's options to share all tests of a folder among up to four processes.
+
+    Arguments select tests or look into them, so that pytest then stays in this process, unless they say otherwise:
+    `-n 2`.
+    """
+    return [] if options else ["--numprocesses", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
 
 
 def _wheels(session: nox.Session, names: Iterable[str]) -> list[Path]:
