@@ -1,5 +1,6 @@
 """`run_ranks`: results by rank, failures at once, hangs named."""
 
+import gc
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamella_testing import RankFailure, RankTimeout, Team, run_ranks
+from lamella_testing import RankFailure, RankTimeout, Team, load_compiler, run_ranks
 from lamella_testing._ranks import check_parent
 
 
@@ -176,6 +177,31 @@ def test_autograd_has_threads_where_there_are_gpus_real_or_fake() -> None:
         [sys.executable, "-c", PASS_BACKWARD_AND_FORK], capture_output=True, text=True, check=False
     )
     assert re.search(THREADS_OF_AUTOGRAD, process.stderr), process.stderr
+
+
+def test_a_ranks_garbage_collections_visit_what_it_has_made_and_nothing_else() -> None:
+    class Inherited:
+        """Tracked by the collector, as every instance is."""
+
+    inherited = Inherited()
+
+    def visited() -> tuple[bool, bool]:
+        made = Inherited()
+        found = gc.get_objects()
+        return any(each is inherited for each in found), any(each is made for each in found)
+
+    assert run_ranks(visited, 1) == [(False, True)]
+
+
+def test_ranks_that_compile_import_nothing_once_the_compiler_is_loaded() -> None:
+    load_compiler()
+
+    def imported() -> set[str]:
+        before = set(sys.modules)
+        torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
+        return {name for name in set(sys.modules) - before if name.startswith("torch._inductor")}
+
+    assert run_ranks(imported, 2) == [set(), set()]
 
 
 def test_no_rank_at_all_is_refused() -> None:
