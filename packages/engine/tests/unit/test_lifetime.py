@@ -25,13 +25,12 @@ X = inputs()
 @contextmanager
 def _without_cycle_collector() -> Iterator[None]:
     gc.collect()
-    gc.freeze()  # what was there before need not be looked at again
+    gc.freeze()  # what was there before need not be looked at again, in all of this rank's life
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def _watch(model: nn.Module) -> dict[str, weakref.ref[torch.UntypedStorage]]:
