@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "torch-private-names.md"
 FOREIGN = {
     *("_asdict", "_replace", "_no_split_modules", "_shard_order"),  # named tuples', transformers', Megatron-FSDP's
-    *("_forward_attention", "_forward_mlp", "_forward_pre_mlp_layernorm"),  # megatron-core's
+    *("_forward_attention", "_forward_mlp", "_forward_pre_mlp_layernorm"),  # megatron-core's, as the next
+    *("_get_embeddings", "_concat_embeddings", "_postprocess"),
 }
 Names = set[tuple[str, str]]  # package, torch's name
 

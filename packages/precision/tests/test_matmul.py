@@ -96,7 +96,7 @@ def _without_ties(matrix: torch.Tensor, block: tuple[int | None, int | None]) ->
     made = matrix.detach().clone()
     for view in (made, made.t()):
         rows, columns = (length or size for length, size in zip(block, view.shape, strict=True))
-        for tile in (part for band in view.split(rows) for part in band.split(columns, 1)):
+        for tile in (part for band in torch.split(view, rows) for part in torch.split(band, columns, 1)):
             at = divmod(int(tile.abs().argmax()), tile.shape[1])
             tile[at] = 251 / 64 * tile.abs().max().log2().floor().exp2()
     return made
