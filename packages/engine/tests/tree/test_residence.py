@@ -33,6 +33,16 @@ def _residence(model: Stack, num_microbatches: int | None = 2) -> UnitResidence:
     return UnitResidence(model, list(model.layers), num_microbatches=num_microbatches)
 
 
+def _backward(model: Stack, batch: torch.Tensor) -> None:
+    """Forward and backward in one graph, past the hooks of units."""
+    x = model.stem(batch)
+    for layer in model.layers:
+        for piece in layer.pieces:  # type: ignore[union-attr]
+            x = piece(x)
+    model.finish(x).backward()  # type: ignore[no-untyped-call]
+    backward_dw(model)
+
+
 def _whole(residence: UnitResidence, model: Stack, microbatch: int, batch: torch.Tensor) -> None:
     """A microbatch with every layer present at once, in one graph, as no schedule has it and any verbs allow."""
     everything = (None, *range(len(model.layers)))
@@ -42,12 +52,7 @@ def _whole(residence: UnitResidence, model: Stack, microbatch: int, batch: torch
         for layer in everything:
             residence.used(_Event(microbatch, layer, phase))
         if phase == "backward":
-            x = model.stem(batch)
-            for layer in model.layers:
-                for piece in layer.pieces:  # type: ignore[union-attr]
-                    x = piece(x)
-            model.finish(x).backward()  # type: ignore[no-untyped-call]
-            backward_dw(model)
+            _backward(model, batch)
         for layer in reversed(everything):
             residence.finished(_Event(microbatch, layer, phase))
 
@@ -98,7 +103,7 @@ def test_a_caller_may_say_which_backward_is_the_last(placements: AxisPlacement, 
 def test_a_layer_may_be_several_units() -> None:
     def on_each_rank() -> None:
         reference, model = twins(Stack, _shard)
-        assert isinstance(model, Stack)
+        assert isinstance(model, Stack) and isinstance(reference, Stack)
         first, *others = model.layers
         log = record(model)
         residence = UnitResidence(model, [first, others], num_microbatches=1)
@@ -107,11 +112,7 @@ def test_a_layer_may_be_several_units() -> None:
             residence.acquire(event)
             residence.used(event)
         for each, batch in ((reference, BATCHES[0]), (model, rows_of_this_rank(BATCHES[0]))):
-            x = each.stem(batch)
-            for piece in (piece for layer in each.layers for piece in layer.pieces):
-                x = piece(x)
-            each.finish(x).backward()
-            backward_dw(each)
+            _backward(each, batch)
         for event in reversed(events):
             residence.finished(event)
         assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
