@@ -28,6 +28,7 @@ FOLDERS = {
     "integration": ROOT / "integration",
 }
 CLIENTS = FOLDERS["integration"] / "tests" / "clients"
+BYTECODE = ROOT / ".nox" / "bytecode"  # of libraries, compiled once for all environments
 SOURCES = [str(folder.relative_to(ROOT) / "src") for folder in FOLDERS.values()]
 TESTS = [*(f"packages/{name}/tests" for name in PACKAGES), "testing/tests", "integration/tests", "tests"]
 CPU_ONLY = "not gpu1 and not gpu2 and not gpu4 and not te and not ssm and not slow"
@@ -314,9 +315,27 @@ def _pytest_installed(session: nox.Session, *args: str | Path) -> None:
     session.env["OMP_NUM_THREADS"] = "1"
     session.env["PYTHONDONTWRITEBYTECODE"] = ""  # Else every process that a test starts compiles torch once more.
     session.env["CUDA_VISIBLE_DEVICES"] = ""  # Where torch sees GPUs, no fork of a process can run backward after it.
+    [libraries] = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    _link_bytecode(BYTECODE, libraries)
     session.run(
         "python", "-I", "-m", "pytest", *config, "-m", CPU_ONLY, *_processes(options), *map(str, args), *options
     )
+    _link_bytecode(libraries, BYTECODE)
+
+
+def _link_bytecode(source: Path, target: Path) -> None:
+    """Link libraries' compiled modules from one folder of libraries to another: to compile torch takes 5 s a process.
+
+    Python takes a file whose module has the size and the time that the file tells, and else replaces the link. Modules
+    of this workspace are left out: in wheels all have one time.
+    """
+    for library in source.iterdir() if source.is_dir() else ():
+        for file in library.rglob("__pycache__/*.pyc") if not library.name.startswith("lamella") else ():
+            link = target / file.relative_to(source)
+            # Only beside modules: a folder of its own could be imported, as a library that is not installed.
+            if not link.exists() and (target == BYTECODE or link.parent.parent.is_dir()):
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.hardlink_to(file)
 
 
 def _processes(options: Sequence[str]) -> list[str]:
