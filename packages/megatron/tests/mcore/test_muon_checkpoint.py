@@ -64,15 +64,22 @@ def _clear(model: nn.Module) -> None:
         parameter.zero_()
 
 
-@pytest.mark.parametrize("written", ["fsdp_dtensor", "torch_dist"])
+RESUMED = [
+    ("gpt", TWO, [TWO, Layout(num_ranks=1), Layout(num_ranks=4)]),
+    ("gpt", Layout(num_ranks=4, tp=2), [Layout(num_ranks=4, tp=2), Layout(num_ranks=2, tp=2)]),
+    ("moe", Layout(num_ranks=2, ep=2), [Layout(num_ranks=2, ep=2), Layout(num_ranks=1), Layout(num_ranks=4, ep=2)]),
+    ("moe", Layout(num_ranks=4, tp=2, ep=2), [Layout(num_ranks=2, tp=2)]),
+    ("M*-", TWO, [Layout(num_ranks=4)]),
+]
+FORMATS = ("fsdp_dtensor", "torch_dist")
+
+
 @pytest.mark.parametrize(
-    ("kind", "first", "others"),
-    [
-        ("gpt", TWO, [TWO, Layout(num_ranks=1), Layout(num_ranks=4)]),
-        ("gpt", Layout(num_ranks=4, tp=2), [Layout(num_ranks=4, tp=2), Layout(num_ranks=2, tp=2)]),
-        ("moe", Layout(num_ranks=2, ep=2), [Layout(num_ranks=2, ep=2), Layout(num_ranks=1), Layout(num_ranks=4, ep=2)]),
-        ("moe", Layout(num_ranks=4, tp=2, ep=2), [Layout(num_ranks=2, tp=2)]),
-        ("M*-", TWO, [Layout(num_ranks=4)]),
+    ("kind", "first", "others", "written"),
+    [  # in turns, and each in the other format among the slow tests
+        pytest.param(*case, written, marks=() if written == FORMATS[i % 2] else pytest.mark.slow)
+        for i, case in enumerate(RESUMED)
+        for written in FORMATS
     ],
     ids=str,
 )

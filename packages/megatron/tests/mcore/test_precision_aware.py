@@ -231,7 +231,9 @@ def _train(model: ShardedModel, optimizer: ShardedOptimizer, num_steps: int = 1)
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if "remainders" in kind else pytest.mark.slow) for kind in KINDS]
+)
 def test_steps_during_a_save_in_the_background_leave_the_saved_state(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
