@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,8 @@ def _link_bytecode(source: Path, target: Path) -> None:
             # Only beside modules: a folder of its own could be imported, as a library that is not installed.
             if not link.exists() and (target == BYTECODE or link.parent.parent.is_dir()):
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.hardlink_to(file)
+                with suppress(OSError):  # a file system without links: Python compiles
+                    link.hardlink_to(file)
 
 
 def _processes(options: Sequence[str]) -> list[str]:
