@@ -25,7 +25,7 @@ X = inputs()
 @contextmanager
 def _without_cycle_collector() -> Iterator[None]:
     gc.collect()
-    gc.freeze()  # what was there before need not be looked at again, in all of this rank's life
+    gc.freeze()  # earlier objects are not visited again, as long as this rank lives
     gc.disable()
     try:
         yield

@@ -20,8 +20,9 @@ _GRAD_DTYPE = "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype"
 
 def accumulate_gradients(group: ParameterGroup) -> None:
     """Keep a microbatch's gradients unreduced."""
-    for parameter in group.parameters:
-        parameter.accumulate(group.reduce_dtype)
+    with attributes_alone():
+        for parameter in group.parameters:
+            parameter.accumulate(group.reduce_dtype)
 
 
 def take_gradients(group: ParameterGroup) -> tuple[dict[int, torch.Tensor | None], bool]:
