@@ -9,13 +9,13 @@ from torch import nn
 
 @functools.cache
 def load_compiler() -> None:
-    """Compile something small on the CPU: ranks forked later have what the compiler imports, two seconds of it each.
+    """Compile a small module on the CPU, so that ranks forked later inherit the compiler's modules: two seconds each.
 
-    For tests without GPUs: what the compiler looks up could initialise CUDA, and forked ranks could not use GPUs.
+    For tests without GPUs: the compiler's look at devices could initialise CUDA, and forked ranks could not use GPUs.
 
     Effects: once a process, imports two hundred modules of torch.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what the compiler imports
+        warnings.simplefilter("ignore")  # torch's own, about the compiler's imports
         torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))
     torch.compiler.reset()

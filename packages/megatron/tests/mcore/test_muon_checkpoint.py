@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import FORMATS
 from muon_runs import NEEDS_FLAT_LAYOUT, made, muon_config, products_in_fp64, train, whole_of, wrapped
 from resuming import World, assert_equal, fill, make, on_rank_zero, read
 from torch import nn
@@ -71,7 +72,6 @@ RESUMED = [
     ("moe", Layout(num_ranks=4, tp=2, ep=2), [Layout(num_ranks=2, tp=2)]),
     ("M*-", TWO, [Layout(num_ranks=4)]),
 ]
-FORMATS = ("fsdp_dtensor", "torch_dist")
 
 
 @pytest.mark.parametrize(
