@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from lamella_integration.backends import BACKENDS, REDUCE_DTYPES, Backend, Training, Workload
 from lamella_integration.launch import leave, process_group
-from lamella_integration.llama import SIZES, num_flops_per_token
+from lamella_integration.llama import SIZES, LlamaConfig, num_flops_per_token
 from lamella_integration.phases import host_seconds, phases_of
 from lamella_integration.profile import load_profiler
 from lamella_integration.repeatable import use_repeatable_kernels
@@ -68,9 +68,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else arguments
     values = parser.parse_args(arguments)
-    for name in ("tokens", "steps", "warmup", "microbatches"):
-        if getattr(values, name) < 1:
-            parser.error(f"Expected --{name} of at least 1, got {getattr(values, name)}.")
+    for name in ("tokens", "steps", "warmup", "microbatches", "layers"):
+        if (value := getattr(values, name)) is not None and value < 1:
+            parser.error(f"Expected --{name} of at least 1, got {value}.")
     try:
         backends = dict(zip(_rows(values.backends), map(backend_of, values.backends), strict=True))
     except ValueError as error:
@@ -80,7 +80,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         command=shlex.join(arguments),
         workload=partial(
             Workload,
-            config=SIZES[values.size],
+            config=_config(values),
             reduce_dtype=REDUCE_DTYPES[values.reduce],
             units=values.units,
             num_microbatches=values.microbatches,
@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lamella_integration.bench", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--size", choices=SIZES, default="1b", help="size of the Llama decoder")
+    add("--layers", type=int, help="blocks, instead of the size's own number: wide ones on few GPUs")
     add("--tokens", type=int, default=4096, help="tokens per rank and microbatch, one sequence")
     add("--microbatches", type=int, default=1, help="microbatches per step, with accumulated gradients")
     add(
@@ -123,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _config(values: argparse.Namespace) -> LlamaConfig:
+    config = SIZES[values.size]
+    return config if values.layers is None else replace(config, num_layers=values.layers)
+
+
 def _rows(backends: Sequence[str]) -> list[str]:
     """Return the names of rows: repetitions of a backend get a number."""
     counts = [backends[: i + 1].count(name) for i, name in enumerate(backends)]
@@ -132,6 +138,7 @@ def _rows(backends: Sequence[str]) -> list[str]:
 def _title(values: argparse.Namespace) -> str:
     parts = {
         f"{values.size}, {values.tokens} tokens a GPU": True,
+        f"{values.layers} layers": values.layers,
         f"{values.microbatches} microbatches": values.microbatches > 1,
         f"{values.reduce} reduce": True,
         "embedding and head as units": values.units == "ends",

@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--experts", type=int, default=0, help="experts a layer, two a token; 0: dense layers")
     for name in ("tp", "ep", "cp"):
         add(f"--{name}", type=int, default=1)
+    add("--lr", type=float, default=3e-4, help="learning rate of Adam, constant")
     add("--stage", choices=STAGES, default="3", help="ZeRO's stage of lamella")
     return parser
 
@@ -224,7 +225,7 @@ def _wrapped(options: argparse.Namespace, config: Any, module: nn.Module) -> tup
     )
     optimizer_config = optim.OptimizerConfig(
         optimizer="adam",
-        lr=3e-4,
+        lr=options.lr,
         weight_decay=0.1,
         bf16=True,
         params_dtype=torch.bfloat16,

@@ -182,7 +182,7 @@ def muon_maker(
         "ns_steps": config.muon_num_ns_steps,
         "adjust_lr_fn": _SCALES[scale],
     }
-    adam = {**common, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "foreach": True}
+    adam = {**common, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
     fused = _fused(parameters, model_config) if config.muon_split_qkv else None
     return lambda groups: MuonAndAdam(groups, muon=of_muon, adam=adam, fused=fused)
 

@@ -330,15 +330,15 @@ def _maker(config: Any) -> MakeOptimizer:
         ValueError: Neither Adam nor SGD.
     """
     # torch steps DTensors one by one unless it is told.
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
-    if config.optimizer == "sgd":
-        return lambda groups: SGD(groups, momentum=config.sgd_momentum, **options)
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":  # not fused, which refuses gradients of another dtype
+        return lambda groups: SGD(groups, momentum=config.sgd_momentum, foreach=True, **options)
     if config.optimizer != "adam":
         raise ValueError(
             f"Expected `config.optimizer` to be 'adam', 'muon' or 'sgd', got {config.optimizer!r}. Pass `make`, a "
             "function of the parameter groups that returns an optimizer over shards."
         )
-    options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
     return lambda groups: (AdamW if config.decoupled_weight_decay else Adam)(groups, **options)
 
 

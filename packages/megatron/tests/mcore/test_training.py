@@ -99,18 +99,15 @@ def _train(
     *,
     ddp: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
-    megatrons_optimizer: bool = False,
+    make: Callable[..., Any] | None = None,
     **model: Any,
 ) -> Trained:
     """Three steps of a sharded model; losses, gradient norms, numbers of zeros, and the whole weights afterwards."""
-    from megatron.core.optimizer import get_megatron_optimizer
-
     from lamella_megatron.training import ShardedModel, sharded_optimizer
 
     config, module = _model(**model)
     sharded = ShardedModel(config, ddp_config(data_parallel_sharding_strategy=strategy, **(ddp or {})), module)
-    make = partial(get_megatron_optimizer, use_gloo_process_groups=False) if megatrons_optimizer else sharded_optimizer
-    optimizer: Any = make(_optimizer_config(**(optim or {})), [sharded])
+    optimizer: Any = (make or sharded_optimizer)(_optimizer_config(**(optim or {})), [sharded])
     config.grad_scale_func = optimizer.scale_loss if (optim or {}).get("loss_scale") else None
     losses, norms, zeros = [], [], []
     for batches in BATCHES:
@@ -233,15 +230,39 @@ def test_adam_trains_as_torch_does() -> None:
         _assert_equal(got, _reference("adam"))
 
 
+def test_adam_takes_one_kernel_for_all_parameters() -> None:
+    def on_the_rank() -> list[bool]:
+        _, _, optimizer = _sharded(optimizer="adam")
+        return [group["fused"] for group in optimizer.param_groups]
+
+    assert all(run_ranks(on_the_rank, 1)[0])
+
+
 def test_megatron_cores_optimizer_steps_as_ours_to_the_bit() -> None:
     # Its own clipping asks for CUDA tensors.
     optim = {"optimizer": "adam", "lr": 0.01, "clip_grad": 0.0, "use_distributed_optimizer": True, "bf16": True}
-    theirs = run_ranks(partial(_train, optim=optim, megatrons_optimizer=True, tp=2), 4)
-    ours = run_ranks(partial(_train, optim=optim, tp=2), 4)
+    theirs = run_ranks(partial(_train, optim=optim, make=_theirs, tp=2), 4)
+    ours = run_ranks(partial(_train, optim=optim, make=_ours_by_the_same_kernels, tp=2), 4)
     for one, other in zip(theirs, ours, strict=True):
         assert one[0] == other[0]
         for name, weight in one[3].items():
             torch.testing.assert_close(weight, other[3][name], rtol=0, atol=0, msg=name)
+
+
+def _theirs(config: Any, chunks: list[Any]) -> Any:
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+
+
+def _ours_by_the_same_kernels(config: Any, chunks: list[Any]) -> Any:
+    from megatron.core.optimizer import Adam
+
+    from lamella_megatron.training import sharded_optimizer
+
+    betas = config.adam_beta1, config.adam_beta2
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": betas, "eps": config.adam_eps}
+    return sharded_optimizer(config, chunks, make=lambda groups: Adam(groups, foreach=True, **options))
 
 
 def _sharded(**optim: Any) -> tuple[Any, Any, Any]:
