@@ -189,6 +189,13 @@ class _GroupedRMSNorm(nn.Module):
         groups = x.view(*x.shape[:-1], -1, self.group_size)
         return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Split over tensor-parallel ranks, as `ExtendedRMSNorm` says."""
+        made = importlib.import_module("megatron.core.transformer.utils").make_sharded_tensors_for_checkpoint
+        groups = {"tp_group": importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()}
+        groups["dp_cp_group"] = metadata["dp_cp_group"]
+        return made(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets, **groups)
+
 
 def scan_in_steps(
     zxbcdt: torch.Tensor,

@@ -21,6 +21,7 @@ from lamella_checkpoint.sources import MODEL, in_model, longest_known, rename, s
 from lamella_convert import (
     Format,
     OpenCheckpoint,
+    SizeUnknown,
     from_megatron_model,
     open_checkpoint,
     open_megatron,
@@ -126,8 +127,9 @@ def save_checkpoint(
         raise ValueError(f"Expected `format` to be one of {get_args(_Format)}, got {format!r}.")
     whole = WholeModel(model, groups, has_copies=False, layer_groups=layer_groups)
     num_tp = whole.ranks.tp.size()
-    told = {**_plain_options(model, whole), "tensor_model_parallel_size": num_tp} if args is None else vars(args)
-    _check_told(told, num_tp)
+    given = _plain_options(model, whole) if args is None else vars(args)
+    _check_told(given, num_tp)
+    told = {**given, "tensor_model_parallel_size": num_tp}
     beside = {**(objects or {}), "checkpoint_version": 3.0, "iteration": iteration, "args": Namespace(**told)}
     of_optimizer = None if optimizer is None else WholeOptimizer(optimizer, whole)
     if format == "torch_dist":
@@ -256,10 +258,16 @@ def load_checkpoint(
         return found if of_optimizer is None else of_optimizer.readable(found)
 
     loaded: dict[str, Any] | PartialLoad
-    if strict:
-        loaded = load(opened, model=whole, optimizer=of_optimizer, translate=translate)
-    else:
-        loaded = load(opened, model=whole, optimizer=of_optimizer, strict=False, translate=translate)
+    try:
+        if strict:
+            loaded = load(opened, model=whole, optimizer=of_optimizer, translate=translate)
+        else:
+            loaded = load(opened, model=whole, optimizer=of_optimizer, strict=False, translate=translate)
+    except SizeUnknown as error:
+        if error.size != "tp":
+            raise
+        way_out = "Say how many tensor-parallel ranks wrote the checkpoint, by `tensor_parallel_size`."
+        raise SizeUnknown(error.size, error.known, error.needed_for, way_out) from None
     if of_optimizer is not None:
         of_optimizer.give_back()
     return loaded

@@ -34,6 +34,7 @@ _USED = frozenset(
         "megatron_fsdp_grad_comm_dtype",
         "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_main_params_dtype",
+        "megatron_fsdp_use_decoupled_grad",
         "num_distributed_optimizer_instances",
         "outer_dp_sharding_strategy",
         "suggested_communication_unit_size",
@@ -51,7 +52,6 @@ _NO_EFFECT = frozenset(
         "delay_wgrad_compute",
         "fsdp_all_gather_in_start_param_sync",
         "gradient_reduce_div_fusion",
-        "megatron_fsdp_use_decoupled_grad",
         "num_buckets",
         "overlap_grad_reduce",
         "overlap_param_gather",
@@ -61,7 +61,7 @@ _NO_EFFECT = frozenset(
 )
 
 _REFUSED = {
-    "check_for_large_grads": "Compare lamella_engine.parameter_norms(model) with SpikeWatch.",
+    "check_for_large_grads": "Give model.parameter_norms() to lamella_engine.SpikeWatch.",
     "disable_symmetric_registration": "Choose the transport by ShardingOptions(allocator=...).",
     "fp4_param_gather": "Parameters are gathered in the compute dtype.",
     "fp8_param_gather": "Parameters are gathered in the compute dtype.",
@@ -108,7 +108,8 @@ def check_options(ddp_config: Any) -> None:
     """Refuse an option that asks for something that lamella does not do.
 
     Raises:
-        ValueError: The first such option, its value, its default and the way out are in the message.
+        ValueError: The first such option, its value, its default and the way out are in the message; or as
+            `placements_of`.
     """
     for field in fields(ddp_config):
         value = getattr(ddp_config, field.name)
@@ -118,6 +119,7 @@ def check_options(ddp_config: Any) -> None:
         raise ValueError(
             f"Expected `ddp_config.{field.name}` to be left at {field.default!r}, got {value!r}. {way_out}"
         )
+    placements_of(ddp_config)
 
 
 def strategy_of(ddp_config: Any) -> str:

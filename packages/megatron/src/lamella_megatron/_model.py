@@ -71,7 +71,7 @@ def fully_shard_model(
 
     Effects: as `lamella_engine.fully_shard`, once a unit; not a collective.
     """
-    _refuse_placement(fully_shard_kwargs)
+    _refuse_arguments(fully_shard_kwargs, "mesh", "shard_placement_fn")
     layers = layers_of(model, unit_classes)
     if (name := next(_units_in(model), None)) is not None:
         raise ValueError(
@@ -83,7 +83,7 @@ def fully_shard_model(
     placement = sharding.placement(model)
     for unit in (*units, model):
         sharding.shard(unit, placement)
-    connect_fused_layers(model)
+    _finish(model)
     return model
 
 
@@ -117,17 +117,13 @@ def build_sharded_model(
     Raises:
         ValueError: Parameters are on the meta device; or the errors of `fully_shard_model`.
         ImportError: megatron-core is not installed.
-        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
+        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups. Or `groups_by_name` or
+            `layer_groups`, which need the whole model.
 
     Effects: as `lamella_engine.fully_shard`, once a unit; not a collective. The constructors of megatron-core's layers
         are exchanged while `build` runs, for all threads.
     """
-    _refuse_placement(fully_shard_kwargs)
-    if "groups_by_name" in fully_shard_kwargs:
-        raise TypeError(
-            "Expected no `groups_by_name`, got one: names below a layer that is being built are not the model's. Build "
-            "the model whole, and call fully_shard_model."
-        )
+    _refuse_arguments(fully_shard_kwargs, *_WAYS_OUT)
     sharding = _Sharding(groups, fully_shard_kwargs)
 
     def shard(module: nn.Module) -> None:
@@ -138,7 +134,7 @@ def build_sharded_model(
         model = build()
     layers_of(model, unit_classes)  # refuses another family
     shard(model)
-    connect_fused_layers(model)
+    _finish(model)
     return model
 
 
@@ -230,12 +226,41 @@ def _with_subclasses(classes: tuple[type[nn.Module], ...]) -> Iterator[type[nn.M
         yield from _with_subclasses(tuple(each.__subclasses__()))
 
 
-def _refuse_placement(kwargs: dict[str, Any]) -> None:
-    if given := [name for name in ("mesh", "shard_placement_fn") if name in kwargs]:
-        raise TypeError(
-            f"Expected `groups` to say over which ranks parameters are sharded, got `{given[0]}`. Leave it out, or "
-            "shard by lamella_engine.fully_shard."
-        )
+_WAYS_OUT = {
+    "mesh": "`groups` says over which ranks parameters are sharded. Leave it out, or shard by "
+    "lamella_engine.fully_shard.",
+    "shard_placement_fn": "`groups` says over which ranks parameters are sharded. Leave it out, or shard by "
+    "lamella_engine.fully_shard.",
+    "groups_by_name": "Names below a layer that is being built are not the model's. Build the model whole, and call "
+    "fully_shard_model.",
+    "layer_groups": "A layer that is being built does not know its neighbours. Build the model whole, and call "
+    "fully_shard_model.",
+}
+
+
+def _refuse_arguments(kwargs: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in kwargs:
+            raise TypeError(f"Expected no `{name}`, got one. {_WAYS_OUT[name]}")
+
+
+def _finish(model: nn.Module) -> None:
+    """Connect what goes past hooks, once all units are made; refuse what would describe shards as whole tensors."""
+    connect_fused_layers(model)
+    model.sharded_state_dict = refuse_sharded_state_dict  # type: ignore[assignment]
+
+
+def refuse_sharded_state_dict(*_: Any, **__: Any) -> Any:
+    """In the place of megatron-core's `sharded_state_dict`, which takes a shard for the whole tensor.
+
+    Raises:
+        NotImplementedError: Always; the way out is in the message.
+    """
+    raise NotImplementedError(
+        "Expected a checkpoint of shards, got a request for megatron-core's sharded state dict, which describes "
+        "whole tensors: ranks would write their shards over each other. Call lamella_megatron.save_checkpoint(path, "
+        "model=..., optimizer=optimizer.optimizer); format='torch_dist' is what megatron-core opens."
+    )
 
 
 def _units_in(model: nn.Module) -> Iterator[str]:

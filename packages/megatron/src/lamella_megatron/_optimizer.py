@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, Megatro
 from megatron.core.transformer.module import param_is_not_shared
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lamella_megatron._model import refuse_sharded_state_dict
 from lamella_megatron._muon import muon_maker
 from lamella_megatron._precision_aware import bytes_at_rest, check_gradient_dtypes, fused_adam
 from lamella_megatron._wrapper import ShardedModel, local_of, replica_groups
@@ -63,12 +64,12 @@ def sharded_optimizer(
         make: Builds another optimizer from the parameter groups: one whose kernels take DTensors, or that
             `lamella_optim.step_on_local_shards` gave plain shards, such as Transformer Engine's FusedAdam.
         config_overrides: As for megatron-core's `get_megatron_optimizer`.
-        pg_collection: The groups of the model; None takes the groups of `parallel_state`.
+        pg_collection: The groups of the model; None takes those that the chunks were wrapped with.
 
     Raises:
         TypeError: A chunk is no ShardedModel.
-        ValueError: `config` asks for something that shards do not have, or for an optimizer that `make` must build; or
-            gradients are in another dtype than the optimizer reads.
+        ValueError: A group of the collection is missing; `config` asks for something that shards do not have, or for
+            an optimizer that `make` must build; or gradients are in another dtype than the optimizer reads.
         ImportError: `use_precision_aware_optimizer` without Transformer Engine.
 
     Effects: collective on the default process group: parameter groups are agreed on, through the host.
@@ -81,19 +82,20 @@ def sharded_optimizer(
     for name, way_out in _REFUSED.items():
         if getattr(config, name, False):
             raise ValueError(f"Expected `config.{name}` to be False, got True. {way_out}")
+    groups = pg_collection or model_chunks[0].pg_collection
     named = [pair for chunk in model_chunks for pair in chunk.named_parameters()]
     if make is None:
         check_gradient_dtypes(config, named)
         if config.use_precision_aware_optimizer:
             make = fused_adam(config, (p for _, p in named))
         elif config.optimizer == "muon":
-            tp = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+            tp = getattr(groups, "tp", None) or parallel_state.get_tensor_model_parallel_group()
             make = muon_maker(config, named, tp.size(), model_chunks[0].config)
         else:
             make = _maker(config)
     overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
-    groups = _get_param_groups(list(model_chunks), config, overrides)
-    return ShardedOptimizer(make(groups), config, model_chunks, pg_collection=pg_collection)
+    param_groups = _get_param_groups(list(model_chunks), config, overrides)
+    return ShardedOptimizer(make(param_groups), config, model_chunks, pg_collection=groups)
 
 
 class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-core has no types
@@ -117,6 +119,8 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         self.is_stub_optimizer = False
         self.model_chunks = list(model_chunks)
         self.grad_scaler = _grad_scaler(config)
+        if pg_collection is not None:
+            _check_groups(pg_collection)
         self.tp_group = getattr(pg_collection, "tp", None)
         self.expert_tp_group = getattr(pg_collection, "expt_tp", None)
         self.grad_stats_parallel_group = (
@@ -301,16 +305,21 @@ class ShardedOptimizer(MegatronOptimizer):  # type: ignore[misc]  # megatron-cor
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Refused: shards are saved as they are.
+    sharded_state_dict = staticmethod(refuse_sharded_state_dict)
 
-        Raises:
-            NotImplementedError: Always; the way out is in the message.
-        """
-        raise NotImplementedError(
-            "Expected a checkpoint of shards, got a request for megatron-core's sharded state dict, which describes "
-            "whole tensors. Call lamella_megatron.save_checkpoint(path, model=..., optimizer=optimizer.optimizer)."
-        )
+
+def _check_groups(pg_collection: Any) -> None:
+    """Refuse a collection without the groups of norms: those of `parallel_state` may be another model's.
+
+    Raises:
+        ValueError: The first missing group is named.
+    """
+    for name in ("tp", "intra_dist_opt"):
+        if getattr(pg_collection, name, None) is None:
+            raise ValueError(
+                f"Expected `pg_collection` with the process group `{name}`, over which gradients' norms are added up, "
+                "got none. Pass the ProcessGroupCollection that the model was built with, with all its groups."
+            )
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

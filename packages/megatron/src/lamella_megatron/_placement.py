@@ -202,6 +202,17 @@ def differs_between_ranks(model: nn.Module) -> str | None:
     return None
 
 
+def split_parameters(model: nn.Module) -> dict[dist.ProcessGroup, list[str]]:
+    """Names of the parameters of which a rank holds a tensor-parallel part, by the group that holds all parts."""
+    found: dict[dist.ProcessGroup, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            group = _group(model, "expt_tp" if ".experts." in name else "tp")
+            if group is not None and group.size() > 1:
+                found.setdefault(group, []).append(name)
+    return found
+
+
 def _check_whole(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter in parts beyond the marks of tensor and expert parallelism."""
     if isinstance(parameter, DTensor):
@@ -244,6 +255,13 @@ def _group(model: nn.Module, name: str) -> dist.ProcessGroup | None:
     if found is None and importlib.import_module("megatron.core.parallel_state").is_initialized():
         found = getattr(_process_groups([name]), name)
     return found
+
+
+def num_instances(groups: Any) -> int:
+    """How many instances of the distributed optimizer the groups make; None takes the groups of `parallel_state`."""
+    groups = _groups_of_parallel_state() if groups is None else groups
+    whole, inner = getattr(groups, "dp_cp", None), getattr(groups, "intra_dp_cp", None)
+    return 1 if whole is None or inner is None else int(whole.size()) // int(inner.size())
 
 
 def _groups_of_parallel_state() -> Any:

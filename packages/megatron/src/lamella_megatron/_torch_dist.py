@@ -42,9 +42,9 @@ class Places:
         if groups is None:
             config = importlib.import_module("megatron.core.process_groups_config")
             groups = config.ProcessGroupCollection.use_mpu_process_groups(["dp_cp"])
-        # A wrapper would put `module.` before its keys.
+        # A wrapper would put `module.` before its keys. The class's: the model's own refuses.
         asked: Any = innermost(model)
-        told = asked.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        told = type(asked).sharded_state_dict(asked, metadata={"dp_cp_group": groups.dp_cp})
         parts: dict[str, list[StoredPart]] = {}
         objects: dict[str, object] = {}
         for name, value in told.items():

@@ -18,7 +18,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lamella_engine import ZERO3, FSDPModule
+from lamella_engine import ZERO3, FSDPModule, parameter_norms
 from lamella_megatron._configuration import (
     check_model_config,
     check_options,
@@ -38,6 +38,7 @@ from lamella_megatron._configuration import (
 )
 from lamella_megatron._model import fully_shard_model, innermost
 from lamella_megatron._overlap import schedule_by_plans
+from lamella_megatron._placement import num_instances, split_parameters
 
 
 class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types
@@ -65,8 +66,8 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         fully_shard_kwargs: For `lamella_megatron.fully_shard_model`, over what `ddp_config` says.
 
     Raises:
-        ValueError: An option of either configuration is refused; `module` has parameters on the meta device, or units
-            of another stage; or as `fully_shard_model`.
+        ValueError: An option of either configuration is refused, or does not fit the groups; `module` has parameters
+            on the meta device, or units of another stage; or as `fully_shard_model`.
         TypeError: As `fully_shard_model`.
 
     Effects: as `fully_shard_model`; not a collective.
@@ -85,6 +86,8 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
     ) -> None:
         check_options(ddp_config)
         check_model_config(config)
+        self.pg_collection = pg_collection
+        _check_groups(ddp_config, pg_collection)
         super().__init__(config=config, module=module)
         # finalize_model_grads reads shards if the option is set, and gathers whole gradients otherwise.
         strategy = strategy_of(ddp_config)
@@ -202,6 +205,9 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
                 # finalize_model_grads sums the shard over pipeline stages in place, then assigns it: `.grad` refuses a
                 # plain shard, and megatron-core takes an attribute `main_grad` before `.grad`.
                 weight.main_grad = weight.grad
+        if self.ddp_config.megatron_fsdp_use_decoupled_grad:
+            for parameter in self._root.parameters():
+                parameter.decoupled_grad = parameter.grad
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
 
@@ -230,11 +236,36 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
 
+    def parameter_norms(self, *, of: Literal["gradient", "weight"] = "gradient") -> dict[str, float]:
+        """The 2-norm of each parameter, or of its gradient, of all tensor-parallel parts together.
+
+        For `lamella_engine.SpikeWatch`, which then decides alike on all tensor-parallel ranks. Experts have the names
+        and the norms of this rank's.
+
+        Args:
+            of: "gradient" for `.grad`, "weight" for the parameters.
+
+        Raises:
+            ValueError: As `lamella_engine.parameter_norms`.
+
+        Effects: as `lamella_engine.parameter_norms`, and an all-reduce of 8 bytes a split parameter over `tp`, and over
+            `expt_tp` for experts; a host sync each.
+        """
+        norms = parameter_norms(self._root, of=of)
+        for group, names in split_parameters(self._root).items():
+            split = [name for name in names if name in norms]
+            squares = torch.tensor([norms[name] for name in split], dtype=torch.float64, device=self._device).square()
+            dist.all_reduce(squares, group=group)
+            norms.update(zip(split, squares.sqrt().tolist(), strict=True))
+        return norms
+
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, also those kept for a later microbatch."""
         self._root.zero_grad()
         for weight in self._shared_embeddings:
             vars(weight).pop("main_grad", None)
+        for parameter in self._root.parameters():
+            vars(parameter).pop("decoupled_grad", None)
 
     def broadcast_params(self) -> None:
         """Give every replica the weights of its first rank; shards, of which each rank has its own, stay.
@@ -329,6 +360,28 @@ def replica_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     mesh = parameter.device_mesh
     axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
     return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def _check_groups(ddp_config: Any, groups: Any) -> None:
+    """Hold the options against the process groups; None are the groups of `parallel_state`.
+
+    Raises:
+        ValueError: They make another number of optimizer instances, or have none over which gradients are checked.
+    """
+    wanted, found = ddp_config.num_distributed_optimizer_instances, num_instances(groups)
+    if wanted != found:
+        raise ValueError(
+            f"Expected process groups of {wanted} instances of the distributed optimizer, "
+            f"`ddp_config.num_distributed_optimizer_instances`, got groups of {found}. Call "
+            f"parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={wanted}), or set the "
+            f"option to {found}."
+        )
+    if ddp_config.check_for_nan_in_grad and groups is not None and getattr(groups, "mp", None) is None:
+        raise ValueError(
+            "Expected `pg_collection` with the process group `mp`, whose ranks check gradients together "
+            "(`ddp_config.check_for_nan_in_grad`), got none. Pass the ProcessGroupCollection that the model was built "
+            "with, with all its groups."
+        )
 
 
 def _check_values(model: nn.Module) -> None:

@@ -90,7 +90,7 @@ def _hybrid(config: Any, pattern: str, **stage: bool) -> nn.Module:
 
     linears: dict[str, Any] = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     gpt = get_gpt_layer_local_submodules()
-    mixer = ModuleSpec(MambaMixer, params={"rmsnorm": False}, submodules=MambaMixerSubmodules(**linears))
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(**linears))
     delta = ModuleSpec(GatedDeltaNet, submodules=GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **linears))
 
     def attention(of: Any) -> Any:

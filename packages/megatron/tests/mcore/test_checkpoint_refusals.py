@@ -57,6 +57,18 @@ def test_another_number_of_writing_ranks_than_the_checkpoint_tells_is_refused(tm
     assert f"number of ranks that wrote {str(tmp_path)!r} (2, as its files tell), got 4. Leave it out." in message
 
 
+def test_the_number_of_writing_ranks_is_saved_beside_the_users_own_args(tmp_path: Path) -> None:
+    def save() -> None:
+        save_checkpoint(
+            tmp_path, model=fully_shard_model(make(World(2, tp=2), "hybrid")), args=Namespace(hidden_size=32)
+        )
+
+    run_ranks(save, 2)
+    error, message = on_rank_zero(World(1), _refused, "hybrid", tmp_path, {"tensor_parallel_size": 1})
+    assert error == "ValueError"
+    assert "(2, as its files tell), got 1" in message
+
+
 def test_models_and_groups_without_a_place_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
     def on_each_rank() -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lamella_engine import DDP, HFSDP, HSDP, ZERO1, ZERO3, FSDPModule, ShardingOptions, fully_shard
-from lamella_megatron import fully_shard_model, sharding_units
+from lamella_megatron import build_sharded_model, fully_shard_model, sharding_units
 from lamella_testing import run_ranks
 from lamella_testing.megatron_parity import Layout, assert_trains_as_on_one_rank, make_model
 
@@ -214,10 +214,13 @@ def test_before_megatron_has_groups_the_call_that_makes_them_is_named() -> None:
 def test_a_mesh_beside_the_groups_is_refused() -> None:
     def on_one_rank() -> None:
         model = make_model("gpt", Layout(num_ranks=1))
-        with pytest.raises(TypeError, match="got `mesh`"):
+        with pytest.raises(TypeError, match="Expected no `mesh`, got one"):
             fully_shard_model(model, mesh=None)
-        with pytest.raises(TypeError, match="got `shard_placement_fn`"):
+        with pytest.raises(TypeError, match="Expected no `shard_placement_fn`, got one"):
             fully_shard_model(model, shard_placement_fn=None)
+        for name in ("groups_by_name", "layer_groups"):
+            with pytest.raises(TypeError, match=f"Expected no `{name}`, got one. .* Build the model whole"):
+                build_sharded_model(lambda: make_model("gpt", Layout(num_ranks=1)), **{name: None})
 
     run_ranks(on_one_rank, 1)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from background import assert_same_files, save_thrice
 from precision_kinds import (
     AWARE,
@@ -177,6 +178,28 @@ def test_fused_adam_steps_on_gradients_and_moments_in_bf16(kind: str, monkeypatc
                 if expected.numel() > 0:
                     assert state[parameter][name].dtype == expected.dtype
                     assert torch.equal(local_of(state[parameter][name]), expected), name
+
+    run_ranks(on_each_rank, NUM_RANKS)
+
+
+def test_megatron_cores_norm_finds_gradients_where_the_option_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `megatron_fsdp_use_decoupled_grad` its norm would be 0, and nothing clipped."""
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FusedAdam)
+    ddp, aware = KINDS["bf16 main weights and remainders"]
+
+    def on_each_rank() -> None:
+        from megatron.core.optimizer import MegatronOptimizer
+
+        model = make_model({**ddp, "megatron_fsdp_use_decoupled_grad": True})
+        optimizer = make_optimizer(model, **aware)
+        backward(model)
+        expected = optimizer.get_grad_norm()
+        as_megatron_core = [g.square().sum() for g in MegatronOptimizer.get_grads_for_grad_norm(optimizer)]
+        dist.all_reduce(square := torch.stack(as_megatron_core).float().sum())
+        assert float(square.sqrt()) == pytest.approx(float(expected), rel=1e-2)
+        assert expected > 0
+        model.zero_grad_buffer()
+        assert not any(hasattr(parameter, "decoupled_grad") for parameter in model.parameters())
 
     run_ranks(on_each_rank, NUM_RANKS)
 

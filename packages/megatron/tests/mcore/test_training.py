@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,118 @@ def test_megatron_cores_optimizer_steps_as_ours_to_the_bit() -> None:
         assert one[0] == other[0]
         for name, weight in one[3].items():
             torch.testing.assert_close(weight, other[3][name], rtol=0, atol=0, msg=name)
+
+
+def test_groups_of_the_wrapper_are_the_optimizers() -> None:
+    def on_each_rank() -> tuple[float, float]:
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        config = tiny_config(tensor_model_parallel_size=2)
+        model = ShardedModel(config, ddp_config(), tiny_gpt(config, pg_collection=groups), pg_collection=groups)
+        token_losses(model, BATCHES[0, 0]).mean().backward()  # type: ignore[no-untyped-call]
+        model.finish_grad_sync()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()  # the layout of another model
+        ours, told = (
+            sharded_optimizer(_optimizer_config(optimizer="adam"), [model], **given)
+            for given in ({}, {"pg_collection": groups})
+        )
+        return float(ours.get_grad_norm()), float(told.get_grad_norm())
+
+    for ours, told in run_ranks(on_each_rank, 2):
+        assert ours == told > 0
+
+
+@pytest.mark.parametrize("missing", ["tp", "intra_dist_opt", "mp"])
+def test_collections_without_a_group_of_norms_are_refused(missing: str) -> None:
+    def on_the_rank() -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        config, module = _model()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        setattr(groups, missing, None)
+
+        def wrap() -> None:
+            model = ShardedModel(config, ddp_config(check_for_nan_in_grad=True), module, pg_collection=groups)
+            sharded_optimizer(_optimizer_config(), [model])
+
+        with pytest.raises(ValueError, match=f"Expected `pg_collection` with the process group `{missing}`"):
+            wrap()
+
+    run_ranks(on_the_rank, 1)
+
+
+def test_norms_of_parameters_are_those_of_all_tensor_parallel_parts() -> None:
+    def on_each_rank(tp: int) -> dict[str, float]:
+        from lamella_megatron.training import ShardedModel
+
+        config, module = _model(tp=tp)
+        model = ShardedModel(config, ddp_config(), module)
+        _step(model, config, BATCHES[0])
+        return model.parameter_norms()
+
+    [expected] = run_ranks(partial(on_each_rank, 1), 1)
+    for found in run_ranks(partial(on_each_rank, 2), 4):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_in_fp16_steps_are_skipped_until_the_loss_scale_fits_and_the_scheduler_goes_on() -> None:
+    def on_each_rank() -> list[tuple[bool, float, float]]:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.transformer.module import Float16Module
+
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        config, module = _model(fp16=True, params_dtype=torch.float16)
+        model = ShardedModel(config, ddp_config(), Float16Module(config, module))
+        scale = {"initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1}
+        optim = _optimizer_config(optimizer="adam", lr=0.01, min_lr=0.0, fp16=True, **scale)
+        optimizer: Any = sharded_optimizer(optim, [model])
+        decay = {"max_lr": 0.01, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20, "lr_decay_style": "cosine"}
+        no_decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+        scheduler = OptimizerParamScheduler(optimizer, init_lr=0.0, **decay, **no_decay)
+        config.grad_scale_func = optimizer.scale_loss
+        found = []
+        for step in range(14):
+            optimizer.zero_grad()
+            _step(model, config, BATCHES[step % 3])
+            success, _, _ = optimizer.step()
+            if success:
+                scheduler.step(1)
+            found.append((success, float(optimizer.get_loss_scale()), optimizer.param_groups[0]["lr"]))
+        return found
+
+    first, second = run_ranks(on_each_rank, 2)
+    assert first == second, "ranks agree on skipped steps"
+    scales = [2.0**24, *(scale for _, scale, _ in first)]
+    taken = [success for success, _, _ in first]
+    assert not taken[0]
+    assert any(taken)
+    for success, before, after in zip(taken, scales, scales[1:], strict=False):
+        assert after >= before if success else after == before / 2
+    assert any(after == 2 * before for before, after in pairwise(scales)), "it grows again"
+    rates = [rate for success, _, rate in first if success]
+    assert rates[:2] == pytest.approx([0.005, 0.01])
+
+
+def test_what_describes_whole_tensors_is_refused() -> None:
+    def on_the_rank() -> None:
+        from lamella_megatron.training import ShardedModel
+
+        config, module = _model()
+        described: tuple[Any, ...] = (ShardedModel(config, ddp_config(), module), module)
+        for each in described:
+            with pytest.raises(NotImplementedError, match="ranks would write their shards over each other"):
+                each.sharded_state_dict()
+
+    run_ranks(on_the_rank, 1)
 
 
 def _theirs(config: Any, chunks: list[Any]) -> Any:

@@ -374,6 +374,22 @@ def test_an_option_without_an_equal_is_refused(fields: dict[str, Any], words: st
     run_ranks(on_each_rank, 1)
 
 
+@pytest.mark.parametrize(("wanted", "found"), [(1, 2), (2, 1)])
+def test_groups_of_other_instances_than_the_option_says_are_refused(wanted: int, found: int) -> None:
+    def on_each_rank() -> None:
+        from megatron.core import parallel_state
+
+        from lamella_megatron.training import ShardedModel
+
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=found)
+        module = tiny_gpt(tiny_config())
+        words = f"groups of {wanted} instances .* got groups of {found}. Call"
+        with pytest.raises(ValueError, match=words):
+            ShardedModel(module.config, ddp_config(num_distributed_optimizer_instances=wanted), module)
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_every_option_of_megatron_core_is_used_without_effect_or_refused() -> None:
     known = tables._USED | tables._NO_EFFECT | tables._REFUSED.keys()
     assert {field.name for field in dataclasses.fields(ddp_config())} == known
