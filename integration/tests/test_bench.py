@@ -150,7 +150,7 @@ def test_a_backend_that_fails_has_its_error_in_its_row_and_the_others_go_on() ->
         ("--units", "ends"),
         ("--microbatches", "3"),
         ("--checkpoint",),
-        ("--compile", "eager"),
+        pytest.param(("--compile", "eager"), marks=pytest.mark.slow),  # in the gate with everything
         ("--units", "ends", "--microbatches", "2", "--checkpoint", "--compile", "eager"),
     ],
     ids=" ".join,

@@ -25,8 +25,15 @@ def _num_copies(training: Training, workload: Workload) -> int:
     return len(parameter_copies(kernels, parameter_sizes(workload, NUM_TOKENS)))
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32], ids=["reduce_bf16", "reduce_fp32"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "reduce_dtype"),
+    [
+        (2, torch.bfloat16),
+        (4, torch.float32),
+        pytest.param(2, torch.float32, marks=pytest.mark.slow),
+        pytest.param(4, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_lamella_copies_no_parameter_and_no_gradient(num_ranks: int, reduce_dtype: torch.dtype) -> None:
     def num_copies() -> int:
         return _num_copies(BACKENDS["lamella"](_workload(reduce_dtype)), _workload())

@@ -35,7 +35,13 @@ settings.register_profile("lamella", derandomize=True, deadline=None, max_exampl
 settings.load_profile("lamella")
 
 # What a rank imports on its way: once here, and not in each forked rank.
-for module in ("torch._dynamo", "matplotlib.backends.backend_agg", "transformers.models.llama.modeling_llama"):
+MODULES = (
+    "torch._dynamo",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "transformers.models.llama.modeling_llama",
+)
+for module in MODULES:
     importlib.import_module(module)
 
 TINY_LLAMA: Mapping[str, object] = {

@@ -78,7 +78,8 @@ def test_a_qwen_is_trained_on_from_its_published_weights(
     assert run.validations[6] == pytest.approx(nats_per_byte(model, run.directory), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow), "vision"])
+# A vision model has both parts that stay untrained: the layer that predicts a further token, and the tower.
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "moe")), "vision"])
 @pytest.mark.usefixtures("family")
 def test_a_run_that_is_killed_goes_on_elsewhere_and_is_published_whole(
     config: Config, train: TrainOn, save: Callable[[nn.Module], Path], kind: Kind, tmp_path: Path,

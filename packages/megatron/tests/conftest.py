@@ -5,6 +5,7 @@ They run on CPU ranks, but for tests with the marks of GPUs.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,4 +40,5 @@ def on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with megatron_on_cpu():
+        importlib.import_module("lamella_megatron.training")  # once here, and not in each forked rank
         yield

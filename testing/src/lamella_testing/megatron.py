@@ -60,7 +60,8 @@ def megatron_on_cpu() -> Iterator[None]:
     Tensors asked for on CUDA are made on the CPU, and streams do nothing. Random states of megatron-core are the CPU's;
     a state without a seed is the default one. Collectives take parts of different sizes, and sizes as tensors, as
     NCCL's do. Norms are torch's, with sequence parallelism's mark. Mamba layers scan by torch's own operators, step by
-    step. Saves start no process, and ask no psutil.
+    step. Saves start no process, and ask no psutil. Functions that megatron-core compiles run as they are written:
+    each rank would compile them anew.
     """
     with warnings.catch_warnings():
         # Warnings about each fused library that is missing, and about deprecated names of torch.
@@ -73,7 +74,7 @@ def megatron_on_cpu() -> Iterator[None]:
         random = importlib.import_module("megatron.core.tensor_parallel.random")
     # Makes the list of functions that `torch.device("meta")` diverts, of torch's own functions: `put` comes later.
     importlib.import_module("torch.utils._device")._device_constructors()
-    with contextlib.ExitStack() as stack:
+    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as stack:
 
         def put(owner: object, **attributes: object) -> None:
             for name, value in attributes.items():

@@ -35,7 +35,7 @@ class _Scaled(nn.Module):
         return out
 
 
-def _with(attribute: object) -> nn.Module:
+def _with(attribute: object) -> Any:
     model = _Scaled()
     vars(model)["helper"] = attribute if not callable(attribute) else attribute(model)
     return nn.Sequential(model, nn.Linear(4, 2))
@@ -62,6 +62,18 @@ def test_a_parameter_that_an_object_keeps_is_refused_with_the_objects_name(holde
         assert "at each use" in str(refused.value)
         assert not isinstance(model, FSDPModule), "nothing has changed"
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+    run_ranks(check, 1)
+
+
+def test_an_object_too_deep_below_one_module_is_looked_into_below_the_next() -> None:
+    def check() -> None:
+        model = _with([[]])
+        deep, helper = [[model[0].scale]], vars(model[0])["helper"]
+        helper[0].append(deep)
+        vars(model[1])["helper"] = deep
+        with pytest.raises(ValueError, match=r"'1\.helper\[0\]\[0\]' of a Linear"):
+            fully_shard(model)
 
     run_ranks(check, 1)
 
@@ -94,7 +106,7 @@ def test_objects_that_hold_no_parameter_of_the_unit_are_let_be() -> None:
 def test_an_ignored_parameter_may_be_kept_anywhere() -> None:
     def check() -> None:
         model = _with(lambda inner: _Helper(inner.scale))
-        fully_shard(model, ignored_params={model[0].scale})  # type: ignore[index]
+        fully_shard(model, ignored_params={model[0].scale})
 
     run_ranks(check, 1)
 

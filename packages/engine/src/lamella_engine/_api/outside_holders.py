@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 
 _DEPTH = 3  # the attribute of a module, an object in it, a container in that
 _OWN = frozenset(vars(nn.Module()))  # torch's own attributes of a module
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype, torch.device})
 # Optimizers from before sharding have their own refusal, at their step. Recurrent modules look their list up anew in
 # forward; tensors, functions and classes hold no parameters in attributes of theirs.
 _PASSED_OVER = (nn.Module, Optimizer, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_Seen = dict[int, tuple[object, int]]
+"""Objects without a parameter, by id, each with the depth that it was looked through to."""
 
 
 class _Holder(NamedTuple):
@@ -38,11 +41,13 @@ def refuse_outside_holders(modules: Iterable[tuple[str, nn.Module]], parameters:
     Raises:
         ValueError: Such an object exists; the message names it and the parameter.
     """
+    # One for all modules: a model's configuration, with hundreds of fields, is an attribute of most of its modules.
+    seen: _Seen = {}
     for prefix, module in modules:
         for name, value in vars(module).items():
             if name in _OWN or (isinstance(module, nn.RNNBase) and name == "_flat_weights"):
                 continue
-            for parameter, holder in _held(value, prefix + name, type(module).__name__, parameters, _DEPTH, set()):
+            for parameter, holder in _held(value, prefix + name, type(module).__name__, parameters, _DEPTH, seen):
                 raise ValueError(
                     f"Expected only modules to hold {parameters[parameter]!r}, got the Parameter itself in "
                     f"{holder.path!r} of a {holder.class_name} too. After fully_shard that would compute with a weight "
@@ -52,16 +57,20 @@ def refuse_outside_holders(modules: Iterable[tuple[str, nn.Module]], parameters:
 
 
 def _held(
-    value: object, path: str, class_name: str, ids: Container[int], depth: int, seen: set[int]
+    value: object, path: str, class_name: str, ids: Container[int], depth: int, seen: _Seen
 ) -> Iterator[tuple[int, _Holder]]:
     """The parameters below an attribute, each with the place that holds it."""
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, nn.Parameter):
         if id(value) in ids:
             yield id(value), _Holder(path, class_name)
         return
-    if isinstance(value, _PASSED_OVER) or id(value) in seen or depth == 0:
+    if isinstance(value, _PASSED_OVER) or depth == 0:
         return
-    seen.add(id(value))
+    if id(value) in seen and seen[id(value)][1] >= depth:
+        return
+    seen[id(value)] = value, depth  # The object itself too: the id of one that is gone may be another's.
     for inner_path, inner_class, inner in _parts(value, path, class_name):
         yield from _held(inner, inner_path, inner_class, ids, depth - 1, seen)
 
