@@ -209,12 +209,27 @@ def test_layers_are_chosen_by_name_and_changed_back() -> None:
         (Float8Recipe(dtype=E5M2), "*", "float8_e4m3fn"),
         (TENSOR, "*", r"'1' that are multiples of 16, .* got 16 and 5"),
         (TENSOR, "2", r"got none for \['2'\]"),
+        (TENSOR, ["0", "2"], r"every one of `names` to match an nn.Linear, got none for \['2'\]"),
+        (TENSOR, [], "every one of `names`"),
     ],
 )
 def test_layers_without_a_float8_product_are_refused_and_none_is_changed(
-    recipe: Float8Recipe, names: str, complaint: str
+    recipe: Float8Recipe, names: str | list[str], complaint: str
 ) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5))
     with pytest.raises(ValueError, match=complaint):
         use_float8_matmul(model, recipe, names=names)
     assert {type(module) for module in model} == {nn.Linear}
+
+
+class _Unit(Float8Linear):
+    """As `fully_shard` makes of a layer: a subclass, in place."""
+
+
+def test_layers_that_are_units_are_refused_by_name_and_none_is_changed_back() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    use_float8_matmul(model)
+    model[1].__class__ = _Unit
+    with pytest.raises(ValueError, match=r"no units themselves, got \{'1': '_Unit'\}"):
+        drop_float8_matmul(model)
+    assert [type(layer) for layer in model] == [Float8Linear, _Unit]
