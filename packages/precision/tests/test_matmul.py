@@ -17,6 +17,7 @@ from lamella_precision import (
     _blockwise,
     drop_float8_matmul,
     float8_matmul_layers,
+    multiplies_in_float8,
     use_float8_matmul,
 )
 from lamella_precision._tiles import Block
@@ -233,3 +234,21 @@ def test_layers_that_are_units_are_refused_by_name_and_none_is_changed_back() ->
     with pytest.raises(ValueError, match=r"no units themselves, got \{'1': '_Unit'\}"):
         drop_float8_matmul(model)
     assert [type(layer) for layer in model] == [Float8Linear, _Unit]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [
+        ("cpu", (9, 0), (False, False, False)),
+        ("cuda:70", (8, 0), (False, False, False)),  # answers are kept by index: each has one that no machine has
+        ("cuda:71", (8, 9), (True, True, False)),
+        ("cuda:72", (9, 0), (True, True, True)),
+        ("cuda:73", (10, 0), (True, True, False)),
+    ],
+)
+def test_devices_with_products_are_known_by_recipe(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], expected: tuple[bool, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert tuple(multiplies_in_float8(recipe, torch.device(device)) for recipe in (TENSOR, ROW, SQUARE)) == expected
