@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 
 import torch.nn as nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_precision._recipe import Recipe
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def matrices_of(
@@ -93,7 +94,7 @@ def _products(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _is_product(owner: nn.Module, parameter: nn.Parameter) -> bool:
     if isinstance(owner, nn.Linear):
         return parameter is owner.weight
-    return not isinstance(owner, _ConvNd) and _is_stack(parameter)
+    return not isinstance(owner, _CONVOLUTIONS) and _is_stack(parameter)
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
