@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import MixedPrecisionPolicy, fully_shard, quantization_errors, scaling_state
 from lamella_integration.tasks import TASKS
 from lamella_precision import (
     Float8Recipe,
@@ -229,3 +229,22 @@ def test_a_gathered_weight_has_the_shards_of_a_plain_dtensor(device: Device, num
         assert weight.to_local().shape == (64 // num_ranks, 64)  # a cut inside the square
 
     run_ranks(check, num_ranks, device=device)
+
+
+@DEVICES
+def test_delayed_scales_start_anew_where_a_state_dict_replaces_weights_that_were_just_measured(
+    device: Device, num_ranks: int
+) -> None:
+    """The past is reset behind the measurement on the gather stream, and the next gather reads it."""
+
+    def overflows() -> dict[str, float]:
+        loop = Loop(device, RECIPES["delayed"])
+        larger = {name: value * 100 for name, value in loop.model.state_dict().items()}
+        loop.train(2)
+        loop.model.load_state_dict(larger)
+        errors = quantization_errors(loop.model)
+        assert set(scaling_state(loop.model)) == set(errors)
+        return {name: error.overflow for name, error in errors.items()}
+
+    for found in run_ranks(overflows, num_ranks, device=device):
+        assert found and set(found.values()) == {0.0}

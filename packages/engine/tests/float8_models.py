@@ -154,9 +154,9 @@ def decoder(width: int = 20, hidden: int = 36, *, is_moe: bool = False, num_laye
 
 
 def as_oracle(model: Decoder, recipe: AnyRecipe) -> Decoder:
-    """Let the matrices of a model's layers be quantised at each use."""
-    for module in model.layers.modules():
-        if isinstance(module, (Linear, Experts)):
+    """Let the matrices of a model's layers be quantised at each use, but routers."""
+    for name, module in model.layers.named_modules():
+        if isinstance(module, (Linear, Experts)) and not name.endswith("router"):
             module.recipe = recipe
     return model
 

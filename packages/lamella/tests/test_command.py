@@ -97,6 +97,12 @@ def refuse(
         (["--resume"], "Expected a checkpoint to resume in"),
         (["--profile", "4"], "Expected at least 7 steps to go for --profile 4, which begins after 3, got 6."),
         (["--sequence-length", "999999"], "the 'llama' model has (max_position_embeddings), got 999999. Pass --seq"),
+        (["--float8-except", "x"], "Expected --float8-except with --float8 only, got x with --float8 no."),
+        (
+            ["--float8", "row", "--float8-except", "mpl.*"],
+            "`except_names` to match a parameter of the modules, got none",
+        ),
+        (["--float8", "row", "--float8-except", "*"], "Expected matrices in the model's layers for --float8 row and"),
         (["--config", "absent.toml"], "Expected a configuration in 'absent.toml', got No such file or directory."),
     ],
 )

@@ -42,6 +42,7 @@ def test_every_option_is_explained_in_the_help(capsys: pytest.CaptureFixture[str
     assert "--optim.lr" not in shown  # It is the same option.
     assert all(name in shown for name in NAMED)
     assert "--precision auto|fp32|bf16" in shown
+    assert "--float8-except PATTERN [PATTERN ...]" in shown
 
 
 @pytest.mark.parametrize(

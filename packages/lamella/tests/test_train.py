@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from trained_runs import Run, TrainOn
 
-from lamella import Config, OptimConfig
+from lamella import Config, MixedPrecisionPolicy, OptimConfig, ParallelConfig
+from lamella._float8 import in_float8
 from lamella._report import read
 from lamella._train import learning_rate
+from lamella_precision import Float8Linear
 from lamella_testing import RankFailure
 
 
@@ -79,7 +82,7 @@ def exact(shared_config: Config, train: TrainOn) -> Run:
 
 @pytest.mark.parametrize("kind", ["tensor", "delayed", "row", "block"])
 def test_float8_stays_close_and_goes_on_from_a_run_without(
-    shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any
+    shared_config: Config, exact: Run, train: TrainOn, tmp_path: Path, kind: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     has_history = kind == "delayed"  # the only kind with numbers of its own in a checkpoint
     quantised = replace(
@@ -91,6 +94,7 @@ def test_float8_stays_close_and_goes_on_from_a_run_without(
     assert run.losses != exact.losses
     assert run.losses == pytest.approx(exact.losses, rel=0.02)
     assert run.validations == pytest.approx(exact.validations, rel=0.02)
+    assert capfd.readouterr().out.count(f"float8: cpu here has no float8 products for --float8 {kind}") == 1
 
     def cut(directory: Path, name: str) -> Config:
         """A copy of a run as after its third step, in float8 from there on."""
@@ -100,10 +104,27 @@ def test_float8_stays_close_and_goes_on_from_a_run_without(
 
     if has_history:
         assert train(cut(run.directory.root, "again"), 2).losses == run.losses
+    assert "saved without past amaxes" not in capfd.readouterr().out
     later = train(cut(exact.directory.root, "resumed"), 2)
     assert later.losses[3] == exact.losses[3]
     assert later.losses[6] != exact.losses[6]
     assert later.losses == pytest.approx(exact.losses, rel=0.02)
+    is_told = "float8: step 3 was saved without past amaxes of 14 matrices" in capfd.readouterr().out
+    assert is_told == has_history
+
+
+def test_float8_leaves_out_routers_and_what_the_user_names() -> None:
+    def block() -> nn.ModuleDict:
+        layers = {name: nn.Linear(16, 16) for name in ("attn", "experts", "gate")}
+        return nn.ModuleDict({**layers, "down": nn.Linear(16, 5)})
+
+    units = [block(), block()]
+    parallel = ParallelConfig(float8="tensor", float8_except=("attn.*",))
+    policy = in_float8(units, MixedPrecisionPolicy(torch.bfloat16), parallel)
+    for unit in units:
+        assert [name for name, layer in unit.items() if isinstance(layer, Float8Linear)] == ["experts"]
+        chosen = {name for name, p in unit.named_parameters() if policy.resolved_for(p).recipe is not None}
+        assert chosen == {"experts.weight", "down.weight"}
 
 
 def test_a_tiny_qwen_trains(config: Config, train: TrainOn) -> None:

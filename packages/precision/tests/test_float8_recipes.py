@@ -164,7 +164,10 @@ def test_a_weight_that_outgrew_its_delayed_scale_saturates_and_nan_stays_nan() -
     ("arguments", "complaint"),
     [
         ({"dtype": torch.bfloat16}, "`dtype`"),
-        ({"block": (0, None)}, "`block`"),
+        ({"block": (0, None)}, r"`block` to be a tuple of two positive sizes or None, got \(0, None\)"),
+        ({"block": 128}, r"got 128\. Pass \(128, 128\)"),
+        ({"block": (128,)}, r"got \(128,\)"),
+        ({"block": [128, 128]}, r"got \[128, 128\]"),
         ({"num_past_amaxes": -1}, "at least 0"),
     ],
 )

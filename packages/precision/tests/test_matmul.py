@@ -17,6 +17,7 @@ from lamella_precision import (
     _blockwise,
     drop_float8_matmul,
     float8_matmul_layers,
+    multiplies_in_float8,
     use_float8_matmul,
 )
 from lamella_precision._tiles import Block
@@ -209,12 +210,45 @@ def test_layers_are_chosen_by_name_and_changed_back() -> None:
         (Float8Recipe(dtype=E5M2), "*", "float8_e4m3fn"),
         (TENSOR, "*", r"'1' that are multiples of 16, .* got 16 and 5"),
         (TENSOR, "2", r"got none for \['2'\]"),
+        (TENSOR, ["0", "2"], r"every one of `names` to match an nn.Linear, got none for \['2'\]"),
+        (TENSOR, [], "every one of `names`"),
     ],
 )
 def test_layers_without_a_float8_product_are_refused_and_none_is_changed(
-    recipe: Float8Recipe, names: str, complaint: str
+    recipe: Float8Recipe, names: str | list[str], complaint: str
 ) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5))
     with pytest.raises(ValueError, match=complaint):
         use_float8_matmul(model, recipe, names=names)
     assert {type(module) for module in model} == {nn.Linear}
+
+
+class _Unit(Float8Linear):
+    """As `fully_shard` makes of a layer: a subclass, in place."""
+
+
+def test_layers_that_are_units_are_refused_by_name_and_none_is_changed_back() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    use_float8_matmul(model)
+    model[1].__class__ = _Unit
+    with pytest.raises(ValueError, match=r"no units themselves, got \{'1': '_Unit'\}"):
+        drop_float8_matmul(model)
+    assert [type(layer) for layer in model] == [Float8Linear, _Unit]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [
+        ("cpu", (9, 0), (False, False, False)),
+        ("cuda:70", (8, 0), (False, False, False)),  # answers are kept by index: each has one that no machine has
+        ("cuda:71", (8, 9), (True, True, False)),
+        ("cuda:72", (9, 0), (True, True, True)),
+        ("cuda:73", (10, 0), (True, True, False)),
+    ],
+)
+def test_devices_with_products_are_known_by_recipe(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], expected: tuple[bool, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert tuple(multiplies_in_float8(recipe, torch.device(device)) for recipe in (TENSOR, ROW, SQUARE)) == expected

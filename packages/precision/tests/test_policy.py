@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamella_precision import MixedPrecisionPolicy
+from lamella_precision import Float8Recipe, MixedPrecisionPolicy, matrices_of, use_float8_matmul
 
 
 def test_the_default_policy_keeps_every_parameters_own_dtype() -> None:
@@ -62,3 +62,15 @@ def test_the_policy_is_frozen() -> None:
 def test_a_wrong_dtype_is_refused_by_the_name_of_its_field(field: str, bad: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"`{field}`"):
         MixedPrecisionPolicy(**{field: bad})  # type: ignore[arg-type]
+
+
+def test_the_class_of_a_recipe_is_refused_in_place_of_an_instance() -> None:
+    wrong: Any = Float8Recipe
+    with pytest.raises(TypeError, match="got <class .*Float8Recipe'>.* of a class, pass an instance"):
+        MixedPrecisionPolicy(recipe=wrong)
+    with pytest.raises(TypeError, match="`recipe` to return a Recipe or None"):
+        MixedPrecisionPolicy(recipe=lambda _: wrong).resolved_for(nn.Parameter(torch.zeros(4, 4)))
+    with pytest.raises(TypeError, match="Pass an instance"):
+        matrices_of(nn.Linear(4, 4), wrong)
+    with pytest.raises(TypeError, match=r"Pass Float8Recipe\(\)"):
+        use_float8_matmul(nn.Sequential(nn.Linear(16, 16)), wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from engine_models import assert_weights_equal, descend, mesh_of, record, units
 from float8_models import AnyRecipe, Decoder, Layer, as_oracle, decoder, loss_of, quantised_straight, train
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import (
@@ -30,9 +32,11 @@ from lamella_engine import (
     ShardingOptions,
     fully_shard,
     load_scaling_state,
+    quantization_errors,
     scaling_state,
 )
 from lamella_engine._modules.attached import state_of
+from lamella_layout import Rows
 from lamella_precision import Float8Recipe, MXFP8Recipe, QuantizedWeight, matrices_of
 from lamella_testing import load_compiler, run_ranks
 
@@ -335,6 +339,93 @@ def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -
         assert fresh != expected
 
 
+def _delayed(weights: torch.Tensor, **options: Any) -> Any:
+    """A layer with delayed scales, after a pass."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    with torch.no_grad():
+        model.get_parameter("0.weight").copy_(weights)
+    recipe = matrices_of(model, Float8Recipe(num_past_amaxes=4))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, recipe=recipe), **options)
+    _pass(model)
+    return model
+
+
+@torch.no_grad()
+def _pass(model: nn.Module) -> None:
+    model(torch.ones(3, 16))
+
+
+def test_a_state_of_ranks_with_other_parameters_is_refused_and_kept_for_each_group_of_ranks() -> None:
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "shards"))
+        own = (1.0, 100.0)[mesh["experts"].get_local_rank()]
+        model = _delayed(torch.full((16, 16), own), mesh=mesh["shards"])
+        with pytest.raises(
+            ValueError, match=r"'0.weight' to have the same scales .* got others on rank 2 than on rank 0"
+        ):
+            scaling_state(model)
+        state = scaling_state(model, group=mesh["shards"].get_group())
+        assert state["0.weight"][1] == [own]
+        again = _delayed(torch.full((16, 16), own), mesh=mesh["shards"])
+        assert load_scaling_state(again, state) == []
+        _pass(again)
+        assert quantization_errors(again)["0.weight"].overflow == 0.0
+
+    run_ranks(check, 4)
+
+
+def test_every_rank_gets_the_scales_of_all_pipeline_stages() -> None:
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+        stage = mesh["stages"].get_local_rank()
+        own = {"shared": nn.Linear(4, 4, bias=False), f"stage{stage}": nn.Linear(4, 4, bias=False)}
+        model = nn.Sequential(OrderedDict(own))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.fill_(7.0 if name.startswith("shared") else stage + 1.0)
+        recipe = Float8Recipe(num_past_amaxes=2)
+        policy = MixedPrecisionPolicy(torch.bfloat16, recipe=matrices_of(model, recipe))
+        cast(Any, fully_shard(model, mesh=mesh["shards"], mp_policy=policy)).unshard()
+        state = scaling_state(model)
+        assert list(state) == ["shared.weight", "stage0.weight", "stage1.weight"]
+        assert [rows[1] for rows in state.values()] == [[7.0], [1.0], [2.0]]
+        assert load_scaling_state(model, state) == []
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "assign", "by hand"])
+def test_scales_of_replaced_weights_start_anew(how: str) -> None:
+    """Else they saturate in every pass: an unchanged weight is not measured twice."""
+
+    def check() -> None:
+        torch.manual_seed(0)
+        model = _delayed(torch.randn(16, 16))
+        larger = {name: value * 100 for name, value in model.state_dict().items()}
+        if how == "by hand":
+            with torch.no_grad():
+                model[0].weight.copy_(larger["0.weight"])
+            assert load_scaling_state(model, {}) == ["0.weight"]
+        else:
+            model.load_state_dict(larger, assign=how == "assign")
+        _pass(model)
+        assert quantization_errors(model)["0.weight"].overflow == 0.0
+
+    run_ranks(check, 2)
+
+
+def test_what_a_state_dict_lacks_keeps_its_past() -> None:
+    def check() -> None:
+        model = _delayed(torch.ones(16, 16))
+        before = scaling_state(model)
+        model.load_state_dict({}, strict=False)
+        assert scaling_state(model) == before
+        model.load_state_dict(model.state_dict())
+        assert scaling_state(model)["0.weight"][1:] == [[-1.0]] * 4
+
+    run_ranks(check, 1)
+
+
 def test_scales_of_another_recipe_are_refused() -> None:
     def check() -> None:
         model = _sharded(decoder(), Float8Recipe(num_past_amaxes=4, compute_dtype=FP32))
@@ -409,6 +500,14 @@ def test_recipes_that_cannot_serve_a_weight_are_refused_at_the_call() -> None:
         by_columns = MixedPrecisionPolicy(recipe=lambda p: RECIPES["row"] if p.ndim == 2 else None)
         with pytest.raises(NotImplementedError, match=r"'weight' at dim 0"):
             fully_shard(nn.Linear(4, 4), mp_policy=by_columns, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        halves = ShardingOptions(keep_together=lambda p: Rows(16))
+        with pytest.raises(ValueError, match=r"`keep_together` to keep blocks of a multiple of 32 rows of 'weight'"):
+            fully_shard(nn.Linear(64, 64), mp_policy=mxfp8, options=halves)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shards", "tensor"))
+        split = nn.Linear(4, 4, bias=False)
+        split.weight = nn.Parameter(distribute_tensor(split.weight.data, mesh["tensor"], [Shard(0)]))
+        with pytest.raises(NotImplementedError, match=r"'weight' to be a plain parameter, .* got a DTensor"):
+            fully_shard(split, mesh=mesh["shards"], mp_policy=by_columns)
 
     run_ranks(check, 2)
 

@@ -73,9 +73,17 @@ class ParallelConfig:
         Literal["no", "tensor", "delayed", "row", "block"],
         Option(
             "Gather the layers' matrices in 8 bits, and multiply so: a scale a tensor (of now or before), a row, or "
-            "128 x 128. Sizes that are no multiples of 16 (block: 128) are gathered alone."
+            "128 x 128. Sizes that are no multiples of 16 (block: 128) are gathered alone; routers, and what is no "
+            "linear layer or stack of experts, are left out."
         ),
     ] = "no"
+    float8_except: Annotated[
+        tuple[str, ...],
+        Option(
+            "Shell patterns of parameters' names in a layer that --float8 leaves out, such as 'self_attn.*'.",
+            metavar="PATTERN",
+        ),
+    ] = ()
     reshard_after_forward: Annotated[
         bool, Option("Free a layer's parameters after its forward; otherwise keep them until its backward.")
     ] = True

@@ -24,10 +24,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """A field's help, its command-line name if different from the field's name, and the bounds of its value."""
+    """A field's help, its command-line name if different from the field's name, and the bounds of its value.
+
+    A list of texts has a `metavar` for each of them, "PATH" without.
+    """
 
     help: str
     name: str | None = None
+    metavar: str | None = None
     at_least: float | None = None
     above: float | None = None
     below: float | None = None

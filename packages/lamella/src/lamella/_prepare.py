@@ -14,7 +14,8 @@ from torch import nn
 from lamella._config import Config, to_values
 from lamella._directory import RunDirectory
 from lamella._documents import first_chat
-from lamella._models import ModelSpec, check_context, load_spec, outline
+from lamella._float8 import check_float8
+from lamella._models import ModelSpec, check_context, load_spec, outline, sharding_units
 from lamella._options import ConfigError
 from lamella._pretrained import check_weights, pretrained_directory, told_of_weights
 from lamella._profile import NUM_WARMUP_STEPS
@@ -67,6 +68,7 @@ def prepare(config: Config) -> Prepared:
     spec = load_spec(config.model.name, config.data.vocab_size)
     check_context(spec, config.data.sequence_length)
     model = outline(spec)
+    check_float8(sharding_units(model, spec.model_type), config.parallel)
     tokenizer = None if pretrained is None else read_tokenizer(pretrained, spec.vocab_size)
     corpus = collect(config.data.paths, config.data.validation_fraction, without=directory.root)
     text = fingerprint(corpus, tokenizer or spec.vocab_size)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from lamella._agreement import Agreement, agreed_error
 from lamella._config import Config, OptimConfig, ParallelConfig
 from lamella._directory import RunDirectory
 from lamella._endings import LossNotFiniteError, StorageError
+from lamella._float8 import in_float8, told_of_products, told_of_scales
 from lamella._measure import Interval, Speed, peak_flops
 from lamella._models import ModelSpec, build_model, flops_per_token, load_spec, sharding_units
 from lamella._place import Rank
@@ -30,15 +30,6 @@ from lamella._stop import StopRequests
 from lamella._tokens import BatchStream, inputs_and_targets, load_tokens, sequences, validation_indices
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointFailed, load
 from lamella_engine import FSDPModule, MixedPrecisionPolicy, fully_shard, load_scaling_state, scaling_state
-from lamella_precision import Float8Recipe, float8_matmul_layers, matrices_of, use_float8_matmul
-
-_FLOAT8: dict[str, tuple[tuple[int | None, int | None], int]] = {
-    "tensor": ((None, None), 0),
-    "delayed": ((None, None), 16),
-    "row": ((1, None), 0),
-    "block": ((128, 128), 0),
-}
-"""Blocks with a common scale, and the number of past amaxes, by `ParallelConfig.float8`."""
 
 
 def learning_rate(step: int, optim: OptimConfig) -> float:
@@ -56,27 +47,11 @@ def shard(model: nn.Module, spec: ModelSpec, parallel: ParallelConfig) -> None:
     policy = MixedPrecisionPolicy()
     if parallel.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in sharding_units(model, spec.model_type):
-        of_unit = policy if parallel.float8 == "no" else in_float8(unit, policy, parallel.float8)
-        fully_shard(unit, mesh=mesh, mp_policy=of_unit, reshard_after_forward=parallel.reshard_after_forward)
+    units = sharding_units(model, spec.model_type)
+    of_units = policy if parallel.float8 == "no" else in_float8(units, policy, parallel)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=of_units, reshard_after_forward=parallel.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def in_float8(unit: nn.Module, policy: MixedPrecisionPolicy, kind: str) -> MixedPrecisionPolicy:
-    """Let a unit's linear layers multiply in float8, and return the policy that gathers their matrices so.
-
-    Layers with sizes that are no multiples of 16 (`block`: 128), which kernels need, are gathered in float8 alone.
-
-    Args:
-        unit: Changed in place, before `fully_shard`.
-        policy: Of all other parameters.
-        kind: As `ParallelConfig.float8` says.
-    """
-    block, num_past_amaxes = _FLOAT8[kind]
-    recipe = Float8Recipe(block, num_past_amaxes=num_past_amaxes, compute_dtype=policy.param_dtype or torch.float32)
-    if names := float8_matmul_layers(unit, recipe):
-        use_float8_matmul(unit, recipe, names=names)
-    return replace(policy, recipe=matrices_of(unit, recipe))
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
@@ -160,8 +135,10 @@ class Trainer:
         Effects: collective over all ranks. Rank 0 prints, and writes metrics, plot and profile. All ranks write
             checkpoints, in the background; the call waits for the last checkpoint.
         """
-        first_step = self._restore()
+        first_step, told = self._restore()
         progress = Progress(first_step, self._config.optim.steps, enabled=self._rank.is_first)
+        for line in (*told_of_products(self._config.parallel, self._rank.device), *told):
+            progress.say(line)
         if first_step == 0:
             self._report([self._validate(0)], progress)
         with profiled(self._config.run.profile, self._directory, self._rank, progress.say) as end_step:
@@ -186,17 +163,18 @@ class Trainer:
                 return signum
         return 0
 
-    def _restore(self) -> int:
+    def _restore(self) -> tuple[int, list[str]]:
+        """Load the latest checkpoint, or the weights to start from; return the steps done, and lines to print."""
         checkpoints = CheckpointDirectory(self._directory.checkpoints)
         latest = checkpoints.latest()
         if latest is None:
             if self._pretrained is not None:
                 load_weights(self._pretrained, self._model, self._spec)
-            return 0
+            return 0, []
         try:
             extra = load(latest, model=self._model, optimizer=self._optimizer)
-            load_scaling_state(self._model, extra.get("scaling", {}))
-            return int(extra["step"])
+            step = int(extra["step"])
+            return step, told_of_scales(load_scaling_state(self._model, extra.get("scaling", {})), step)
         except (CheckpointDamaged, CheckpointFailed) as error:
             if (problem := damage_in(error)) is None:
                 raise

@@ -193,7 +193,7 @@ def _taking(field: Field) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:
-        return {"nargs": "+", "metavar": "PATH"}
+        return {"nargs": "+", "metavar": field.option.metavar or "PATH"}
     if typing.get_origin(kind) is Literal:
         return {"metavar": "|".join(typing.get_args(kind))}
     return {"metavar": "N" if kind is int else "X" if kind is float else field.flag.removeprefix("--").upper()}

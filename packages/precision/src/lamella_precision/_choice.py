@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 
 import torch.nn as nn
@@ -10,46 +10,118 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lamella_precision._recipe import Recipe
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 
 def matrices_of(
-    modules: nn.Module | Iterable[nn.Module], recipe: Recipe, *, names: str | Iterable[str] | None = None
+    modules: nn.Module | Iterable[nn.Module],
+    recipe: Recipe,
+    *,
+    names: str | Iterable[str] | None = None,
+    except_names: str | Iterable[str] = (),
 ) -> Callable[[nn.Parameter], Recipe | None]:
     """Choose a recipe for the matrices of some modules, as `MixedPrecisionPolicy.recipe`.
 
-    Norms, biases and tables of embeddings stay in the compute dtype, and so does every parameter outside the modules:
-    with a model's blocks as `modules`, its embedding and head.
+    Chosen are weights of `nn.Linear`, and stacks of matrices (at least three dims, outside convolutions), as of
+    experts. All other parameters stay in the compute dtype: norms, biases, tables of embeddings, matrices of other
+    modules (Mamba's `A_log`), and routers. A router is a module with "router" in its name, or with "gate" in its name
+    in a module that holds experts. So does every parameter outside the modules: with a model's blocks as `modules`,
+    its embedding and head. For a choice by another rule any function of a parameter serves.
 
     Args:
-        modules: A module, or several (a list of blocks), before `fully_shard`.
-        recipe: For parameters of at least two dims, outside `nn.Embedding`.
+        modules: A module, or several (a list of blocks), before `fully_shard` and after what replaces parameters.
+        recipe: For the chosen parameters.
         names: Shell patterns of names of parameters in a module ("attn.*"), one of which must match; None for all.
+        except_names: Shell patterns of names of parameters in a module that are left out.
 
     Returns:
-        A function of a parameter, the recipe or None. The function keeps no parameter alive.
+        A function of a parameter, the recipe or None. The function keeps no parameter alive, and raises a `ValueError`
+        if all chosen parameters were replaced before it chose any.
 
     Raises:
-        ValueError: A pattern matches no such parameter.
+        TypeError: `recipe` is none.
+        ValueError: A pattern matches no such parameter, or nothing is chosen.
     """
-    patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-    chosen = WeakIdKeyDictionary()
-    unused = set(patterns or ())
-    given: Iterable[nn.Module]
-    given = [modules] if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList) else modules
-    for module in given:
-        tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-        for name, parameter in module.named_parameters():
-            matching = [pattern for pattern in patterns or () if fnmatch(name, pattern)]
-            if parameter.ndim >= 2 and id(parameter) not in tables and (patterns is None or matching):
-                chosen[parameter] = recipe
-                unused.difference_update(matching)
-    if unused:
+    if isinstance(recipe, type) or not isinstance(recipe, Recipe):
+        raise TypeError(f"Expected `recipe` to be a Recipe, got {recipe!r}. Pass an instance, such as Float8Recipe().")
+    is_single = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
+    given: list[nn.Module] = [modules] if is_single else list(modules)  # type: ignore[arg-type,list-item]
+    products = [product for module in given for product in _products(module)]
+    everything = [name for module in given for name, _ in module.named_parameters()]
+    wanted, unwanted = _listed("*" if names is None else names), _listed(except_names)
+    _check_used("names", [] if names is None else wanted, [name for name, _ in products], "a matrix")
+    _check_used("except_names", unwanted, everything, "a parameter")
+    left_out = {id(parameter) for name, parameter in products if _matches(name, unwanted)}
+    chosen = [p for name, p in products if id(p) not in left_out and _matches(name, wanted)]
+    if not chosen:
         raise ValueError(
-            f"Expected every one of `names` to match a matrix of the modules, got none for {sorted(unused)}. Names "
-            "begin inside each module."
+            f"Expected weights of nn.Linear or stacks of matrices in {[type(module).__name__ for module in given]}, "
+            "got none that `names` and `except_names` leave. Choose by a function of a parameter, or pass no recipe."
         )
+    return _chooser(chosen, recipe)
+
+
+def _chooser(parameters: Iterable[nn.Parameter], recipe: Recipe) -> Callable[[nn.Parameter], Recipe | None]:
+    chosen = WeakIdKeyDictionary()
+    for parameter in parameters:
+        chosen[parameter] = recipe
+    num_chosen, has_served = len(chosen), False
 
     def choose(parameter: nn.Parameter) -> Recipe | None:
+        nonlocal has_served
         found: Recipe | None = chosen.get(parameter)  # type: ignore[no-untyped-call]
+        has_served |= found is not None
+        if not has_served and not len(chosen):  # after the first choice, sharding itself replaces parameters
+            raise ValueError(
+                f"Expected parameters that `matrices_of` chose, got other objects in the place of all {num_chosen}. "
+                "Call matrices_of after what replaces parameters, such as `to_empty`."
+            )
         return found
 
     return choose
+
+
+def _products(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that are matrices of products, without tables and routers."""
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    routers = {id(inner) for router in _routers(module) for inner in router.modules()}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(prefix, recurse=False):
+            if id(owner) not in routers and id(parameter) not in tables and _is_product(owner, parameter):
+                yield name, parameter
+
+
+def _is_product(owner: nn.Module, parameter: nn.Parameter) -> bool:
+    if isinstance(owner, nn.Linear):
+        return parameter is owner.weight
+    return not isinstance(owner, _CONVOLUTIONS) and _is_stack(parameter)
+
+
+def _is_stack(parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 3 and min(parameter.shape[-2:]) > 1  # (1, 1, n) is a vector that broadcasts
+
+
+def _routers(module: nn.Module) -> Iterator[nn.Module]:
+    for each in module.modules():
+        holds_experts = any(_is_stack(parameter) for parameter in each.parameters(recurse=False))
+        holds_experts |= hasattr(each, "experts")
+        for name, child in each.named_children():
+            if "router" in name or (holds_experts and "gate" in name):
+                yield child
+
+
+def _listed(patterns: str | Iterable[str]) -> list[str]:
+    """One pattern or several, as a list."""
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _check_used(argument: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
+    if unused := [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)]:
+        raise ValueError(
+            f"Expected every one of `{argument}` to match {kind} of the modules, got none for {unused}. Names begin "
+            "inside each module."
+        )

@@ -40,7 +40,7 @@ class Float8Recipe:
         compute_dtype: Dtype of the dequantised weight and of its gradient.
 
     Raises:
-        ValueError: `dtype` is no float8 format, or a size is not positive.
+        ValueError: `dtype` is no float8 format, or `block` is no tuple of two positive sizes or None.
     """
 
     block: Block = (None, None)
@@ -52,8 +52,11 @@ class Float8Recipe:
     def __post_init__(self) -> None:
         if self.dtype not in _FORMATS:
             raise ValueError(f"Expected `dtype` to be one of {_FORMATS}, got {self.dtype}.")
-        if any(length is not None and length < 1 for length in self.block):
-            raise ValueError(f"Expected `block` to have positive sizes or None, got {self.block}.")
+        if not _is_block(self.block):
+            raise ValueError(
+                f"Expected `block` to be a tuple of two positive sizes or None, got {self.block!r}. Pass (128, 128) "
+                "for squares, (1, None) for rows."
+            )
         if self.num_past_amaxes < 0:
             raise ValueError(f"Expected `num_past_amaxes` to be at least 0, got {self.num_past_amaxes}.")
 
@@ -161,6 +164,13 @@ class Float8Recipe:
         (data,) = payloads
         assert scales is not None
         return times_scales(data, scales, shape, self.block, self.compute_dtype)
+
+
+def _is_block(value: object) -> bool:
+    def is_length(each: object) -> bool:
+        return each is None or (isinstance(each, int) and each >= 1)
+
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_length, value))
 
 
 def encode_cuts(cuts: Sequence[Cut], largest: float, *, multiplies: bool = False) -> None:

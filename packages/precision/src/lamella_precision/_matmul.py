@@ -56,25 +56,27 @@ def use_float8_matmul(
         The names of the changed modules.
 
     Raises:
+        TypeError: `recipe` is no Float8Recipe.
         ValueError: The recipe has other blocks or another dtype than torch.float8_e4m3fn, a matching module's sizes are
-            no multiples of 16 (128 with squares), or no `nn.Linear` matches.
+            no multiples of 16 (128 with squares), or a pattern matches no `nn.Linear`.
     """
     recipe = Float8Recipe() if recipe is None else recipe
+    if not isinstance(recipe, Float8Recipe):
+        raise TypeError(f"Expected `recipe` to be a Float8Recipe or None, got {recipe!r}. Pass Float8Recipe().")
     if recipe.block not in _BLOCKS or recipe.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"Expected a recipe with a scale a tensor, a row or 128 x 128, in torch.float8_e4m3fn, got {recipe}. Use "
             "Float8Recipe() with one of these blocks; others are gathered and dequantised."
         )
     patterns = [names] if isinstance(names, str) else list(names)
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and any(fnmatch(name, pattern) for pattern in patterns)
-    }
-    if not found:
+    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    matched = [[name for name in linear if fnmatch(name, pattern)] for pattern in patterns]
+    unused = [pattern for pattern, own in zip(patterns, matched, strict=True) if not own]
+    if unused or not patterns:
         raise ValueError(
-            f"Expected `names` to match an nn.Linear, got none for {patterns}. Call it before fully_shard."
+            f"Expected every one of `names` to match an nn.Linear, got none for {unused}. Call it before fully_shard."
         )
+    found = {name: module for name, module in linear.items() if any(name in own for own in matched)}
     fit = set(float8_matmul_layers(model, recipe))
     for name, module in found.items():
         if name not in fit:
@@ -115,8 +117,16 @@ def drop_float8_matmul(model: nn.Module) -> list[str]:
 
     Returns:
         The names of the changed modules.
+
+    Raises:
+        ValueError: Such a layer is a unit itself, or of a subclass; nothing is changed.
     """
-    found = {name: module for name, module in model.named_modules() if type(module) is Float8Linear}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    if others := {name: type(module).__name__ for name, module in found.items() if type(module) is not Float8Linear}:
+        raise ValueError(
+            f"Expected linear layers that are no units themselves, got {others}. Call drop_float8_matmul before "
+            "fully_shard."
+        )
     for module in found.values():
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]

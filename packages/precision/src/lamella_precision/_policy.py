@@ -63,10 +63,11 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "main_grads_dtype"):
             _check_dtype(name, getattr(self, name))
-        if not (self.recipe is None or isinstance(self.recipe, Recipe) or callable(self.recipe)):
+        is_served = isinstance(self.recipe, Recipe) or callable(self.recipe)
+        if self.recipe is not None and (isinstance(self.recipe, type) or not is_served):  # a class has all members too
             raise TypeError(
                 f"Expected `recipe` to be a Recipe, a function of a parameter or None, got {self.recipe!r}. A recipe "
-                "has compute_dtype, block_rows, payloads, columns, encode and decode."
+                "has compute_dtype, block_rows, payloads, columns, encode and decode; of a class, pass an instance."
             )
 
     def resolved_for(self, parameter: nn.Parameter) -> MixedPrecisionPolicy:
@@ -105,7 +106,7 @@ class MixedPrecisionPolicy:
         if isinstance(recipe, Recipe):
             return recipe
         given = recipe(parameter)
-        if not (given is None or isinstance(given, Recipe)):
+        if given is not None and (isinstance(given, type) or not isinstance(given, Recipe)):
             raise TypeError(
                 f"Expected `recipe` to return a Recipe or None for a parameter of shape {tuple(parameter.shape)}, got "
                 f"{given!r}. A recipe has compute_dtype, block_rows, payloads, columns, encode and decode."

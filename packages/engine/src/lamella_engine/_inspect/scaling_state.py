@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from lamella_engine._inspect.numerics import named_shards
@@ -12,56 +14,115 @@ from lamella_engine._modules.attached import find_state
 from lamella_engine._parameters.scales import Scales
 from lamella_engine._tree.tree import finish_left
 
+Rows = list[list[float]]
+"""The scales of a parameter, and its past amaxes from the latest on, a row each."""
 
-def scaling_state(model: nn.Module) -> dict[str, list[list[float]]]:
+
+def scaling_state(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, Rows]:
     """The scales of delayed scaling and the amaxes that later ones depend on, as plain numbers for `extra` of a `save`.
 
     Args:
         model: Sharded, between steps.
+        group: The ranks whose parameters are in the state; None for all. Ranks with other parameters under the same
+            names, as of other experts or of pipeline stages that count from 0, need a state for each such part of the
+            ranks, and a file for each: `extra` is rank 0's alone.
 
     Returns:
-        For each such parameter, by name: its scales, and its past amaxes from the latest on, a row each. Equal on all
-        ranks that share a parameter; empty without delayed scaling.
+        For each such parameter on any rank of the group, by name: its scales, and its past amaxes from the latest on, a
+        row each. Equal on all ranks of the group; empty without delayed scaling.
 
-    Effects: waits for the device; not a collective.
+    Raises:
+        ValueError: Ranks have other numbers under the same name.
+
+    Effects: collective on the group: an all-gather of 16 bytes a parameter and its name, and a broadcast from one rank
+        of each pipeline stage of parameters that other stages lack; waits for the device.
     """
     finish_left()
     _synchronize(model)
-    return {name: scales.state_of(i) for name, scales, i in _delayed(model)}
+    own = {name: scales.state_of(i) for name, scales, i in _delayed(model)}
+    return _of_all_ranks(own, group) if dist.is_initialized() else own
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
-    """Go on with saved scales: the next steps are those of the run that saved, on any number of ranks.
+    """Go on with saved scales, or start anew; to be called after weights were replaced.
+
+    The next steps are those of the run that saved, on any number of ranks. Without a call, weights that were replaced
+    by hand are encoded with scales of the weights before, and saturate if they are larger. `load_state_dict`, and so
+    `lamella_checkpoint.load`, starts anew by itself the scales of what it replaces (with `assign=True`, as `to` and
+    `to_empty`, those of the whole unit), also scales that were loaded before.
 
     Args:
-        model: Sharded, between steps, with its main weights loaded before or after.
-        state: From `scaling_state`, of a model with the same recipes.
+        model: Sharded, between steps, with its main weights loaded.
+        state: From `scaling_state`, of a model with the same recipes; other names are passed over. {}: all scales start
+            anew from the current weights.
 
     Returns:
-        The names of the parameters with delayed scaling that `state` lacks, which are left as they are: those of a
-        fresh model start from their current weights.
+        The names of the parameters with delayed scaling that `state` lacks, whose scales start anew.
 
     Raises:
-        ValueError: A parameter has another number of scales or of past amaxes.
+        ValueError: A parameter has another number of scales or of past amaxes; nothing is changed.
 
     Effects: waits for the device; not a collective.
     """
     finish_left()
     _synchronize(model)
-    missing = []
-    for name, scales, i in _delayed(model):
-        if name not in state:
-            missing.append(name)
-            continue
-        rows = torch.tensor(state[name])
-        if rows.shape != (expected := scales.state_shape(i)):
-            raise ValueError(
-                f"Expected {expected[0]} rows of {expected[1]} numbers in `state` for {name!r}, as its recipe has, got "
-                f"{tuple(rows.shape)}. Use the recipe of the run that saved, or leave the parameter out: its scales "
-                "start anew."
-            )
-        scales.load(i, rows)
-    return missing
+    delayed = list(_delayed(model))
+    found = {name: _checked(name, state[name], scales.state_shape(i)) for name, scales, i in delayed if name in state}
+    for name, scales, i in delayed:
+        if name in found:
+            scales.load(i, found[name])
+        else:
+            scales.forget(i)
+    return [name for name, _, _ in delayed if name not in found]
+
+
+def _checked(name: str, rows: Sequence[Sequence[float]], expected: tuple[int, int]) -> torch.Tensor:
+    made = torch.tensor(rows)
+    if made.shape != expected:
+        raise ValueError(
+            f"Expected {expected[0]} rows of {expected[1]} numbers in `state` for {name!r}, as its recipe has, got "
+            f"{tuple(made.shape)}. Use the recipe of the run that saved, or leave the parameter out: its scales start "
+            "anew."
+        )
+    return made
+
+
+def _of_all_ranks(own: dict[str, Rows], group: dist.ProcessGroup | None) -> dict[str, Rows]:
+    """The parameters of all ranks of a group. Effects: collective, as `scaling_state`."""
+    digests: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(digests, {name: _digest(rows) for name, rows in own.items()}, group)
+    holders = _first_holders(digests)
+    lacked = {name: rank for name, rank in holders.items() if not all(name in each for each in digests)}
+    found = dict(own)
+    for source in sorted(set(lacked.values())):
+        is_source = source == dist.get_rank(group)
+        sent = [{name: own[name] for name, rank in lacked.items() if rank == source} if is_source else {}]
+        dist.broadcast_object_list(sent, group=group, group_src=source)
+        found |= sent[0]
+    return {name: found[name] for name in holders}
+
+
+def _first_holders(digests: Sequence[Mapping[str, bytes]]) -> dict[str, int]:
+    """The first rank with each name.
+
+    Raises:
+        ValueError: A later rank has other numbers.
+    """
+    holders: dict[str, int] = {}
+    for rank, of_rank in enumerate(digests):
+        for name, digest in of_rank.items():
+            first = holders.setdefault(name, rank)
+            if digests[first][name] != digest:
+                raise ValueError(
+                    f"Expected {name!r} to have the same scales on all ranks of `group`, got others on rank {rank} "
+                    f"than on rank {first}. Pass as `group` the ranks that share their parameters (those with the same "
+                    "experts), and save a state for each such group in a file of its own."
+                )
+    return holders
+
+
+def _digest(rows: Rows) -> bytes:
+    return blake2b(repr(rows).encode(), digest_size=16).digest()
 
 
 def _delayed(model: nn.Module) -> Iterator[tuple[str, Scales, int]]:

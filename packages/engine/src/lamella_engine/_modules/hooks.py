@@ -24,7 +24,7 @@ nothing. Called anywhere else, an inner module is a forward of the outer unit by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,6 +66,11 @@ def register_hooks(
         acting = state.acting
         acting.tree.leave_nothing_but_shards(acting.unit)
 
+    def prepare_load(owner: nn.Module, entries: Mapping[str, object], prefix: str, *_: object) -> None:
+        leave_nothing_but_shards()
+        replaced = {id(parameter) for name, parameter in owner._parameters.items() if prefix + name in entries}
+        state.acting.unit.weights.forget_past(replaced)
+
     def adopt(*_: object) -> None:
         state.acting.unit.weights.adopt_replaced_shards(keep_parameters=True)
 
@@ -82,7 +87,7 @@ def register_hooks(
         owner.register_forward_pre_hook(partial(_pre_recompute, state), prepend=True)
     for owner in owners:
         owner.register_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
-        owner.register_load_state_dict_pre_hook(leave_nothing_but_shards)  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(prepare_load)  # type: ignore[no-untyped-call]
         owner.register_load_state_dict_post_hook(adopt)  # type: ignore[no-untyped-call]
     return handles
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -366,6 +366,13 @@ class ParameterGroup:
             self.scales.measure(self.main_weight, stays=True)  # a new buffer comes with new scales
         else:
             self.scales.measure(self._main_weight_on_device(self.offload), stays=False)
+
+    def forget_past(self, replaced: Collection[int]) -> None:
+        """Let scales of the sharded parameters with these ids start anew. Effects: as `Scales.forget`."""
+        assert self.scales is not None
+        for i, parameter in enumerate(self.parameters):
+            if id(parameter.sharded) in replaced:
+                self.scales.forget(i)
 
     def _main_weight_on_device(self, offload: Offload) -> ShardedBuffer:
         """A copy on the device of main weights at rest on the CPU.

@@ -17,6 +17,7 @@ from lamella_precision import Part, ScaledRecipe
 
 # Float8 products on GPUs refuse a scale whose address is no multiple of 16 bytes.
 _ALIGNMENT = 4  # elements
+_NEVER = -1.0  # a past amax that was not measured
 
 
 class Scales:
@@ -42,7 +43,7 @@ class Scales:
         self.amaxes = torch.zeros(sum(_aligned(shape) for shape in own), device=device)
         self._scales = torch.ones_like(self.amaxes)
         self.num_past = recipe.num_past
-        self._past = torch.full((recipe.num_past, len(self.amaxes)), -1.0, device=device)
+        self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
         self.of_each = _split(self._scales, own)
         self._past_of_each = [_split(row, own) for row in self._past]
         self._amaxes_of_each = _split(self.amaxes, own)
@@ -85,6 +86,11 @@ class Scales:
         """Write the numbers of `state_of`. Effects: on the current stream."""
         for row, values in zip(self._rows(i), rows, strict=True):
             row.copy_(values.view(row.shape))
+
+    def forget(self, i: int) -> None:
+        """Let the next scales of parameter `i` be of the weight then. Effects: on the current stream; no host sync."""
+        for past in self._past_of_each:
+            past[i].fill_(_NEVER)
 
     def _rows(self, i: int) -> list[torch.Tensor]:
         return [self.of_each[i], *(past[i] for past in self._past_of_each)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -396,6 +396,25 @@ class UnitWeights:
         self.drop_copy()
         # The caller writes CPU shards on the host, which no stream orders after the gathers' copies.
         self.parameters.context.streams.wait_for_shards()
+
+    def forget_past(self, replaced: Collection[int]) -> None:
+        """Let delayed scales of parameters start anew from the values that the caller is about to write.
+
+        A scale of the values before may saturate the new ones, in every pass until the next write.
+
+        Args:
+            replaced: Ids of sharded parameters.
+
+        Effects: on the gather stream, which the compute stream then waits for; nothing without delayed scaling.
+        """
+        delayed = [group for group in self.parameters.groups if group.scales is not None and group.scales.num_past]
+        if not delayed:
+            return
+        streams = self.parameters.context.streams
+        with streams.on(streams.all_gather_stream):
+            for group in delayed:
+                group.forget_past(replaced)
+        streams.compute_stream.wait_stream(streams.all_gather_stream)
 
     def adopt_replaced_shards(self, *, keep_parameters: bool = False) -> None:
         """Take back shards whose storage or Parameter the user replaced while the unit was at rest.
