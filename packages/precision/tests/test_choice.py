@@ -44,6 +44,7 @@ def _block() -> nn.ModuleDict:
             "table": nn.Embedding(4, 4),
             "norm": nn.LayerNorm(4),
             "mlp": _dense(),
+            "foreign": _Router(),  # a linear layer of another library is no nn.Linear
             "mixer": _Mamba(),
             "stacked": nn.ModuleDict(
                 {"gate": _Router(), "experts": _Stacked(), "shared_expert_gate": nn.Linear(4, 1), "shared": _dense()}
@@ -57,6 +58,7 @@ def _block() -> nn.ModuleDict:
 
 
 MULTIPLIED = {
+    "foreign.weight",
     "mlp.gate.weight",
     "mlp.up_proj.weight",
     "mixer.in_proj.weight",
@@ -86,7 +88,13 @@ def test_what_layers_multiply_by_is_chosen_and_routers_are_not() -> None:
 def test_names_choose_among_the_matrices_and_except_names_leave_some_out() -> None:
     assert _chosen(_block(), names="mlp.*") == {"mlp.gate.weight", "mlp.up_proj.weight"}
     left = _chosen(_block(), except_names=["*experts*", "stacked.gate.weight", "*up_proj*"])
-    assert left == {"mlp.gate.weight", "mixer.in_proj.weight", "stacked.shared.gate.weight", "cased.input_linear.up"}
+    assert left == {
+        "mlp.gate.weight",
+        "foreign.weight",
+        "mixer.in_proj.weight",
+        "stacked.shared.gate.weight",
+        "cased.input_linear.up",
+    }
     model = nn.ModuleList([_block(), nn.Sequential(_dense())])
     choose = matrices_of([model[0], model[0].mlp, model[1]], Float8Recipe(), except_names="mlp.gate.*")  # type: ignore[list-item]
     assert choose(model[0].mlp.gate.weight) is None, "a name in the outer module leaves out for the inner one too"  # type: ignore[arg-type,union-attr]
@@ -99,7 +107,7 @@ def test_names_choose_among_the_matrices_and_except_names_leave_some_out() -> No
         ({"names": ["mlp.*", "mpl.*"]}, r"`names` to match a matrix of the modules, got none for \['mpl\.\*'\]"),
         ({"names": "stacked.gate.weight"}, "`names` to match a matrix"),
         ({"except_names": "mpl.*"}, r"`except_names` to match a parameter of the modules, got none for \['mpl\.\*'\]"),
-        ({"except_names": "*"}, r"Expected weights of nn.Linear or stacks of matrices in \['ModuleDict'\]"),
+        ({"except_names": "*"}, r"Expected weights of two dims or stacks of matrices in \['ModuleDict'\]"),
     ],
 )
 def test_a_pattern_without_a_matrix_and_a_choice_of_nothing_are_refused(names: Any, complaint: str) -> None:

@@ -22,11 +22,12 @@ def matrices_of(
 ) -> Callable[[nn.Parameter], Recipe | None]:
     """Choose a recipe for the matrices of some modules, as `MixedPrecisionPolicy.recipe`.
 
-    Chosen are weights of `nn.Linear`, and stacks of matrices (at least three dims, outside convolutions), as of
-    experts. All other parameters stay in the compute dtype: norms, biases, tables of embeddings, matrices of other
-    modules (Mamba's `A_log`), and routers. A router is a module with "router" in its name, or with "gate" in its name
-    in a module that holds experts. So does every parameter outside the modules: with a model's blocks as `modules`,
-    its embedding and head. For a choice by another rule any function of a parameter serves.
+    Chosen are matrices with "weight" in their own name, as layers of any library call what they multiply by, and stacks
+    of matrices (at least three dims), as of experts; neither of convolutions. All other parameters stay in the compute
+    dtype: norms, biases, tables of embeddings, matrices of another name (Mamba's `A_log`), and routers. A router is a
+    module with "router" in its name, or with "gate" in its name in a module that holds experts. So does every
+    parameter outside the modules: with a model's blocks as `modules`, its embedding and head. For a choice by another
+    rule any function of a parameter serves.
 
     Args:
         modules: A module, or several (a list of blocks), before `fully_shard` and after what replaces parameters.
@@ -55,7 +56,7 @@ def matrices_of(
     chosen = [p for name, p in products if id(p) not in left_out and _matches(name, wanted)]
     if not chosen:
         raise ValueError(
-            f"Expected weights of nn.Linear or stacks of matrices in {[type(module).__name__ for module in given]}, "
+            f"Expected weights of two dims or stacks of matrices in {[type(module).__name__ for module in given]}, "
             "got none that `names` and `except_names` leave. Choose by a function of a parameter, or pass no recipe."
         )
     return _chooser(chosen, recipe)
@@ -87,14 +88,10 @@ def _products(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     routers = {id(inner) for router in _routers(module) for inner in router.modules()}
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(prefix, recurse=False):
-            if id(owner) not in routers and id(parameter) not in tables and _is_product(owner, parameter):
+            if id(owner) in routers or id(parameter) in tables or isinstance(owner, _CONVOLUTIONS):
+                continue
+            if _is_stack(parameter) or (parameter.ndim == 2 and "weight" in name.rpartition(".")[2]):
                 yield name, parameter
-
-
-def _is_product(owner: nn.Module, parameter: nn.Parameter) -> bool:
-    if isinstance(owner, nn.Linear):
-        return parameter is owner.weight
-    return not isinstance(owner, _CONVOLUTIONS) and _is_stack(parameter)
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:
