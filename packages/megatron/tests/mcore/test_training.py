@@ -8,13 +8,14 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import CASES, STAGES
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +36,7 @@ TORCHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
     "adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0, eps=1e-3),  # A small eps makes signs of rounding.
 }
+STRATEGY_OF = dict(zip(STAGES, ("optim", "optim_grads", "optim_grads_params", "optim_grads_params"), strict=True))
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -200,6 +202,10 @@ def test_the_driver_trains_as_torch_does(num_ranks: int, changes: dict[str, Any]
         ("*E*E", Layout(ep=2), "optim"),
         ("MEME", Layout(cp=2, ep=2), "optim_grads_params"),
         ("gpt", Layout(instances=2), "optim_grads_params over optim"),
+        *(
+            pytest.param(kind, layout, STRATEGY_OF[stage], marks=pytest.mark.slow)
+            for kind, layout, stage in chain(*CASES.values())
+        ),
     ],
     ids=str,
 )
