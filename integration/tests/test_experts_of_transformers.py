@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from lamella.experts import chunk, shard_with_experts, spread_experts
 from lamella_checkpoint import CheckpointFailed, save
-from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions, UnitResidence
+from lamella_engine import (
+    ZERO1,
+    ZERO3,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardingOptions,
+    UnitResidence,
+    fully_shard,
+)
+from lamella_precision import Float8Recipe, QuantizedWeight, matrices_of
 from lamella_schedule import run
 from lamella_testing import run_ranks
 
@@ -38,12 +48,12 @@ FAMILIES = ["qwen3_moe", "mixtral", "mixtral, sliding window"]
 Batch = dict[str, Any]
 
 
-def _model(family: str, experts: str = "eager") -> nn.Module:
+def _model(family: str, experts: str = "eager", width: int = 12) -> nn.Module:
     torch.manual_seed(3)
     model: Any
     implementations: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts}
     if family == "qwen3_moe":
-        sizes = {**SIZES, "moe_intermediate_size": 12, "num_experts": 4, "mlp_only_layers": [1], "head_dim": 4}
+        sizes = {**SIZES, "moe_intermediate_size": width, "num_experts": 4, "mlp_only_layers": [1], "head_dim": 4}
         config: Any = Qwen3MoeConfig(**sizes, **implementations)
         model = Qwen3MoeForCausalLM(config)
     else:
@@ -147,6 +157,43 @@ def test_the_configs_implementation_of_experts_is_used() -> None:
         return all(torch.equal(a, b) for a, b in zip(eager, grouped, strict=True))
 
     assert run_ranks(on_each_rank, 2) != [True, True]
+
+
+def _saved_bytes(experts: str, recipe: Float8Recipe | None) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that autograd keeps between forward and backward, where units are resharded; and the gradients."""
+    model = cast(Any, _model("qwen3_moe", experts, 16))  # a row in bf16 is a multiple of 16 bytes, as kernels ask
+    chosen = matrices_of(model.model.layers, recipe) if recipe else None
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, recipe=chosen))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        for each in tensor.payloads if isinstance(tensor, QuantizedWeight) else (tensor,):
+            saved[each.untyped_storage()._cdata] = each.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(**_batches(0)[0], use_cache=False).loss
+    num_bytes = sum(storage.nbytes() for storage in saved.values())
+    loss.backward()
+    return num_bytes, [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_stacks_of_experts_in_float8_save_no_more_than_in_bf16(experts: str) -> None:
+    def on_each_rank() -> tuple[int, int]:
+        recipe = Float8Recipe()
+        in_bf16, _ = _saved_bytes(experts, None)
+        in_float8, gradients = _saved_bytes(experts, recipe)
+        with patch("lamella_precision._quantized.views_by", return_value=None):  # a copy of the values for each view
+            in_copies, expected = _saved_bytes(experts, recipe)
+        assert in_copies > in_bf16
+        torch.testing.assert_close(gradients, expected, rtol=0.0, atol=0.0)
+        return in_float8, in_bf16
+
+    for in_float8, in_bf16 in run_ranks(on_each_rank, 2):
+        assert in_float8 <= in_bf16
 
 
 def test_ranks_without_tokens_take_part_in_backward() -> None:

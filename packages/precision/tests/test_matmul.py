@@ -7,21 +7,19 @@ from typing import cast
 import pytest
 import torch
 from float64_oracle import in_float8
+from gathered_weights import gathered
 from torch import nn
 
 from lamella_precision import (
     Float8Linear,
     Float8Recipe,
-    Part,
-    QuantizedWeight,
-    _blockwise,
     drop_float8_matmul,
     float8_matmul_layers,
     multiplies_in_float8,
     use_float8_matmul,
 )
+from lamella_precision._operands import quantised
 from lamella_precision._tiles import Block
-from lamella_precision.testing import encode_into, measured
 
 TENSOR, ROW, SQUARE = Float8Recipe(), Float8Recipe((1, None)), Float8Recipe((128, 128))
 RECIPES = pytest.mark.parametrize("recipe", [TENSOR, ROW, SQUARE], ids=["tensor", "row", "square"])
@@ -53,14 +51,14 @@ def _expected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and both gradients of quantised operands, multiplied in float64."""
     of_x, of_gradients = BLOCKS_OF[block]
-    quantised = _quantised(weight, block)
-    output = _quantised(x, of_x) @ quantised.T
+    values = _quantised(weight, block)
+    output = _quantised(x, of_x) @ values.T
     if block == (1, None):
         amaxes = weight.detach().float().abs().amax(1)
         scales = amaxes / torch.full_like(amaxes, 448)
-        gradient_of_x = _quantised(gradient.float() * scales, of_x) @ (quantised / scales.double()[:, None])
+        gradient_of_x = _quantised(gradient.float() * scales, of_x) @ (values / scales.double()[:, None])
     else:
-        gradient_of_x = _quantised(gradient, of_x, of_gradients) @ quantised
+        gradient_of_x = _quantised(gradient, of_x, of_gradients) @ values
     of_weight = _quantised(gradient.T, of_x, of_gradients) @ _quantised(x.T, of_x).T
     return output, gradient_of_x, of_weight
 
@@ -75,17 +73,6 @@ def _layer(recipe: Float8Recipe, device: str = "cpu", dtype: torch.dtype = torch
             cast(nn.Linear, model[0]).weight.mul_(powers.repeat_interleave(128, 0).repeat_interleave(128, 1))
     assert use_float8_matmul(model, recipe) == ["0"]
     return cast(nn.Linear, model[0])
-
-
-def _gathered(weight: torch.Tensor, recipe: Float8Recipe) -> QuantizedWeight:
-    """The weight as a gather leaves it."""
-    amaxes = measured(recipe, [weight], weight.shape)
-    scales = torch.empty_like(amaxes)
-    recipe.rescale(amaxes, scales, torch.empty(0, len(amaxes), device=weight.device))
-    data = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
-    scales = scales.view(recipe.scale_shape(weight.shape))
-    encode_into(recipe, weight, [data], Part(tuple(weight.shape), 0, scales))
-    return recipe.decode([data], weight.shape, scales)
 
 
 def _without_ties(matrix: torch.Tensor, block: tuple[int | None, int | None]) -> torch.Tensor:
@@ -121,7 +108,7 @@ def test_the_products_are_of_the_quantised_operands(
         layer.weight.copy_(_without_ties(layer.weight, recipe.block))
     plain = layer.weight.detach().clone()
     if is_gathered:
-        layer.weight = nn.Parameter(_gathered(plain.float(), recipe))
+        layer.weight = nn.Parameter(gathered(plain.float(), recipe))
     if is_compiled:
         on_gpu = device == "cuda"
         # Squares in symbolic sizes are traced for seconds, which the GPU's run has.
@@ -153,7 +140,7 @@ def test_blocks_along_the_summed_dim_have_the_bytes_of_exact_arithmetic(block: t
     torch.manual_seed(0)
     matrix = (torch.randn(128, 256) * torch.exp2(torch.arange(256.0) / 16 - 8)).bfloat16()[-block[0] :]
     matrix[0, 3] = 0.0
-    data, scales = _blockwise.quantised(matrix, block[0])
+    data, scales = quantised(matrix, block)
     expected, of_blocks = in_float8(matrix, block, E4M3)
     assert torch.equal(data.view(torch.uint8), expected)
     assert torch.equal(scales, of_blocks)
@@ -166,7 +153,7 @@ def test_a_gathered_weight_computes_the_bits_of_a_plain_one(recipe: Float8Recipe
         layer = _layer(recipe)
         x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
         if is_gathered:
-            layer.weight = nn.Parameter(_gathered(layer.weight.detach(), recipe))
+            layer.weight = nn.Parameter(gathered(layer.weight.detach(), recipe))
         own = x.clone().requires_grad_()
         layer(own).square().sum().backward()
         results.append((own.grad, layer.weight.grad))
@@ -176,12 +163,51 @@ def test_a_gathered_weight_computes_the_bits_of_a_plain_one(recipe: Float8Recipe
         assert torch.equal(one.to(other.dtype), other)  # the gathered weight computes in bf16
 
 
+@RECIPES
+@pytest.mark.parametrize("shape", [(0,), (2, 0), ()], ids=["no tokens", "no tokens of two", "a vector"])
+def test_a_vector_and_no_tokens_are_taken_as_by_linear_layers(recipe: Float8Recipe, shape: tuple[int, ...]) -> None:
+    layer = _layer(recipe)
+    x = torch.randn(*shape, layer.in_features, requires_grad=True)
+    output = layer(x)
+    assert output.shape == nn.functional.linear(x, layer.weight).shape
+    output.square().sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+    if not shape:
+        row = x.detach()[None].requires_grad_()
+        of_vector, layer.weight.grad = layer.weight.grad, None
+        layer(row).square().sum().backward()
+        assert torch.equal(output, layer(row)[0])
+        assert torch.equal(x.grad[None], cast(torch.Tensor, row.grad))
+        assert torch.equal(of_vector, cast(torch.Tensor, layer.weight.grad))
+    else:
+        assert not layer.weight.grad.any()
+
+
+@RECIPES
+def test_autocast_gives_its_dtype_and_the_bits_of_inputs_in_it(recipe: Float8Recipe) -> None:
+    layer = _layer(recipe)
+    layer.bias = nn.Parameter(torch.randn(layer.out_features))
+    x = torch.randn(3, layer.in_features)
+    made = []
+    for is_autocast in (True, False):
+        own = (x if is_autocast else x.bfloat16()).clone().requires_grad_()
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            output = layer(own)
+            output.square().sum().backward()  # inside: a product of the fallback stays one in fp32
+        made.append((output, cast(torch.Tensor, own.grad).bfloat16(), layer.weight.grad))
+        layer.bias = nn.Parameter(layer.bias.detach().bfloat16())
+    assert made[0][0].dtype == torch.bfloat16
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    assert layer.to("meta")(torch.empty(3, layer.in_features, device="meta")).shape == (3, layer.out_features)
+
+
 def test_a_weight_of_another_recipe_is_dequantised_first() -> None:
     layer = _layer(ROW)
-    gathered = _gathered(layer.weight.detach(), TENSOR)
-    layer.weight = nn.Parameter(gathered)
+    weight = gathered(layer.weight.detach(), TENSOR)
+    layer.weight = nn.Parameter(weight)
     x = torch.randn(4, 64)
-    expected = _quantised(x, (1, None)) @ _quantised(gathered + 0, (1, None)).T
+    expected = _quantised(x, (1, None)) @ _quantised(weight + 0, (1, None)).T
     assert torch.allclose(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from lamella_precision._float8 import scale_for
+from lamella_precision._operands import Operand, product
 
 LENGTH = 128
 _DTYPE = torch.float8_e4m3fn
@@ -19,29 +19,16 @@ _ALIGNMENT = 16  # rows of the first operand: a column of its scales is a whole 
 _GRID_COLUMNS = 4  # kernels read rows of a square's scales padded to a multiple
 _FIRST_CUDA = (12, 9)
 
-Blocks = tuple[torch.Tensor, torch.Tensor]
-"""Data, (rows, columns), and fp32 scales, (rows / block rows, columns / 128)."""
 
-
-def quantised(matrix: torch.Tensor, rows: int, *, power_of_two: bool = False) -> Blocks:
-    """A matrix by current scaling, with a scale for blocks of `rows` x 128; its sizes are multiples of both."""
-    largest = torch.finfo(_DTYPE).max
-    num_rows, num_columns = matrix.shape
-    tiles = matrix.view(num_rows // rows, rows, num_columns // LENGTH, LENGTH)
-    scales = scale_for(tiles.abs().amax((1, 3), keepdim=True).float(), largest, power_of_two=power_of_two)
-    data = (tiles / scales).clamp(-largest, largest).to(_DTYPE)
-    return data.reshape(matrix.shape).contiguous(), scales.squeeze((1, 3))
-
-
-def multiply(a: Blocks, b: Blocks, dtype: torch.dtype) -> torch.Tensor:
+def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     """`a @ b.T`, of (m, k) and (n, k), in `dtype`; `a` has scales of 1 x 128, `b` of 1 x 128 or 128 x 128."""
-    assert a[0].shape[1] % LENGTH == 0, a[0].shape  # on every device, so that tests without a GPU see it
-    if a[0].is_cuda and _has_kernels(a[0].device.index):
+    assert a.data.shape[1] % LENGTH == 0, a.data.shape  # on every device, so that tests without a GPU see it
+    if a.data.is_cuda and _has_kernels(a.data.device.index):
         return _by_kernel(a, b).to(dtype)
-    return (_values(*a) @ _values(*b).t()).to(dtype)
+    return product(_values(*a), _values(*b)).to(dtype)
 
 
-def _by_kernel(a: Blocks, b: Blocks) -> torch.Tensor:
+def _by_kernel(a: Operand, b: Operand) -> torch.Tensor:
     """The product in bf16. Scales of 1 x 128 are read column by column, those of squares row by row."""
     (ours, of_ours), (theirs, of_theirs) = a, b
     num_rows = len(ours)

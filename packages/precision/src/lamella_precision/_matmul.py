@@ -11,7 +11,7 @@ weight's rows first. Squares have: see `_blockwise`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -20,21 +20,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from lamella_precision import _blockwise
-from lamella_precision._float8 import Float8Recipe, has_float8, scale_for
+from lamella_precision._float8 import Float8Recipe, has_float8
+from lamella_precision._linear import as_operand, rows_of
+from lamella_precision._operands import Operand, product, quantised
 from lamella_precision._quantized import QuantizedWeight
-from lamella_precision._recipe import Direction
 from lamella_precision._tiles import Block
 
 _ALIGNMENT = 16  # elements: of every dim that a kernel adds up over, and of the rows of the second operand
-_SQUARES: Block = (_blockwise.LENGTH, _blockwise.LENGTH)
-_BLOCKS: tuple[Block, ...] = ((None, None), (1, None), _SQUARES)
-
-
-class _Operand(NamedTuple):
-    """Float8 data, and fp32 scales: of all, (1, 1), of rows, (rows, 1), or of blocks, (grid rows, grid columns)."""
-
-    data: torch.Tensor
-    scales: torch.Tensor
 
 
 def use_float8_matmul(
@@ -63,7 +55,7 @@ def use_float8_matmul(
     recipe = Float8Recipe() if recipe is None else recipe
     if not isinstance(recipe, Float8Recipe):
         raise TypeError(f"Expected `recipe` to be a Float8Recipe or None, got {recipe!r}. Pass Float8Recipe().")
-    if recipe.block not in _BLOCKS or recipe.dtype != torch.float8_e4m3fn:
+    if recipe.block not in _SCALINGS or recipe.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"Expected a recipe with a scale a tensor, a row or 128 x 128, in torch.float8_e4m3fn, got {recipe}. Use "
             "Float8Recipe() with one of these blocks; others are gathered and dequantised."
@@ -106,7 +98,7 @@ def float8_matmul_layers(model: nn.Module, recipe: Float8Recipe) -> list[str]:
 
 
 def _alignment(recipe: Float8Recipe) -> int:
-    return _blockwise.LENGTH if recipe.block == _SQUARES else _ALIGNMENT
+    return _SCALINGS[recipe.block].alignment if recipe.block in _SCALINGS else _ALIGNMENT
 
 
 def drop_float8_matmul(model: nn.Module) -> list[str]:
@@ -143,9 +135,9 @@ class Float8Linear(nn.Linear):
     recipe: Float8Recipe
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name in `nn.Linear`
-        """(..., in_features) to (..., out_features), in the input's dtype."""
-        made: torch.Tensor = _Product.apply(input, self.weight, self.recipe)  # type: ignore[no-untyped-call]
-        return made if self.bias is None else made + self.bias  # type: ignore[redundant-expr]
+        """(..., in_features) to (..., out_features), in the input's dtype, or in autocast's."""
+        made: torch.Tensor = _Product.apply(as_operand(input), self.weight, self.recipe)  # type: ignore[no-untyped-call]
+        return made if self.bias is None else made + as_operand(self.bias)  # type: ignore[redundant-expr]
 
 
 class _Product(torch.autograd.Function):
@@ -155,28 +147,31 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
-        rows = x.flatten(0, -2)
-        made = _output(rows, weight, recipe, x.dtype)
+        rows = rows_of(x)
+        # No tokens, as of an expert that none was sent to: amaxes of nothing are undefined.
+        made = _output(rows, weight, recipe) if len(rows) else x.new_empty(0, len(weight))
         return made.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         recipe: Float8Recipe = ctx.recipe
-        gradients_of = _GRADIENTS[recipe.block]
-        of_x, of_weight = gradients_of(
-            gradients[0].flatten(0, -2), x.flatten(0, -2), weight, recipe, ctx.needs_input_grad
-        )
+        rows, of_output = rows_of(x), rows_of(gradients[0])
+        if not len(rows):
+            return torch.zeros_like(x), _zeros_like(weight) if ctx.needs_input_grad[1] else None, None
+        of_x, of_weight = _SCALINGS[recipe.block].gradients(of_output, rows, weight, recipe, ctx.needs_input_grad)
         return None if of_x is None else of_x.view(x.shape), of_weight, None
 
 
-def _output(x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> torch.Tensor:
-    """`x @ weight.T`, of (tokens, in_features)."""
-    operand = _weight_operand(weight, recipe)
-    if recipe.block == _SQUARES:
-        return _blockwise.multiply(_blockwise.quantised(x, 1), operand, dtype)
-    # Kernels of the forward may add up with fewer bits, as is usual: gradients may not.
-    return _multiply(_quantised(x, recipe), operand, dtype, is_fast=True)
+def _zeros_like(weight: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of zeros, also for a quantised weight."""
+    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def _output(x: torch.Tensor, weight: torch.Tensor, recipe: Float8Recipe) -> torch.Tensor:
+    """`x @ weight.T`, of (tokens, in_features), in the dtype of `x`."""
+    scaling = _SCALINGS[recipe.block]
+    return scaling.multiply(quantised(x, scaling.block), _weight_operand(weight, recipe), x.dtype)
 
 
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -187,14 +182,14 @@ def _gradients_by_tensors(
 ) -> _Gradients:
     """The gradients of x and weight, with a scale a tensor: transposed when an element is a byte."""
     of_x = of_weight = None
-    quantised = _quantised(gradient, recipe, torch.float8_e5m2)
+    ours = quantised(gradient, recipe.block, torch.float8_e5m2)
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
-        of_x = _multiply(quantised, _Operand(_transposed(data), scales), x.dtype)
+        of_x = _multiply(ours, Operand(_transposed(data), scales), x.dtype)
     if needed[1]:
-        operands = quantised, _quantised(x, recipe)
-        ours, theirs = (_padded(_Operand(_transposed(data), scales)) for data, scales in operands)
-        of_weight = _multiply(ours, theirs, weight.dtype)
+        operands = ours, quantised(x, recipe.block)
+        columns, theirs = (_padded(Operand(_transposed(data), scales)) for data, scales in operands)
+        of_weight = _multiply(columns, theirs, weight.dtype)
     return of_x, of_weight
 
 
@@ -205,11 +200,11 @@ def _gradients_by_rows(
     of_x = of_weight = None
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
-        scaled = _quantised(gradient * scales.view(1, -1), recipe)
+        scaled = quantised(gradient * scales.view(1, -1), recipe.block)
         ones = torch.ones_like(scales[:1]).expand(data.shape[1], 1)
-        of_x = _multiply(scaled, _Operand(_transposed(data), ones.contiguous()), x.dtype)
+        of_x = _multiply(scaled, Operand(_transposed(data), ones.contiguous()), x.dtype)
     if needed[1]:
-        ours, theirs = (_padded(_quantised(_transposed(each), recipe)) for each in (gradient, x))
+        ours, theirs = (_padded(quantised(_transposed(each), recipe.block)) for each in (gradient, x))
         of_weight = _multiply(ours, theirs, weight.dtype)
     return of_x, of_weight
 
@@ -221,23 +216,20 @@ def _gradients_by_blocks(
     of_x = of_weight = None
     if needed[0]:
         data, scales = _weight_operand(weight, recipe)
-        of_x = _blockwise.multiply(_blockwise.quantised(gradient, 1), (_transposed(data), scales.t()), x.dtype)
+        of_x = _blockwise.multiply(quantised(gradient, _VECTOR), Operand(_transposed(data), scales.t()), x.dtype)
     if needed[1]:
         padding = -len(x) % _blockwise.LENGTH  # tokens of zeros, which add nothing
         whole = [F.pad(each, (0, 0, 0, padding)) if padding else each for each in (gradient, x)]
-        ours, theirs = (_blockwise.quantised(_transposed(each), 1) for each in whole)
+        ours, theirs = (quantised(_transposed(each), _VECTOR) for each in whole)
         of_weight = _blockwise.multiply(ours, theirs, weight.dtype)
     return of_x, of_weight
 
 
-_GRADIENTS = dict(zip(_BLOCKS, (_gradients_by_tensors, _gradients_by_rows, _gradients_by_blocks), strict=True))
-
-
-def _padded(operand: _Operand) -> _Operand:
+def _padded(operand: Operand) -> Operand:
     """An operand with columns of zeros, which add nothing, up to what kernels add up over."""
     data, scales = operand
     padding = -data.shape[1] % _ALIGNMENT
-    return _Operand(F.pad(data.view(torch.uint8), (0, padding)).view(data.dtype), scales) if padding else operand
+    return Operand(F.pad(data.view(torch.uint8), (0, padding)).view(data.dtype), scales) if padding else operand
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:
@@ -245,31 +237,21 @@ def _transposed(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.t().contiguous()
 
 
-def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> _Operand:
+def _weight_operand(weight: torch.Tensor, recipe: Float8Recipe) -> Operand:
     """The gathered data as it is; or a plain weight, quantised."""
-    own = weight.recipe if isinstance(weight, QuantizedWeight) else None
-    if isinstance(own, Float8Recipe) and (own.block, own.dtype) == (recipe.block, recipe.dtype):
-        assert isinstance(weight, QuantizedWeight) and weight.scales is not None
+    if not isinstance(weight, QuantizedWeight):
+        return quantised(weight.detach(), recipe.block, power_of_two=recipe.power_of_two)
+    own = weight.recipe
+    is_operand = isinstance(own, Float8Recipe) and (own.block, own.dtype) == (recipe.block, recipe.dtype)
+    if is_operand and not weight.views:
+        assert weight.scales is not None
         # Not by `payloads`: a compiled graph would call the property again in each pass, to guard what it returned.
-        return _Operand(weight.payload_0, weight.scales)
-    plain = weight.dequantize_for(Direction.FORWARD) if isinstance(weight, QuantizedWeight) else weight.detach()
-    if recipe.block == _SQUARES:
-        return _Operand(*_blockwise.quantised(plain, _blockwise.LENGTH, power_of_two=recipe.power_of_two))
-    return _quantised(plain, recipe, power_of_two=recipe.power_of_two)
+        return Operand(weight.payload_0, weight.scales)
+    plain = weight.dequantize_for(weight.gathered_direction())
+    return quantised(plain, recipe.block, power_of_two=recipe.power_of_two)
 
 
-def _quantised(
-    matrix: torch.Tensor, recipe: Float8Recipe, dtype: torch.dtype = torch.float8_e4m3fn, *, power_of_two: bool = False
-) -> _Operand:
-    """A matrix by current scaling, with a scale for all or for each row."""
-    values = matrix.float()
-    largest = torch.finfo(dtype).max
-    amaxes = values.abs().amax(1, keepdim=True) if recipe.block[0] else values.abs().amax().view(1, 1)
-    scales = scale_for(amaxes, largest, power_of_two=power_of_two)
-    return _Operand((values / scales).clamp(-largest, largest).to(dtype), scales)
-
-
-def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
+def _multiply(a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
     """`a @ b.T`, of (m, k) and (n, k), in `dtype`."""
     assert a.data.shape[1] % _ALIGNMENT == 0, a.data.shape  # on every device, so that tests without a GPU see it
     if a.data.is_cuda and _has_kernels(a.data.device.index):
@@ -278,9 +260,40 @@ def _multiply(a: _Operand, b: _Operand, dtype: torch.dtype, *, is_fast: bool = F
         of_b = b.scales if is_single else b.scales.t()
         made = torch._scaled_mm(a.data, b.data.t(), a.scales, of_b, out_dtype=out, use_fast_accum=is_fast)
         return made.to(dtype)
-    return ((a.data.float() @ b.data.float().t()) * a.scales * b.scales.view(1, -1)).to(dtype)
+    return (product(a.data, b.data) * a.scales * b.scales.view(1, -1)).to(dtype)
+
+
+def _multiply_fast(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """`_multiply` for the forward, whose kernels may add up with fewer bits, as is usual: gradients may not."""
+    return _multiply(a, b, dtype, is_fast=True)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels(index: int) -> bool:
     return has_float8(index)
+
+
+class _Scaling(NamedTuple):
+    """How a weight's blocks are multiplied.
+
+    Attributes:
+        block: Of activations.
+        alignment: Divides both sizes of a layer.
+        multiply: The output of two operands.
+        gradients: Of the input and the weight.
+    """
+
+    block: Block
+    alignment: int
+    multiply: Callable[[Operand, Operand, torch.dtype], torch.Tensor]
+    gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Float8Recipe, Sequence[bool]], _Gradients]
+
+
+_VECTOR: Block = (1, _blockwise.LENGTH)
+_SCALINGS: dict[Block, _Scaling] = {
+    (None, None): _Scaling((None, None), _ALIGNMENT, _multiply_fast, _gradients_by_tensors),
+    (1, None): _Scaling((1, None), _ALIGNMENT, _multiply_fast, _gradients_by_rows),
+    (_blockwise.LENGTH, _blockwise.LENGTH): _Scaling(
+        _VECTOR, _blockwise.LENGTH, _blockwise.multiply, _gradients_by_blocks
+    ),
+}

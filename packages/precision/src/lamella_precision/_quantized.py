@@ -9,16 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from lamella_precision._recipe import Direction
+from lamella_precision._linear import as_operand, autocast_dtype, rows_of
+from lamella_precision._recipe import Direction, PayloadFormat
+from lamella_precision._views import View, is_single, views_by
 
 
 @runtime_checkable
 class Dequantizes(Protocol):
-    """A recipe that reads values back, for weights and for `quantization_errors`."""
+    """A recipe that reads values back, for weights and for `quantization_errors`.
+
+    Where scales and payloads of a weight of more than two dims have an entry for each index along dim 0, those of some
+    indices must be a weight too: a `QuantizedWeight` then dequantises a selected expert alone.
+    """
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the values."""
+        ...
+
+    def payloads(self, shape: Sequence[int], main_dtype: torch.dtype) -> Sequence[PayloadFormat]:
+        """The payloads of a weight, as `Recipe.payloads`."""
         ...
 
     def dequantize(
@@ -29,37 +39,55 @@ class Dequantizes(Protocol):
 
 
 class QuantizedWeight(torch.Tensor):
-    """A weight of which only the gathered payloads, and the scales, have bytes.
+    """A weight, or a view of a weight, of which only the gathered payloads, and the scales, have bytes.
 
-    `torch.nn.functional.linear` reads forward's values in forward and backward's in backward, and saves no dequantised
-    copy. All other operators read forward's values, and save copies where autograd saves inputs.
+    `torch.nn.functional.linear` reads forward's values in forward and backward's in backward. All other operators read
+    forward's values, or backward's where forward's payloads have no bytes. Autograd saves the wrapper. Selects, slices,
+    transposes and permutations are wrappers again: of the parts of payloads and scales, for indices along dim 0 of a
+    stack of matrices, else of all. Every other view is of dequantised values, which autograd saves.
 
     Args:
         payloads: Whole, as the recipe describes.
         scales: Of the blocks of the whole weight; None if the payloads have the scales.
         shape: The weight's.
         recipe: Reads the values back.
+        views: Taken of the values, one after the other.
 
     Attributes:
         scales: As given.
         recipe: As given.
+        whole: The weight's shape, before the views.
+        views: As given.
+        is_matrix: Whether there are two dims after the views.
     """
 
     scales: torch.Tensor | None
     recipe: Dequantizes
+    whole: torch.Size
+    views: tuple[View, ...]
+    is_matrix: bool  # without a call of `__torch_function__`, as `ndim` makes
     payload_0: torch.Tensor
     _names: tuple[str, ...]  # an attribute for each payload, as compilers ask of wrappers
 
     @staticmethod
     def __new__(
-        cls, payloads: Sequence[torch.Tensor], scales: torch.Tensor | None, shape: Sequence[int], recipe: Dequantizes
+        cls,
+        payloads: Sequence[torch.Tensor],
+        scales: torch.Tensor | None,
+        shape: Sequence[int],
+        recipe: Dequantizes,
+        views: Sequence[View] = (),
     ) -> Self:
         """The wrapper, with the payloads' device and the recipe's compute dtype."""
+        size, strides = (tuple(shape), None) if not views else _layout(shape, views)
         made = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=recipe.compute_dtype, device=payloads[0].device
+            cls, size, strides=strides, dtype=recipe.compute_dtype, device=payloads[0].device
         )
         made.scales = scales
         made.recipe = recipe
+        made.whole = torch.Size(shape)
+        made.views = tuple(views)
+        made.is_matrix = len(size) == 2
         made._names = tuple([f"payload_{i}" for i in range(len(payloads))])
         for name, payload in zip(made._names, payloads, strict=True):
             setattr(made, name, payload)
@@ -71,11 +99,65 @@ class QuantizedWeight(torch.Tensor):
         return tuple([getattr(self, name) for name in self._names])
 
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
-        """The values of a direction, a new tensor in the compute dtype.
+        """The values of a direction, a new tensor in the compute dtype, or a view of one.
 
-        Effects: an allocation of the weight's size and a few kernels, on the current stream.
+        Raises:
+            RuntimeError: The payloads of the direction have no bytes.
+
+        Effects: an allocation of the whole weight's size and a few kernels, on the current stream.
         """
-        return self.recipe.dequantize(self.payloads, self.scales, self.shape, direction)
+        payloads = self.payloads
+        if not _have_bytes(payloads) and not _have_bytes(self._payloads_for(direction)):
+            raise RuntimeError(
+                f"Expected a weight of shape {tuple(self.whole)} that is gathered for {direction.value}, got payloads "
+                f"without bytes, of {self.recipe}. Read the weight in its module's own forward, or between `unshard` "
+                "and `reshard`."
+            )
+        values = self.recipe.dequantize(payloads, self.scales, self.whole, direction)
+        for view in self.views:
+            values = view.of(values)
+        return values
+
+    def gathered_direction(self) -> Direction:
+        """Backward if its payloads alone have bytes, else forward."""
+        if _have_bytes(self.payloads) or _have_bytes(self._payloads_for(Direction.FORWARD)):
+            return Direction.FORWARD
+        return Direction.BACKWARD
+
+    def _payloads_for(self, direction: Direction) -> list[torch.Tensor]:
+        formats = self.recipe.payloads(self.whole, self.recipe.compute_dtype)
+        return [
+            payload for payload, each in zip(self.payloads, formats, strict=True) if each.direction.meets(direction)
+        ]
+
+    def _viewed(self, view: View) -> QuantizedWeight:
+        """A view that is dequantised where an operator asks for its values."""
+        if view.is_part_of_stack and self._is_stack:
+            return self._part(view)
+        return QuantizedWeight(self.payloads, self.scales, self.whole, self.recipe, (*self.views, view))
+
+    def _records(self, views: Sequence[View]) -> bool:
+        """Whether several views are wrappers: pieces are, indices are not where each would dequantise all."""
+        return views[0].name == "slice" or (views[0].is_part_of_stack and self._is_stack)
+
+    @property
+    def _is_stack(self) -> bool:
+        """Whether an index along dim 0 has payloads and scales of its own."""
+        return (
+            len(self.whole) > 2
+            and self.scales is not None
+            and all(len(each) == self.whole[0] for each in (*self.payloads, self.scales))
+            and all(view.keeps_first_dim for view in self.views)
+        )
+
+    def _part(self, view: View) -> QuantizedWeight:
+        """Some indices along dim 0 of a stack, or one."""
+        assert self.scales is not None
+        payloads, scales = [view.of(each) for each in self.payloads], view.of(self.scales)
+        if view.name == "select":
+            views = [each.of_each() for each in self.views]
+            return QuantizedWeight(payloads, scales, self.whole[1:], self.recipe, views)
+        return QuantizedWeight(payloads, scales, (len(scales), *self.whole[1:]), self.recipe, self.views)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.recipe})"
@@ -83,15 +165,17 @@ class QuantizedWeight(torch.Tensor):
     # Dynamo and AOTAutograd take the wrapper apart by these two.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [*self._names, *(["scales"] if self.scales is not None else [])], self.recipe
+        names = [*self._names, *(["scales"] if self.scales is not None else [])]
+        return names, (self.recipe, self.whole if self.views else None, self.views)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], recipe: Dequantizes, size: Sequence[int], stride: Sequence[int]
+        inner: dict[str, torch.Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> QuantizedWeight:
+        recipe, whole, views = context
         scales = inner.get("scales")
         payloads = [inner[name] for name in inner if name != "scales"]
-        return QuantizedWeight(payloads, scales, size, recipe)
+        return QuantizedWeight(payloads, scales, size if whole is None else whole, recipe, views)
 
     @classmethod
     def __torch_function__(
@@ -112,13 +196,33 @@ class QuantizedWeight(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
             (weight,) = args
-            return cls(weight.payloads, weight.scales, weight.shape, weight.recipe)
+            return cls(weight.payloads, weight.scales, weight.whole, weight.recipe, weight.views)
+        if (views := views_by(func, args)) and (is_single(func) or args[0]._records(views)):
+            made = [args[0]._viewed(view) for view in views]
+            return made[0] if is_single(func) else made
         plain = tree_map(_values, (tuple(args), kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
+def _layout(shape: Sequence[int], views: Sequence[View]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and strides of views of a contiguous tensor."""
+    like = torch.empty(tuple(shape), device="meta")
+    for view in views:
+        like = view.of(like)
+    return tuple(like.shape), like.stride()
+
+
+def _have_bytes(payloads: Sequence[torch.Tensor]) -> bool:
+    """Whether no payload's storage is released; of tensors that a compiler traces, which have none to ask: true."""
+    if torch.compiler.is_compiling():
+        return True
+    return all(
+        type(each) is not torch.Tensor or each.untyped_storage().nbytes() or not each.numel() for each in payloads
+    )
+
+
 def _values(each: object) -> object:
-    return each.dequantize_for(Direction.FORWARD) if isinstance(each, QuantizedWeight) else each
+    return each.dequantize_for(each.gathered_direction()) if isinstance(each, QuantizedWeight) else each
 
 
 def _linear(
@@ -126,20 +230,22 @@ def _linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not isinstance(weight, QuantizedWeight):  # a quantised input, or a bias
+    if not isinstance(weight, QuantizedWeight) or not weight.is_matrix:  # a quantised input, or a bias; a row
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(input, weight, bias)
-    made: torch.Tensor = _Linear.apply(input, weight)  # type: ignore[no-untyped-call]
-    return made if bias is None else made + bias
+    dtype = autocast_dtype(weight.recipe.compute_dtype, input.device)
+    made: torch.Tensor = _Linear.apply(as_operand(input), weight, dtype)  # type: ignore[no-untyped-call]
+    return made if bias is None else made + as_operand(bias)
 
 
 class _Linear(torch.autograd.Function):
     """A matrix product with a quantised weight, saved as the wrapper: its bytes come and go with the gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.dequantize_for(Direction.FORWARD))
+        ctx.dtype, ctx.of_weight = dtype, weight.recipe.compute_dtype
+        return F.linear(x, weight.dequantize_for(Direction.FORWARD).to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -147,7 +253,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ weight.dequantize_for(Direction.BACKWARD)
+            # Hooks of saved tensors may have put a plain copy in the wrapper's place.
+            is_wrapper = isinstance(weight, QuantizedWeight)
+            of_x = gradient @ (weight.dequantize_for(Direction.BACKWARD) if is_wrapper else weight).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-        return of_x, of_weight
+            of_weight = (rows_of(gradient).t() @ rows_of(x)).to(ctx.of_weight)
+        return of_x, of_weight, None

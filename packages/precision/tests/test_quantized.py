@@ -1,0 +1,183 @@
+"""A gathered weight under torch's operators: values of the running pass, no plain copy of what a view is taken of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gathered_weights import gathered
+from torch import nn
+
+from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, QuantizedWeight
+
+FP32 = torch.float32
+MXFP8 = MXFP8Recipe(compute_dtype=FP32)
+Function = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def _release(weight: QuantizedWeight, *directions: Direction) -> None:
+    formats = weight.recipe.payloads(weight.whole, FP32)
+    for payload, each in zip(weight.payloads, formats, strict=True):
+        if each.direction in directions:
+            payload.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda x, w: x @ w,
+        lambda x, w: torch.addmm(x.new_zeros(32), x, w),
+        lambda x, w: x[:, :32] @ w[:32].t(),
+        lambda x, w: F.linear(x, w.t()),
+    ],
+    ids=["matmul", "addmm", "slice", "linear"],
+)
+def test_backward_reads_the_payloads_that_are_gathered_for_it(multiply: Function) -> None:
+    torch.manual_seed(0)
+    magnitudes = torch.exp2(torch.randint(-12, 12, (64, 32)))  # some are subnormal in blocks of one direction alone
+    weight = gathered(torch.randn(64, 32) * magnitudes, MXFP8)
+    of_forward, of_backward = (weight.dequantize_for(each) for each in (Direction.FORWARD, Direction.BACKWARD))
+    assert not torch.equal(of_forward, of_backward)
+    payloads = [payload.clone() for payload in weight.payloads]
+    _release(weight, Direction.BACKWARD)
+    parameter = nn.Parameter(weight)
+    x = torch.randn(8, 64, requires_grad=True)
+    output = multiply(x, parameter)
+    _release(weight, Direction.FORWARD)
+    for payload, before in zip(weight.payloads[2:], payloads[2:], strict=True):
+        payload.untyped_storage().resize_(payload.nbytes)
+        payload.copy_(before)
+    output.sum().backward()
+    own = x.detach().requires_grad_()
+    assert torch.equal(output, multiply(own, of_forward))
+    multiply(own, of_backward).sum().backward()
+    assert x.grad is not None and own.grad is not None
+    assert torch.equal(x.grad, own.grad)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, Float8Recipe()], ids=["mxfp8", "float8"])
+@pytest.mark.parametrize("read", [lambda w: w + 0, lambda w: w.t() + 0, lambda w: F.linear(w.new_ones(32), w)])
+def test_a_weight_without_bytes_is_an_error(recipe: Any, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = gathered(torch.randn(64, 32), recipe)
+    _release(weight, *Direction)
+    with pytest.raises(RuntimeError, match=r"Expected a weight of shape \(64, 32\) that is gathered for"):
+        read(weight)
+
+
+def _grouped(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+    ends = torch.arange(1, len(stack) + 1, dtype=torch.int32, device=x.device) * len(x)
+    return torch._grouped_mm(x.repeat(len(stack), 1), stack.transpose(-2, -1), ends)
+
+
+def _pieces(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+    gates, ups = stack.chunk(2, dim=1)
+    return torch.cat([x @ gates[1].t(), F.linear(x, ups[-1]), x @ stack.permute(0, 2, 1)[2:][0]], 1)
+
+
+VIEWS: dict[str, Function] = {
+    "an expert": lambda x, w: F.linear(x, w[2]) + x @ w[1].t(),
+    "a row": lambda x, w: F.linear(x, w[2][0]),
+    "all experts": lambda x, w: torch.stack([F.linear(x, expert) for expert in w]),
+    "some experts": lambda x, w: _grouped(x, w[1:3]) + _grouped(x, torch.split(w, [2, 2])[0]),
+    "every second": lambda x, w: F.linear(x, w[::2][1]),
+    "grouped": _grouped,
+    "pieces": _pieces,
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
+RECIPES = [Float8Recipe(), Float8Recipe((1, None)), Float8Recipe((8, 8))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=["tensor", "row", "block"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_a_stack_save_no_values_and_compute_the_same_bits(
+    name: str, recipe: Float8Recipe, device: str
+) -> None:
+    torch.manual_seed(0)
+    weight = gathered(torch.randn(4, 32, 64, device=device), recipe)
+    made = []
+    for each in (weight, weight + 0):
+        parameter = nn.Parameter(each)
+        x = torch.ones(24, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        saved: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = VIEWS[name](x, parameter)
+        output.square().sum().backward()
+        made.append((output, x.grad, parameter.grad))
+        if each is weight:
+            shapes = {t.shape for t in saved if not isinstance(t, QuantizedWeight) and t.ndim > 1}
+            assert not [shape for shape in shapes if 32 in shape and 64 in shape]
+    for one, other in zip(*made, strict=True):
+        assert one is not None and other is not None
+        # On GPUs a product of other strides, as torch's own gradients of `linear` have, may add up in another order.
+        error = (one - other).abs().max() / other.abs().max()
+        assert error <= (0.0 if device == "cpu" else 2**-7)
+
+
+def test_a_selected_expert_is_dequantised_alone() -> None:
+    stack = gathered(torch.randn(4, 32, 64), Float8Recipe())
+    for expert in (stack[2], stack[1:][1], stack.transpose(1, 2)[2].t(), stack.unbind()[2]):
+        assert isinstance(expert, QuantizedWeight)
+        assert expert.whole == (32, 64)
+        assert expert.payload_0.data_ptr() == stack.payload_0[2].data_ptr()
+        assert torch.equal(expert + 0, (stack + 0)[2])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks wrappers for gradients
+def test_views_are_compiled_in_one_graph() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    weight = gathered(torch.randn(4, 32, 64), Float8Recipe())
+
+    def all_of(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return VIEWS["an expert"](x, w).square().sum() + VIEWS["pieces"](x, w).square().sum()
+
+    made = []
+    for function in (all_of, torch.compile(all_of, backend="aot_eager", fullgraph=True)):
+        parameter, x = nn.Parameter(weight), torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
+        output = function(x, parameter)
+        output.backward()
+        made.append((output, x.grad, parameter.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("index", [None, 1], ids=["matrix", "expert"])
+def test_hooks_may_save_a_plain_copy(index: int | None) -> None:
+    weight = gathered(torch.randn(*([] if index is None else [4]), 32, 64), Float8Recipe(compute_dtype=FP32))
+    gradients = []
+    for hook in (torch.clone, lambda tensor: tensor):
+        x = torch.ones(3, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(hook, hook):
+            parameter = nn.Parameter(weight)
+            output: Any = F.linear(x, parameter if index is None else parameter[index])
+            output.square().sum().backward()
+        gradients.append(cast(torch.Tensor, x.grad))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64,), (0, 64)], ids=["tokens", "vector", "no tokens"])
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["plain", "autocast"])
+def test_linear_takes_what_it_takes_with_a_plain_weight(shape: tuple[int, ...], is_autocast: bool) -> None:
+    torch.manual_seed(0)
+    weight = gathered(torch.randn(32, 64), Float8Recipe(compute_dtype=FP32))
+    x, bias = torch.randn(shape), torch.randn(32)
+    made = []
+    for each in (weight, weight + 0):
+        parameter, own, of_bias = nn.Parameter(each), x.clone().requires_grad_(), bias.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            output: Any = F.linear(own, parameter, of_bias)
+        output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
+        made.append((output, own.grad, parameter.grad, of_bias.grad))
+    for one, other in zip(*made, strict=True):
+        assert one is not None and other is not None
+        assert one.dtype == other.dtype
+        # The bias is added after the product is rounded.
+        torch.testing.assert_close(one, other, rtol=2**-7 if is_autocast else 1e-5, atol=0.1 if is_autocast else 1e-5)
