@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from torch import nn
 
@@ -50,7 +52,9 @@ def forward_backward_overlapped(
         microbatches: Of each, the arguments of the model's forward: `input_ids`, `position_ids`, `attention_mask`,
             `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch, width): a leaf
             with `requires_grad`, whose `.grad` is for the stage before.
-        loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's.
+        loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
+            scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
+            megatron-core's driver.
         layer_groups: As for `fully_shard_model`, and the same.
         early_release: As for `lamella_schedule.run`.
         ahead: As for `lamella_schedule.run`.
@@ -63,12 +67,14 @@ def forward_backward_overlapped(
             `layer_groups` does not fit; or the model is another stage than the last, or lacks its input tensor.
 
     Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
+        Sets the scales of megatron-core's auxiliary losses, which all models of the process share.
     """
     inner = innermost(model)
     _check_schedulable(inner.config)
     _check_stage(inner, microbatches)
     parts = _parts(inner, layer_groups)
     chunks = [_chunk(inner, parts, batch, loss_of) for batch in microbatches]
+    _scale_auxiliary_losses(inner, len(chunks))
     residence = None
     if isinstance(inner, FSDPModule):
         residence = UnitResidence(inner, parts.units, num_microbatches=len(chunks))
@@ -203,6 +209,28 @@ def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
     residence = UnitResidence(model, parts.units, num_microbatches=None)
     lanes = Lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build
+
+
+def _scale_auxiliary_losses(model: Any, num_microbatches: int) -> None:
+    """Set the scales of losses that a model adds in backward, by the function of megatron-core's driver.
+
+    Without a loss the function sets scales alone. Scales stay from step to step: unset, those of another model's step,
+    with another number of microbatches, would count.
+    """
+    config = copy.copy(model.config)
+    config.timers = None  # the function would stop a timer that the driver starts
+    forward_step_calc_loss(
+        model,
+        local_of(next(model.parameters())),  # for the device
+        loss_func=None,
+        config=config,
+        vp_stage=None,
+        collect_non_loss_data=False,
+        num_microbatches=num_microbatches,
+        forward_data_store=[],
+        cp_group_size=config.context_parallel_size,
+        is_last_stage=False,
+    )
 
 
 def _check_schedulable(config: Any) -> None:

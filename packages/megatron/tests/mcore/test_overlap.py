@@ -45,6 +45,7 @@ class Case:
         recomputes: Whether norms are recomputed in backward.
         option: A field of the `TransformerConfig` to set; "" for none.
         pads: Whether the last tokens of a row are padding, which no expert sees.
+        balances: Whether routers have an auxiliary loss.
     """
 
     kind: str
@@ -58,9 +59,11 @@ class Case:
     recomputes: bool = False
     option: str = ""
     pads: bool = False
+    balances: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("shares", "delays", "early", "recomputes", "pads") if getattr(self, name)]
+        names = ("shares", "delays", "early", "recomputes", "pads", "balances")
+        flags = [name for name in names if getattr(self, name)]
         options = [self.option] if self.option else []
         return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags, *options])
 
@@ -108,8 +111,8 @@ def _cases(kinds: Sequence[tuple[str, str | None]], nums_ranks: Sequence[int]) -
 ALL = _cases(KINDS, (2, 4)) + _cases(PREDICTIONS, (2,))
 SOME = [
     *random.Random(0).sample(_cases(KINDS, (2, 4)), 6),
-    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes=True),
-    Case(kind="*E/*E/*E", groups="[*E]", delays=True, recomputes=True),
+    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes=True, balances=True),
+    Case(kind="*E/*E/*E", groups="[*E]", shares=True, delays=True, recomputes=True),
 ]
 
 
@@ -127,7 +130,8 @@ def _model(case: Case) -> Any:
 
     shared = {"moe_shared_expert_intermediate_size": 16} if case.shares else {}
     option = {case.option: True} if case.option else {}
-    model = make_model(case.kind, case.layout, **shared, **option, **(LAYERNORM if case.recomputes else {}))
+    balance = {"moe_aux_loss_coeff": 0.1} if case.balances else {}
+    model = make_model(case.kind, case.layout, **shared, **option, **balance, **(LAYERNORM if case.recomputes else {}))
     if case.delays:
         _delay_weight_gradients(model)
     placements = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}[case.stage]
@@ -157,6 +161,9 @@ def _overlapped(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor
 
 
 def _one_after_the_other(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]:
+    for module, name in (("moe.moe_utils", "MoEAuxLossAutoScaler"), ("multi_token_prediction", "MTPLossAutoScaler")):
+        scaler = getattr(importlib.import_module(f"megatron.core.transformer.{module}"), name)
+        scaler.set_loss_scale(torch.tensor(1 / NUM_MICROBATCHES))
     losses = []
     for i, batch in enumerate(_microbatches(step, case)):
         model.set_is_last_backward(i == NUM_MICROBATCHES - 1)
@@ -469,7 +476,6 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
     def on_each_rank(overlaps: bool, delays: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from lamella_megatron.training import ShardedModel, sharded_optimizer
 
@@ -482,21 +488,10 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
         optimizer = sharded_optimizer(OptimizerConfig(optimizer="sgd", lr=0.2), [model])
         config.finalize_model_grads_func = finalize_model_grads
 
-        def forward(batches: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-            call = chunk.build_schedule_plan if return_schedule_plan else chunk
-            return call(**next(batches)), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
-
         losses = []
         for step in DATA:
             optimizer.zero_grad()
-            stored = get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(_microbatches(step)),
-                model=[model],
-                num_microbatches=NUM_MICROBATCHES,
-                seq_length=LENGTH,
-                micro_batch_size=NUM_ROWS // 2,
-            )
+            stored = _by_driver(model, step)
             assert optimizer.step()[0]
             losses += [each["loss"].item() for each in stored]
         return losses, {name: p.detach().full_tensor() for name, p in module.named_parameters()}
@@ -506,6 +501,49 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
     for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
         assert losses == other_losses
         assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+
+
+def _by_driver(model: Any, step: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """A step of megatron-core's own driver, with the loss of `_share`."""
+    driver = importlib.import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
+
+    def forward(batches: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        call = chunk.build_schedule_plan if return_schedule_plan else chunk
+        return call(**next(batches)), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+    stored: list[dict[str, torch.Tensor]] = driver(
+        forward_step_func=forward,
+        data_iterator=iter(_microbatches(step)),
+        model=[model],
+        num_microbatches=NUM_MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=NUM_ROWS // 2,
+    )
+    return stored
+
+
+def test_auxiliary_losses_weigh_as_in_megatron_cores_driver() -> None:
+    from lamella_testing.megatron import ddp_config
+
+    def on_each_rank(overlaps: bool) -> dict[str, torch.Tensor]:
+        from megatron.core.distributed import finalize_model_grads
+
+        from lamella_megatron.training import ShardedModel
+
+        module: Any = make_model("moe-mtp", Layout(num_ranks=2, ep=2), moe_aux_loss_coeff=0.1)
+        model = ShardedModel(module.config, ddp_config(), module)
+        module.config.finalize_model_grads_func = finalize_model_grads
+        if overlaps:
+            _overlapped(model, DATA[0], Case(kind="moe-mtp"))
+            finalize_model_grads([model])
+        else:
+            _by_driver(model, DATA[0])
+        return {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+
+    expected, found = (run_ranks(on_each_rank, 2, overlaps) for overlaps in (False, True))
+    for gradients, others in zip(expected, found, strict=True):
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, others[name]), name
 
 
 def test_an_exception_leaves_the_model_at_rest() -> None:
