@@ -75,9 +75,7 @@ def forward_backward_overlapped(
     parts = _parts(inner, layer_groups)
     chunks = [_chunk(inner, parts, batch, loss_of) for batch in microbatches]
     _scale_auxiliary_losses(inner, len(chunks))
-    residence = None
-    if isinstance(inner, FSDPModule):
-        residence = UnitResidence(inner, parts.units, num_microbatches=len(chunks))
+    residence = UnitResidence(inner, parts.units) if isinstance(inner, FSDPModule) else None
     return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
 
 
@@ -107,7 +105,7 @@ def overlapped_peak_nbytes(
     inner = innermost(model)
     parts = _parts(inner, layer_groups)
     plans = _chunk(inner, parts, {}, lambda output: output).plans
-    residence = UnitResidence(inner, parts.units, num_microbatches=num_microbatches)
+    residence = UnitResidence(inner, parts.units)
     return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=early_release, ahead=ahead))
 
 
@@ -206,7 +204,7 @@ def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
             "lamella_megatron.training.forward_backward_overlapped."
         )
     parts = _parts(model, layer_groups)
-    residence = UnitResidence(model, parts.units, num_microbatches=None)
+    residence = UnitResidence(model, parts.units)
     lanes = Lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build
 
