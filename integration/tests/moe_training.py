@@ -95,7 +95,7 @@ def scheduled_step(
     around: Callable[[Event], AbstractContextManager[object]] | None = None,
 ) -> list[torch.Tensor]:
     """The forward of each microbatch beside the backward before."""
-    residence = UnitResidence(model, layers_of(model), num_microbatches=len(batches))
+    residence = UnitResidence(model, layers_of(model))
     chunks = [model.chunk(batch, 1 / len(batches)) for batch in batches]
     device = batches[0].device
     return run(chunks, residence=residence, early_release=early_release, ahead=ahead, device=device, around=around)

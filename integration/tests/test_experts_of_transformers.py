@@ -88,7 +88,7 @@ def _plain(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
 
 def _scheduled(model: nn.Module, batches: list[Batch]) -> list[torch.Tensor]:
     layers = list(cast(Any, model).model.layers)
-    residence = UnitResidence(model, layers, num_microbatches=len(batches))
+    residence = UnitResidence(model, layers)
     chunks = [chunk(model, **batch, scale=1 / len(batches)) for batch in batches]
     return run(chunks, residence=residence, device="cpu")
 

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -195,7 +195,7 @@ def _step_within(model: MoE, budgets: _Budgets) -> list[torch.Tensor]:
         yield
 
     losses = scheduled_step(model, microbatches(0), ahead=budgets.ahead, around=around)
-    residence = UnitResidence(model, layers_of(model), num_microbatches=MICROBATCHES)
+    residence = UnitResidence(model, layers_of(model))
     computed = residence.peak_nbytes(run_order(MICROBATCHES, len(layers), ahead=budgets.ahead))
     assert max(counted) == computed == root.parameters.unsharded_nbytes + budgets.num_present * nbytes
     assert all(unit.weights.num_holds == 0 for unit in layers)
@@ -241,21 +241,50 @@ def test_an_exception_in_any_slot_leaves_all_units_at_rest_and_the_next_step_wor
     assert run_ranks(on_each_rank, 2) == [[], []]
 
 
+@pytest.mark.parametrize("stage", ["ZERO1", "ZERO3"])
+def test_one_residence_takes_steps_of_any_number_of_microbatches(stage: str) -> None:
+    def on_each_rank() -> None:
+        reference, model = (sharded(2, stage, has_shared=False, is_delayed=False) for _ in range(2))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.2) for each in (reference, model)]
+        residence = UnitResidence(model, layers_of(model))
+        for num in (4, 3, 4):
+            batches = microbatches(num)[:num]
+            losses = run([model.chunk(batch, 1 / num) for batch in batches], residence=residence, device="cpu")
+            assert losses == plain_step(reference, batches)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_wrong_loss_returns_kept_units_to_rest() -> None:
+    def on_each_rank() -> None:
+        model: Any = sharded(2, "ZERO3", has_shared=False, is_delayed=False)
+        [*_, layer] = units_of(model, recurse=True)
+        model.set_options(keep_budget=LAYERS * layer.parameters.unsharded_nbytes)
+        residence = UnitResidence(model, layers_of(model))
+        chunks = [model.chunk(batch, 1 / MICROBATCHES) for batch in microbatches(0)]
+        wrong = [*chunks[:1], replace(chunks[1], postprocess=lambda x: x), *chunks[2:]]
+        with pytest.raises(ValueError, match="one 0-D loss .*in microbatch 1"):
+            run(wrong, residence=residence, device="cpu")
+        assert all(unit.weights.residency is Residency.SHARDED for unit in units_of(model, recurse=True))
+        model.zero_grad()
+        run(chunks, residence=residence, device="cpu")
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_wrong_residences_are_refused() -> None:
     def on_each_rank() -> None:
         model = sharded(2, "ZERO3", has_shared=False, is_delayed=False)
         layers = layers_of(model)
         with pytest.raises(ValueError, match=r"Expected layer 1 to be a unit, got a Linear that is none"):
-            UnitResidence(model, [layers[0], torch.nn.Linear(2, 2)], num_microbatches=1)
-        with pytest.raises(ValueError, match=r"Expected num_microbatches to be 1 or more, got 0"):
-            UnitResidence(model, layers, num_microbatches=0)
-        chunks = [model.chunk(batch, 1.0) for batch in microbatches(0)[:2]]
-        with pytest.raises(ValueError, match=r"Expected microbatches up to num_microbatches=1, got index 1"):
-            run(chunks, residence=UnitResidence(model, layers, num_microbatches=1))
+            UnitResidence(model, [layers[0], torch.nn.Linear(2, 2)])
         chunks = [model.chunk(microbatches(0)[0], 1.0)]
         with pytest.raises(
             ValueError, match=r"Expected a unit for each layer of the schedule, got 2 units and layer 2"
         ):
-            run(chunks, residence=UnitResidence(model, layers[:2], num_microbatches=1))
+            run(chunks, residence=UnitResidence(model, layers[:2]))
 
     run_ranks(on_each_rank, 2)

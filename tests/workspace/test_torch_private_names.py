@@ -13,6 +13,7 @@ FOREIGN = {
     *("_asdict", "_replace", "_no_split_modules", "_shard_order"),  # named tuples', transformers', Megatron-FSDP's
     *("_forward_attention", "_forward_mlp", "_forward_pre_mlp_layernorm"),  # megatron-core's, as the next
     *("_get_embeddings", "_concat_embeddings", "_postprocess"),
+    *("_maybe_unflatten_for_moe", "_maybe_reflatten_from_moe", "_comm_manager"),
 }
 Names = set[tuple[str, str]]  # package, torch's name
 

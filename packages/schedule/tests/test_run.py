@@ -12,7 +12,6 @@ from moe_toy import Model, microbatches
 from torch import nn
 
 from lamella_schedule import (
-    Action,
     Chunk,
     Event,
     Flight,
@@ -45,6 +44,9 @@ class Shelf:
         for owner in owners:
             self._free(owner)
 
+    def begin_step(self, num_microbatches: int) -> None:
+        assert num_microbatches == 4
+
     def acquire(self, event: ResidenceEvent) -> None:
         self.log.append(("acquire", event))
         if not self.users[event.layer]:
@@ -61,16 +63,12 @@ class Shelf:
 
     def finished(self, event: ResidenceEvent) -> None:
         self.log.append(("finished", event))
-        self._let_go(event)
-
-    def dropped(self, event: ResidenceEvent) -> None:
-        self.log.append(("dropped", event))
-        self._let_go(event)
-
-    def _let_go(self, event: ResidenceEvent) -> None:
         self.users[event.layer].remove((event.microbatch, event.phase))
         if not self.users[event.layer]:
             self._free(event.layer)
+
+    def drop(self) -> None:
+        raise AssertionError("nothing has failed")
 
     def _free(self, owner: int | None) -> None:
         for parameter in self._owners[owner]:
@@ -139,6 +137,9 @@ class Empty:
         self.present: list[ResidenceEvent] = []
         self._fails = fails
 
+    def begin_step(self, num_microbatches: int) -> None:
+        assert not self.present
+
     def acquire(self, event: ResidenceEvent) -> None:
         self.present.append(event)
         self._fail(event)
@@ -152,13 +153,20 @@ class Empty:
         [acquired] = [each for each in self.present if (each.microbatch, each.layer, each.phase) == stay]
         self.present.remove(acquired)
 
-    def dropped(self, event: ResidenceEvent) -> None:
-        assert event.action is Action.ACQUIRE
-        self.present.remove(event)
+    def drop(self) -> None:
+        self.present.clear()
 
     def _fail(self, event: ResidenceEvent) -> None:
         if event == self._fails:
             raise Boom
+
+
+class Keeping(Empty):
+    """Keeps parameters from forward to backward."""
+
+    def finished(self, event: ResidenceEvent) -> None:
+        if event.phase is Phase.BACKWARD:
+            super().finished(event)
 
 
 def _run_and_fail(residence: Empty, made: Alive, at: Event | None) -> None:
@@ -219,7 +227,7 @@ def test_an_exception_in_a_pair_empties_both_flights() -> None:
     ],
 )
 def test_a_loss_that_cannot_be_one_is_refused(postprocess: Callable[[torch.Tensor], object], words: str) -> None:
-    residence = Empty()
+    residence = Keeping()
     with pytest.raises(ValueError, match=words):
         run([Chunk(_value, [], postprocess)], residence=residence)
     assert residence.present == []

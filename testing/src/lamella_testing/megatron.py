@@ -257,6 +257,18 @@ def tiny_config(**changes: Any) -> Any:
     return config(**{**fields, **changes})
 
 
+def scale_auxiliary_losses(num_microbatches: int, device: str = "cpu") -> None:
+    """Scale losses of routers and predictions as megatron-core's driver does in a step of microbatches.
+
+    Args:
+        num_microbatches: Of a step; a microbatch's loss is a mean, divided by this number.
+        device: Of the losses.
+    """
+    for module, name in (("moe.moe_utils", "MoEAuxLossAutoScaler"), ("multi_token_prediction", "MTPLossAutoScaler")):
+        scaler = getattr(importlib.import_module(f"megatron.core.transformer.{module}"), name)
+        scaler.set_loss_scale(torch.tensor(1 / num_microbatches, device=device))
+
+
 def ddp_config(**changes: Any) -> Any:
     """A `DistributedDataParallelConfig` of ZeRO-3 with sums in fp32; keywords change or add fields."""
     config = importlib.import_module("megatron.core.distributed").DistributedDataParallelConfig

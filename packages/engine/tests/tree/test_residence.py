@@ -30,7 +30,10 @@ def _shard(model: nn.Module, placements: AxisPlacement = ZERO3) -> None:
 
 
 def _residence(model: Stack, num_microbatches: int | None = 2) -> UnitResidence:
-    return UnitResidence(model, list(model.layers), num_microbatches=num_microbatches)
+    residence = UnitResidence(model, list(model.layers))
+    if num_microbatches is not None:
+        residence.begin_step(num_microbatches)
+    return residence
 
 
 def _backward(model: Stack, batch: torch.Tensor) -> None:
@@ -106,7 +109,8 @@ def test_a_layer_may_be_several_units() -> None:
         assert isinstance(model, Stack) and isinstance(reference, Stack)
         first, *others = model.layers
         log = record(model)
-        residence = UnitResidence(model, [first, others], num_microbatches=1)
+        residence = UnitResidence(model, [first, others])
+        residence.begin_step(1)
         events = [_Event(0, layer, "backward") for layer in (None, 0, 1)]
         for event in events:
             residence.acquire(event)
@@ -123,7 +127,7 @@ def test_a_layer_may_be_several_units() -> None:
     run_ranks(on_each_rank, 2)
 
 
-def test_dropped_events_leave_every_unit_at_rest_without_a_collective() -> None:
+def test_a_dropped_residence_leaves_every_unit_at_rest_without_a_collective() -> None:
     def on_each_rank() -> None:
         model = Stack()
         _shard(model)
@@ -134,8 +138,8 @@ def test_dropped_events_leave_every_unit_at_rest_without_a_collective() -> None:
             residence.acquire(event)
         residence.used(taken[1])
         gathers = len(log.events)
-        for event in reversed(taken):
-            residence.dropped(event)
+        for _ in range(2):
+            residence.drop()
         assert_at_rest(model)
         assert len(log.events) == gathers
         _whole(_residence(model, 1), model, 0, BATCHES[0])
@@ -176,14 +180,10 @@ def test_wrong_residences_and_events_are_refused() -> None:
         model = Stack()
         _shard(model)
         with pytest.raises(ValueError, match=r"Expected layer 1 to be a unit, got a Linear that is none"):
-            UnitResidence(model, [model.layers[0], nn.Linear(2, 2)], num_microbatches=1)
+            UnitResidence(model, [model.layers[0], nn.Linear(2, 2)])
         with pytest.raises(ValueError, match=r"Expected the model to be a unit, got a Linear that is none"):
-            UnitResidence(nn.Linear(2, 2), [], num_microbatches=1)
-        with pytest.raises(ValueError, match=r"Expected num_microbatches to be 1 or more, got 0"):
-            _residence(model, 0)
+            UnitResidence(nn.Linear(2, 2), [])
         residence = _residence(model, 1)
-        with pytest.raises(ValueError, match=r"Expected microbatches up to num_microbatches=1, got index 1"):
-            residence.acquire(_Event(1, 0, "forward"))
         with pytest.raises(
             ValueError, match=r"Expected a unit for each layer of the schedule, got 3 units and layer 3"
         ):

@@ -2,7 +2,7 @@
 
     spread_experts(model, meshes["ep"].get_group())
     shard_with_experts(model, mesh=everyone, experts_mesh=meshes["edp"])
-    residence = UnitResidence(model, model.model.layers, num_microbatches=len(batches))
+    residence = UnitResidence(model, model.model.layers)
     losses = run([chunk(model, **batch, scale=1 / len(batches)) for batch in batches], residence=residence)
 
 The model's own forward takes the same steps without overlap, bit by bit. Qwen3-MoE and Mixtral.

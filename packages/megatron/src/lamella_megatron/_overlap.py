@@ -13,6 +13,7 @@ from torch import nn
 
 from lamella_engine import FSDPModule, UnitResidence
 from lamella_engine.extending import local_of
+from lamella_megatron._auxiliary import book_predictions, scale_auxiliary_losses
 from lamella_megatron._cuts import (
     arguments_of_decoder,
     arguments_of_prediction,
@@ -31,7 +32,7 @@ def forward_backward_overlapped(
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     *,
     layer_groups: str | None = None,
-    early_release: bool = False,
+    early_release: bool | None = None,
     ahead: int = 1,
 ) -> list[torch.Tensor]:
     """One step's forwards and backwards, with the all-to-alls of experts beside the compute of another microbatch.
@@ -50,9 +51,11 @@ def forward_backward_overlapped(
         microbatches: Of each, the arguments of the model's forward: `input_ids`, `position_ids`, `attention_mask`,
             `labels`. For a last stage also `decoder_input`, the stage's input tensor, (length, batch, width): a leaf
             with `requires_grad`, whose `.grad` is for the stage before.
-        loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's.
+        loss_of: Takes the model's output for a microbatch, returns a 0-D loss: the microbatch's share of the step's,
+            scaled as by `config.grad_scale_func`. Losses of routers and of multi-token prediction are scaled as by
+            megatron-core's driver.
         layer_groups: As for `fully_shard_model`, and the same.
-        early_release: As for `lamella_schedule.run`.
+        early_release: As for `lamella_schedule.run`; None for `config.ep_overlap_early_attn_memory_release`.
         ahead: As for `lamella_schedule.run`.
 
     Returns:
@@ -63,16 +66,18 @@ def forward_backward_overlapped(
             `layer_groups` does not fit; or the model is another stage than the last, or lacks its input tensor.
 
     Effects: as of `lamella_schedule.run` and `UnitResidence`; reductions of gradients are not waited for on the host.
+        Sets the scales of megatron-core's auxiliary losses, which all models of the process share, and books the
+        losses of predictions' routers behind those of all decoder layers.
     """
     inner = innermost(model)
     _check_schedulable(inner.config)
     _check_stage(inner, microbatches)
     parts = _parts(inner, layer_groups)
     chunks = [_chunk(inner, parts, batch, loss_of) for batch in microbatches]
-    residence = None
-    if isinstance(inner, FSDPModule):
-        residence = UnitResidence(inner, parts.units, num_microbatches=len(chunks))
-    return run(chunks, residence=residence, early_release=early_release, ahead=ahead)
+    book_predictions(inner)
+    scale_auxiliary_losses(inner, len(chunks))
+    residence = UnitResidence(inner, parts.units) if isinstance(inner, FSDPModule) else None
+    return run(chunks, residence=residence, early_release=_releases_early(inner, early_release), ahead=ahead)
 
 
 def overlapped_peak_nbytes(
@@ -80,7 +85,7 @@ def overlapped_peak_nbytes(
     num_microbatches: int,
     *,
     layer_groups: str | None = None,
-    early_release: bool = False,
+    early_release: bool | None = None,
     ahead: int = 1,
 ) -> int:
     """Compute the bytes of unsharded parameters at the peak of an overlapped step, within the model's budgets.
@@ -101,8 +106,9 @@ def overlapped_peak_nbytes(
     inner = innermost(model)
     parts = _parts(inner, layer_groups)
     plans = _chunk(inner, parts, {}, lambda output: output).plans
-    residence = UnitResidence(inner, parts.units, num_microbatches=num_microbatches)
-    return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=early_release, ahead=ahead))
+    residence = UnitResidence(inner, parts.units)
+    is_early = _releases_early(inner, early_release)
+    return residence.peak_nbytes(run_order(num_microbatches, plans, early_release=is_early, ahead=ahead))
 
 
 class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core has no types
@@ -146,7 +152,10 @@ class SchedulePlan(AbstractSchedulePlan):  # type: ignore[misc]  # megatron-core
         if b_schedule_plan is not None:
             b_schedule_plan.flight.begin_backward((b_grad,))
         forward, backward = (each and each.flight for each in (f_schedule_plan, b_schedule_plan))
-        run_pair(forward, backward, residence=plan.schedule.residence)
+        schedule = plan.schedule
+        run_pair(
+            forward, backward, residence=schedule.residence, early_release=_releases_early(schedule.model, wanted=None)
+        )
         if forward is None:
             return None
         [output] = forward.outputs
@@ -200,9 +209,14 @@ def schedule_by_plans(model: Any, layer_groups: str | None) -> None:
             "lamella_megatron.training.forward_backward_overlapped."
         )
     parts = _parts(model, layer_groups)
-    residence = UnitResidence(model, parts.units, num_microbatches=None)
+    book_predictions(model)
+    residence = UnitResidence(model, parts.units)
     lanes = Lanes(local_of(next(model.parameters())).device)
     model.build_schedule_plan = _Schedule(model, parts, lanes, residence, itertools.count()).build
+
+
+def _releases_early(model: Any, wanted: bool | None) -> bool:
+    return bool(model.config.ep_overlap_early_attn_memory_release) if wanted is None else wanted
 
 
 def _check_schedulable(config: Any) -> None:
@@ -228,6 +242,19 @@ def _check_schedulable(config: Any) -> None:
             getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
             False,
             "The schedule computes these gradients itself.",
+        ),
+        (
+            "mlp_chunks_for_training",
+            bool(config.num_moe_experts) and config.mlp_chunks_for_training > 1,
+            False,
+            "Experts would exchange tokens chunk by chunk.",
+        ),
+        ("cpu_offloading", config.cpu_offloading, False, "Layers in parts keep what is saved on the device."),
+        (
+            "fine_grained_activation_offloading",
+            config.fine_grained_activation_offloading,
+            False,
+            "Copies to the host follow the order of whole layers.",
         ),
         ("fp8", config.fp8, None, "Scales of float8 follow the order of microbatches."),
         ("fp4", config.fp4, None, "Scales of 4-bit formats follow the order of microbatches."),

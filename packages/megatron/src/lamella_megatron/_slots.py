@@ -16,7 +16,7 @@ from torch import nn
 
 from lamella_schedule import LayerSlots, Slot
 
-Along: TypeAlias = torch.Tensor | None
+Along: TypeAlias = torch.Tensor | int | None
 Entered: TypeAlias = tuple[torch.Tensor, tuple[Along, ...]]
 
 # Arguments of the decoder that layers take too, under the same names.
@@ -81,7 +81,11 @@ class Item:
             return hidden
 
     def _route(self, hidden: torch.Tensor, *along: Along) -> tuple[Along, ...]:
-        """Up to the rows that leave the rank; the residual and the shared experts' output go along."""
+        """Up to the rows that leave the rank; what the combine needs goes along.
+
+        That is the residual, the shared experts' output, the samples in a row (None: as they came), and the indices
+        that the dispatcher keeps: as values they are marked as read by the communication stream.
+        """
         residual = self._attend(hidden)
         last: Any = self.layers[-1]
         with _random_states(last):
@@ -91,10 +95,14 @@ class Item:
             if last.config.fp32_residual_connection:
                 residual = residual.float()
             experts = last.mlp
-            mask = self.given.get("padding_mask")
+            normed, mask, num_samples = last._maybe_unflatten_for_moe(
+                normed, self.given.get("padding_mask"), self.given.get("packed_seq_params")
+            )
             shared = experts.shared_experts_compute(normed)
             probabilities, routing = experts.route(normed, None if mask is None else mask.transpose(0, 1).bool())
-            return (*experts.preprocess(normed, probabilities, routing), residual, shared, *along)
+            leaving = experts.preprocess(normed, probabilities, routing)
+            kept = _indices_of(experts.token_dispatcher)
+            return (*leaving, residual, shared, num_samples, len(kept), *kept, *along)
 
     def _dispatch(self, rows: torch.Tensor, probabilities: torch.Tensor, *along: Along) -> tuple[Along, ...]:
         last: Any = self.layers[-1]
@@ -110,13 +118,20 @@ class Item:
         return (made, *along)
 
     def _combine(
-        self, rows: torch.Tensor, residual: torch.Tensor, shared: torch.Tensor | None, *along: Along
+        self,
+        rows: torch.Tensor,
+        residual: torch.Tensor,
+        shared: torch.Tensor | None,
+        num_samples: int | None,
+        num_kept: int,
+        *along: Along,
     ) -> tuple[Along, ...]:
         last: Any = self.layers[-1]
         with _random_states(last), last.bias_dropout_add_exec_handler():
             made = last.mlp.postprocess(last.mlp.combine(rows), shared)
+            made = last._maybe_reflatten_from_moe(made, self.given.get("packed_seq_params"), num_samples)
             add = last.mlp_bda(last.training, last.config.bias_dropout_fusion)
-            return add((made, None), residual, last.hidden_dropout), *along
+            return add((made, None), residual, last.hidden_dropout), *along[num_kept:]
 
     def _whole(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """A layer without cuts, past the hooks of its unit, which the schedule holds."""
@@ -217,6 +232,13 @@ def _random_states(layer: Any) -> Iterator[None]:
         return
     with importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker().fork():
         yield
+
+
+def _indices_of(dispatcher: Any) -> tuple[torch.Tensor, ...]:
+    """The indices that a dispatcher of tokens keeps for its exchanges, made on the compute stream."""
+    owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))
+    kept = [each for owner in owners if owner is not None for each in vars(owner).values()]
+    return tuple(each for each in kept if isinstance(each, torch.Tensor) and not each.is_floating_point())
 
 
 def _is_transformer(layer: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_engine import MixedPrecisionPolicy
 from lamella_testing import run_ranks
-from lamella_testing.megatron import tiny_config
+from lamella_testing.megatron import scale_auxiliary_losses, tiny_config
 from lamella_testing.megatron_parity import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of megatron-core and Transformer Engine
@@ -106,6 +106,7 @@ def _train(kind: str, *, overlaps: bool, shares: bool, delays: bool) -> Trained:
         if overlaps:
             losses += [loss.item() for loss in forward_backward_overlapped(model, batches, _share)]
         else:
+            scale_auxiliary_losses(NUM_MICROBATCHES, "cuda")
             for i, batch in enumerate(batches):
                 model.set_is_last_backward(i == NUM_MICROBATCHES - 1)
                 loss = _share(model(**batch))

@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions
+from lamella_engine import ZERO1, ZERO3, FSDPModule, ShardingOptions, UnitResidence
 from lamella_engine._modules.attached import units_of
+from lamella_schedule import Event, Flight, Kind, Lane, Lanes, LayerPlan, Slot, run_order
 from lamella_testing import run_ranks
-from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, tiny_config, tiny_hybrid
+from lamella_testing.megatron import EXPERTS, LENGTH, VOCAB_SIZE, scale_auxiliary_losses, tiny_config, tiny_hybrid
 from lamella_testing.megatron_parity import Layout, has_experts, make_model
 
 NUM_STEPS, NUM_MICROBATCHES, NUM_ROWS = 3, 4, 4
@@ -45,6 +48,7 @@ class Case:
         recomputes: Whether norms are recomputed in backward.
         option: A field of the `TransformerConfig` to set; "" for none.
         pads: Whether the last tokens of a row are padding, which no expert sees.
+        balances: Whether routers have an auxiliary loss.
     """
 
     kind: str
@@ -58,9 +62,11 @@ class Case:
     recomputes: bool = False
     option: str = ""
     pads: bool = False
+    balances: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("shares", "delays", "early", "recomputes", "pads") if getattr(self, name)]
+        names = ("shares", "delays", "early", "recomputes", "pads", "balances")
+        flags = [name for name in names if getattr(self, name)]
         options = [self.option] if self.option else []
         return "-".join([self.groups or self.kind, f"{self.num_ranks} ranks", self.stage, *flags, *options])
 
@@ -108,8 +114,8 @@ def _cases(kinds: Sequence[tuple[str, str | None]], nums_ranks: Sequence[int]) -
 ALL = _cases(KINDS, (2, 4)) + _cases(PREDICTIONS, (2,))
 SOME = [
     *random.Random(0).sample(_cases(KINDS, (2, 4)), 6),
-    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes=True),
-    Case(kind="*E/*E/*E", groups="[*E]", delays=True, recomputes=True),
+    Case(kind="moe-mtp", stage="ZeRO-1", shares=True, early=True, recomputes=True, balances=True),
+    Case(kind="*E/*E/*E", groups="[*E]", shares=True, delays=True, recomputes=True),
 ]
 
 
@@ -127,7 +133,9 @@ def _model(case: Case) -> Any:
 
     shared = {"moe_shared_expert_intermediate_size": 16} if case.shares else {}
     option = {case.option: True} if case.option else {}
-    model = make_model(case.kind, case.layout, **shared, **option, **(LAYERNORM if case.recomputes else {}))
+    balance = {"moe_aux_loss_coeff": 0.1} if case.balances else {}
+    norms = LAYERNORM if case.recomputes else {}
+    model = make_model(case.kind, case.layout, **shared, **option, **balance, **norms)
     if case.delays:
         _delay_weight_gradients(model)
     placements = {"ZeRO-1": ZERO1, "ZeRO-3": ZERO3}[case.stage]
@@ -156,7 +164,14 @@ def _overlapped(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor
     )
 
 
+def _overlapped_batches(model: Any, batches: list[dict[str, Any]]) -> None:
+    from lamella_megatron.training import forward_backward_overlapped
+
+    forward_backward_overlapped(model, batches, _share)
+
+
 def _one_after_the_other(model: Any, step: torch.Tensor, case: Case) -> list[torch.Tensor]:
+    scale_auxiliary_losses(NUM_MICROBATCHES)
     losses = []
     for i, batch in enumerate(_microbatches(step, case)):
         model.set_is_last_backward(i == NUM_MICROBATCHES - 1)
@@ -295,6 +310,164 @@ def test_no_graph_of_a_prediction_runs_twice() -> None:
     assert len(losses) == NUM_MICROBATCHES
 
 
+# -- options, slot by slot ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The events of a schedule, each from its beginning on."""
+    events: list[Any] = []
+    monkeypatch.setattr(Flight, "run", _noting(Flight.run, events))
+    return events
+
+
+def _noting(call: Callable[..., None], events: list[Any]) -> Callable[..., None]:
+    def noted(owner: object, event: Any, *more: Any) -> None:
+        events.append(event)
+        call(owner, event, *more)
+
+    return noted
+
+
+def test_the_options_of_a_step_change_its_order(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("acquire", "used", "finished"):
+        monkeypatch.setattr(UnitResidence, name, _noting(getattr(UnitResidence, name), ran))
+
+    def on_each_rank() -> None:
+        from lamella_megatron.training import forward_backward_overlapped, overlapped_peak_nbytes
+
+        model = _model(Case(kind="*E*E"))
+        dense = LayerPlan(frozenset((Slot.PRE, Slot.EXPERTS)), frozenset())
+        plans = [dense, LayerPlan(delayed=frozenset())] * 2
+        peaks = []
+        options: dict[str, Any]
+        for options in ({}, {"early_release": True}, {"ahead": 0}):
+            ran.clear()
+            forward_backward_overlapped(model, _microbatches(DATA[0]), _share, **options)
+            assert tuple(ran) == run_order(NUM_MICROBATCHES, plans, **options), options
+            peaks.append(overlapped_peak_nbytes(model, NUM_MICROBATCHES, **options))
+        assert peaks[2] < peaks[0]
+
+    run_ranks(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("by_driver", [False, True])
+def test_early_release_is_taken_from_the_configuration(ran: list[Any], by_driver: bool) -> None:
+    def on_one_rank() -> None:
+        from lamella_megatron.training import ShardedModel
+        from lamella_testing.megatron import ddp_config
+
+        module: Any = make_model("moe", Layout(num_ranks=1))
+        module.config.overlap_moe_expert_parallel_comm = True
+        module.config.ep_overlap_early_attn_memory_release = True
+        model = ShardedModel(module.config, ddp_config(), module)
+        if by_driver:
+            _by_driver(model, DATA[0], num_rows=NUM_ROWS)
+        else:
+            _overlapped_batches(model, _microbatches(DATA[0]))
+        backward = ran.index(Event(0, 1, Slot.PRE, Kind.BACKWARD))
+        assert backward < ran.index(Event(1, 0, Slot.EXPERTS, Kind.FORWARD))
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_a_norm_before_experts_is_recomputed_for_their_backward(ran: list[Any]) -> None:
+    def on_one_rank() -> None:
+        model: Any = make_model("*E", Layout(num_ranks=1), **LAYERNORM)
+        norm, called = model.decoder.layers[1].pre_mlp_layernorm, Counter[Any]()
+        forward = norm.forward
+        norm.forward = lambda *given: (called.update([(ran[-1].slot, ran[-1].kind)]), forward(*given))[1]
+        _overlapped(model, DATA[0], Case(kind="*E", groups="[*E]"))
+        when = [(Slot.PRE, Kind.FORWARD), (Slot.EXPERTS, Kind.BACKWARD)]
+        assert called == dict.fromkeys(when, NUM_MICROBATCHES)
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_samples_packed_in_one_row_are_balanced_one_by_one() -> None:
+    def on_one_rank() -> None:
+        packed = importlib.import_module("megatron.core.packed_seq_params").PackedSeqParams(qkv_format="thd")
+        packed.tokens_per_sample = LENGTH // 2
+        losses = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"}
+        model: Any = make_model("EE", Layout(num_ranks=1), **losses)
+        batches = [{**_inputs(rows[:1]), "packed_seq_params": packed} for rows in DATA[0]]
+        scale_auxiliary_losses(NUM_MICROBATCHES)
+        for batch in batches:
+            _share(model(**batch)).backward()  # type: ignore[no-untyped-call]
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        _overlapped_batches(model, batches)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name
+
+    run_ranks(on_one_rank, 1)
+
+
+def test_losses_of_predictions_routers_are_booked_behind_the_decoder() -> None:
+    def on_one_rank() -> list[int]:
+        logging = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+        _overlapped(make_model("*E/*E", Layout(num_ranks=1), moe_aux_loss_coeff=0.1), DATA[0], Case(kind="*E/*E"))
+        [entry] = logging.get_moe_metrics_tracker()._metrics.values()
+        assert len(set(entry.values.tolist())) == 3, entry.values
+        return [place + 1 for place, value in enumerate(entry.values.tolist()) if value]
+
+    assert run_ranks(on_one_rank, 1) == [[2, 3]]
+
+
+def test_communication_saves_no_tensor_of_another_stream_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked, made, unmarked = set[int](), _Made(), list[str]()
+    monkeypatch.setattr(Lanes, "mark_read", lambda self, values: marked.update(map(_place, _tensors(values))))
+    run = Flight.run
+
+    def checked(flight: Flight, event: Any, around: Any) -> None:
+        if event.lane is not Lane.COMMUNICATION or event.kind is not Kind.FORWARD:
+            return run(flight, event, around)
+        marked.clear()
+        made.places.clear()
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with made, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run(flight, event, around)
+        known = marked | made.places
+        unmarked.extend(f"{event}: {tuple(each.shape)}" for each in saved if _place(each) not in known)
+        return None
+
+    monkeypatch.setattr(Flight, "run", checked)
+
+    def on_one_rank() -> list[str]:
+        _overlapped(make_model("moe", Layout(num_ranks=1)), DATA[0], Case(kind="moe"))
+        assert marked
+        return unmarked
+
+    assert run_ranks(on_one_rank, 1) == [[]]
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The memory of tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: set[int] = set()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = set(map(_place, _tensors((args, kwargs))))
+        made = call(*args, **(kwargs or {}))
+        self.places.update(place for place in map(_place, _tensors(made)) if place not in given)
+        return made
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
 class _Once(nn.Module):
     """Passes gradients once a forward, as some fused norms do."""
 
@@ -357,6 +530,7 @@ def test_a_last_stage_without_layers_before_its_prediction_is_its_plain_forward(
         inputs = torch.randn(2, NUM_MICROBATCHES, LENGTH, NUM_ROWS // 2, 32, generator=torch.Generator().manual_seed(2))
         inputs[1] = inputs[0]
         expected, found = ([each.clone().requires_grad_() for each in copies] for copies in inputs)
+        scale_auxiliary_losses(NUM_MICROBATCHES)
         for batch, tensor in zip(batches, expected, strict=True):
             plain.set_input_tensor(tensor)
             loss = _share(plain(**batch))
@@ -469,7 +643,6 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
     def on_each_rank(overlaps: bool, delays: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from lamella_megatron.training import ShardedModel, sharded_optimizer
 
@@ -482,21 +655,10 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
         optimizer = sharded_optimizer(OptimizerConfig(optimizer="sgd", lr=0.2), [model])
         config.finalize_model_grads_func = finalize_model_grads
 
-        def forward(batches: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-            call = chunk.build_schedule_plan if return_schedule_plan else chunk
-            return call(**next(batches)), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
-
         losses = []
         for step in DATA:
             optimizer.zero_grad()
-            stored = get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(_microbatches(step)),
-                model=[model],
-                num_microbatches=NUM_MICROBATCHES,
-                seq_length=LENGTH,
-                micro_batch_size=NUM_ROWS // 2,
-            )
+            stored = _by_driver(model, step)
             assert optimizer.step()[0]
             losses += [each["loss"].item() for each in stored]
         return losses, {name: p.detach().full_tensor() for name, p in module.named_parameters()}
@@ -506,6 +668,47 @@ def test_megatron_cores_driver_overlaps(kind: str, groups: str | None, delays: b
     for (losses, weights), (other_losses, other_weights) in zip(expected, found, strict=True):
         assert losses == other_losses
         assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
+
+
+def _by_driver(model: Any, step: torch.Tensor, num_rows: int = NUM_ROWS // 2) -> list[dict[str, torch.Tensor]]:
+    """A step of megatron-core's own driver, with the loss of `_share`."""
+    driver = importlib.import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
+
+    def forward(batches: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        call = chunk.build_schedule_plan if return_schedule_plan else chunk
+        return call(**next(batches)), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+    stored: list[dict[str, torch.Tensor]] = driver(
+        forward_step_func=forward,
+        data_iterator=iter(_microbatches(step)),
+        model=[model],
+        num_microbatches=NUM_MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=num_rows,
+    )
+    return stored
+
+
+def test_auxiliary_losses_weigh_as_in_megatron_cores_driver() -> None:
+    from lamella_testing.megatron import ddp_config
+
+    def on_each_rank() -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        from lamella_megatron.training import ShardedModel
+
+        module: Any = make_model("moe-mtp", Layout(num_ranks=2, ep=2), moe_aux_loss_coeff=0.1)
+        model = ShardedModel(module.config, ddp_config(), module)
+        module.config.finalize_model_grads_func = finalize_model_grads
+        _overlapped(model, DATA[0], Case(kind="moe-mtp"))  # first: the driver leaves its scales behind
+        finalize_model_grads([model])
+        found = {name: parameter.grad.to_local() for name, parameter in module.named_parameters()}
+        module.zero_grad()
+        _by_driver(model, DATA[0])
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.grad.to_local(), found[name]), name
+
+    run_ranks(on_each_rank, 2)
 
 
 def test_an_exception_leaves_the_model_at_rest() -> None:
@@ -537,6 +740,9 @@ def test_an_exception_leaves_the_model_at_rest() -> None:
 
 
 REFUSED = [
+    ("mlp_chunks_for_training", 2),
+    ("cpu_offloading", True),
+    ("fine_grained_activation_offloading", True),
     ("virtual_pipeline_model_parallel_size", 2),
     ("recompute_granularity", "full"),
     ("recompute_modules", ["moe"]),

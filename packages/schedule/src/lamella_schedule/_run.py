@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, cast
 import torch
 from torch.profiler import record_function
 
-from lamella_schedule._events import Action, Event, Kind, LayerPlan, Phase, ResidenceEvent, Slot
+from lamella_schedule._events import Action, Event, Kind, LayerPlan, ResidenceEvent, Slot
 from lamella_schedule._lanes import Chain, Lanes
 from lamella_schedule._measure import device_of
 from lamella_schedule._nodes import Gradients, Node, SlotFunction, Values
@@ -108,6 +108,9 @@ class Residence(Protocol):
     current. One pass of one microbatch acquires, uses and finishes each layer once.
     """
 
+    def begin_step(self, num_microbatches: int) -> None:
+        """Take the number of a step's microbatches, numbered from 0: `run` calls this, and `run_pair` does not."""
+
     def acquire(self, event: ResidenceEvent) -> None:
         """Start to make the parameters present. No slot reads the parameters before `used`."""
 
@@ -120,10 +123,10 @@ class Residence(Protocol):
         The current stream is ordered behind every reader of the pass, and behind every gradient.
         """
 
-    def dropped(self, event: ResidenceEvent) -> None:
-        """Let go of parameters acquired before an exception, without any collective.
+    def drop(self) -> None:
+        """Let go of all parameters after an exception, without any collective; a second call changes nothing.
 
-        Ranks without the exception would not take part in a reduction. The event is `acquire`'s.
+        Ranks without the exception would not take part in a reduction.
         """
 
 
@@ -252,7 +255,7 @@ def run(
         RuntimeError: A tensor reached a later slot by another way than as a return value.
 
     Effects: compute on the current stream, all-to-alls on a second stream, for which the current stream waits;
-        no host sync. After an exception no tensor is held, and every acquired layer is dropped.
+        no host sync. After an exception no tensor is held, and the residence is dropped.
     """
     if not chunks:
         raise ValueError("Expected a chunk for each microbatch, got no chunk. Give the step data.")
@@ -261,19 +264,26 @@ def run(
     lanes = Lanes(device_of(device))
     losses: list[torch.Tensor] = []
     backward: Flight | None = None
-    for i in range(len(chunks) + 1):
-        forward = Flight(chunks[i], lanes, i) if i < len(chunks) else None
-        run_pair(
-            forward,
-            backward,
-            residence=residence,
-            early_release=early_release,
-            ahead=ahead,
-            around=around,
-        )
-        backward = forward
-        if forward is not None:
-            losses.append(_begin(forward))
+    if residence is not None:
+        residence.begin_step(len(chunks))
+    try:
+        for i in range(len(chunks) + 1):
+            forward = Flight(chunks[i], lanes, i) if i < len(chunks) else None
+            run_pair(
+                forward,
+                backward,
+                residence=residence,
+                early_release=early_release,
+                ahead=ahead,
+                around=around,
+            )
+            backward = forward
+            if forward is not None:
+                losses.append(_begin(forward))
+    except BaseException:
+        if residence is not None:
+            residence.drop()  # between pairs too, where layers may stay for a backward
+        raise
     return losses
 
 
@@ -303,7 +313,7 @@ def run_pair(
         RuntimeError: A flight has run in this direction; or no gradients were given for a backward.
         ValueError: As of `order`; or the flights have different lanes.
 
-    Effects: as of `run`. An exception out of an event drops both flights.
+    Effects: as of `run`. An exception out of an event drops both flights and the residence.
     """
     flights = {flight.microbatch: flight for flight in (forward, backward) if flight is not None}
     events = order(
@@ -316,7 +326,6 @@ def run_pair(
     )
     if forward is not None and backward is not None and forward.lanes is not backward.lanes:
         raise ValueError("Expected two flights over the same lanes, got two objects. Make both flights with one Lanes.")
-    stays = _Stays(residence)
     lanes = next(iter(flights.values())).lanes
     if forward is not None:
         forward.check_forward()
@@ -327,42 +336,27 @@ def run_pair(
         for event in events:
             if isinstance(event, Event):
                 flights[event.microbatch].run(event, around or _nothing_around)
-            else:
-                stays.run(event, lanes)
+            elif residence is not None:
+                with lanes.on(event.lane):
+                    _step_of(residence, event)
         lanes.end()
     except BaseException:
         lanes.join()  # tensors go back to their allocator next, whichever stream reads them
         lanes.end()  # and the caller rewrites inputs next, on a stream that may be a third
         for flight in flights.values():
             flight.drop()
-        stays.drop()
+        if residence is not None:
+            residence.drop()
         raise
 
 
-class _Stays:
-    """The layers between acquire and finished."""
-
-    def __init__(self, residence: Residence | None) -> None:
-        self._residence = residence
-        self._acquired: dict[tuple[int, int | None, Phase], ResidenceEvent] = {}
-
-    def run(self, event: ResidenceEvent, lanes: Lanes) -> None:
-        if self._residence is None:
-            return
-        key = event.microbatch, event.layer, event.phase
-        with lanes.on(event.lane):
-            if event.action is Action.ACQUIRE:
-                self._acquired[key] = event  # first: an acquire that raises may have taken something
-                self._residence.acquire(event)
-            elif event.action is Action.USED:
-                self._residence.used(event)
-            else:
-                self._residence.finished(event)
-                del self._acquired[key]
-
-    def drop(self) -> None:
-        while self._acquired and self._residence is not None:
-            self._residence.dropped(self._acquired.popitem()[1])
+def _step_of(residence: Residence, event: ResidenceEvent) -> None:
+    if event.action is Action.ACQUIRE:
+        residence.acquire(event)
+    elif event.action is Action.USED:
+        residence.used(event)
+    else:
+        residence.finished(event)
 
 
 def _nothing_around(event: Event) -> AbstractContextManager[object]:

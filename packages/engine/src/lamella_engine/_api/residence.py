@@ -17,13 +17,16 @@ from lamella_engine._unit.unit import Unit
 class UnitResidence:
     """Gathers, frees and reduces a model's units for a schedule that calls layers in parts.
 
-        run(chunks, residence=UnitResidence(model, model.layers, num_microbatches=len(chunks)))
+        run(chunks, residence=UnitResidence(model, model.layers))
 
     `lamella_schedule.run` takes the object as `residence`. Each pass of a microbatch holds a unit from `acquire` to
     `finished`, and the outermost unit during the whole pass. Each backward reduces with ZeRO-2 and ZeRO-3; ZeRO-1 and
     DDP keep gradients until the last microbatch. The backward of the last microbatch ends the step, as
-    `wait_for_gradients()` does. With the schedule's `ahead=1` up to four layers are unsharded at a time, beside the
-    outermost unit: two in forward and two in backward; with `ahead=0` up to two. `peak_nbytes` tells the bytes.
+    `wait_for_gradients()` does. `run` tells the number of microbatches by `begin_step`; a caller of `run_pair` calls
+    the model's `set_is_last_backward` before each backward, and `wait_for_gradients` after the last.
+
+    With the schedule's `ahead=1` up to four layers are unsharded at a time, beside the outermost unit: two in forward
+    and two in backward; with `ahead=0` up to two. `peak_nbytes` tells the bytes.
 
     The tree's budgets count. Layers acquired ahead of their turn weigh no more than `prefetch_budget` together, in
     forward and backward; one layer is acquired ahead at any weight, and a layer without room is gathered in its turn.
@@ -33,43 +36,34 @@ class UnitResidence:
     Args:
         model: The outermost unit, with the parameters around the layers.
         layers: The unit of each layer, or the units of each layer, in the order of the schedule's layers.
-        num_microbatches: Microbatches of a step. The microbatch with the last index ends the step. None leaves both to
-            the caller: `set_is_last_backward` before each backward, and `wait_for_gradients` after the last.
 
     Raises:
-        ValueError: A layer or the model is no unit, or `num_microbatches` is below 1.
+        ValueError: A layer or the model is no unit.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module | Sequence[nn.Module]],
-        *,
-        num_microbatches: int | None,
-    ) -> None:
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ValueError(
-                f"Expected num_microbatches to be 1 or more, got {num_microbatches}. Give the number of chunks."
-            )
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module | Sequence[nn.Module]]) -> None:
         self._model = _unit(model, "the model")
         self._layers = [_units(layer, f"layer {i}") for i, layer in enumerate(layers)]
-        self._last = None if num_microbatches is None else num_microbatches - 1
+        self._last: int | None = None  # microbatch of a step that `begin_step` began
         self._holds: dict[Key, list[Hold]] = {}
         self._presence = self._nothing_present()
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Take the number of a step's microbatches: the last, of index `num_microbatches` - 1, ends the step.
+
+        Args:
+            num_microbatches: At least 1.
+        """
+        self._last = num_microbatches - 1
 
     def acquire(self, event: ResidenceEvent) -> None:
         """Start to gather a layer's parameters.
 
         Raises:
-            ValueError: The event's microbatch or layer is out of range.
+            ValueError: The event's layer is out of range.
 
         Effects: as `FSDPModule.hold`, unless the prefetch budget has no room.
         """
-        if self._last is not None and event.microbatch > self._last:
-            raise ValueError(
-                f"Expected microbatches up to num_microbatches={self._last + 1}, got index {event.microbatch}. "
-                "Make the residence with the number of chunks of a step."
-            )
         if event.layer is None and not self._holds:
             self._presence = self._nothing_present()  # between steps budgets may change
         units = self._units_of(event)
@@ -111,13 +105,15 @@ class UnitResidence:
         for hold in holds:
             hold.release()
         if ends_step:
+            self._last = None
             self._model.wait_for_gradients()
 
-    def dropped(self, event: ResidenceEvent) -> None:
+    def drop(self) -> None:
         """Return the whole tree to rest after an exception; gradients of the step are lost.
 
         Effects: as `FSDPModule.reset_iter_state`; not a collective.
         """
+        self._last = None
         self._holds.clear()
         self._presence = self._nothing_present()
         self._model.reset_iter_state()
